@@ -68,7 +68,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index
 proto: $(VENV)/installed
 	$(BIN)/uv tool run --from grpcio-tools==1.74.0 python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	  npu_gr/route/external_processor.proto
-	cd npu_gr/server/rpc/protos && $(BIN)/python -m grpc_tools.protoc -I. --descriptor_set_out=compiled.binpb health.proto inference.proto
+	cd npu_gr/server/grpc/protos && $(BIN)/python -m grpc_tools.protoc -I. --descriptor_set_out=compiled.binpb health.proto inference.proto
 
 # what is in the image, as CycloneDX: build/sbom.json
 sbom: $(VENV)/installed
@@ -80,7 +80,7 @@ sbom: $(VENV)/installed
 # root with buildah and debootstrap; what a machine lacks is skipped in words. About 10 minutes.
 packages: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m "image or not image" tests/deploy
-	$(BIN)/python -m pytest -q -m bare tests/deploy tests/server/rpc tests/server/test_otlp.py tests/test_bare_install.py
+	$(BIN)/python -m pytest -q -m bare tests/deploy tests/server/grpc tests/server/test_otlp.py tests/test_bare_install.py
 
 # what a machine can mend of the above
 format: $(VENV)/installed

@@ -1,6 +1,7 @@
 """Builds the CPU kernels beside the package, copies what ships into a wheel, and describes it.
 
-They need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
+They need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu`
+makes them.
 """
 
 import re
@@ -51,8 +52,8 @@ class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types
 def description() -> str:
     """Return README.md for the page of a package index, where relative links lead nowhere.
 
-    They are words there. A picture is left out with the line in italics below it, and so is the last section, which is
-    nothing but links.
+    They are words there. A picture is left out with the line in italics below it, and so is the
+    last section, which is nothing but links.
     """
     text = Path("README.md").read_text().partition("\n## More\n")[0]
     text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n(\n\*[^*]*\*\n)?", "", text)

@@ -1,13 +1,14 @@
 """`python -m benchmarks cascade`: one recommend from its first to its last stage, with and without the relay.
 
-The engine, relay, tiers and cascade are real. One request runs at a time, each of a user of its own with a history of
-the same length. Retrieval answers items drawn at random:
+The engine, relay, tiers and cascade are real. One request runs at a time, each of a user of its own
+with a history of the same length. Retrieval answers items drawn at random:
 
     elsewhere       it waits as long as another machine would take: a multiple of the pre-infer
     on this device  it keeps the one device thread busy with a full inference, so nothing can overlap
 
-The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval + cached rank); it
-assumes that the pre-infer is over when the retrieval is. Every request checks that both arms answer the same items.
+The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval +
+cached rank); it assumes that the pre-infer is over when the retrieval is. Every request checks that
+both arms answer the same items.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import RecommendConfig
-from npu_gr.jobs.config import RankingConfig
-from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import ScoredItems
-from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
+from npu_gr.handlers.base import Call
+from npu_gr.handlers.cascade_plan import RecommendConfig
+from npu_gr.handlers.config import RankingConfig
+from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.recommend import Cascade
+from npu_gr.handlers.scored_items import ScoredItems
+from npu_gr.handlers.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
 
@@ -57,7 +58,9 @@ BUDGET_S = 60.0
 WITHIN = 0.85  # of the floor
 
 
-def lines(backend: BackendName, lengths: Sequence[int], layers: int, count: int, seed: int) -> Iterator[Line]:
+def lines(
+    backend: BackendName, lengths: Sequence[int], layers: int, count: int, seed: int
+) -> Iterator[Line]:
     """One line for each length of history and each retrieval: the median of the cascade.
 
     Args:
@@ -79,12 +82,16 @@ def lines(backend: BackendName, lengths: Sequence[int], layers: int, count: int,
 
 
 def _line(rig: Rig, multiple: float | None, count: int) -> Line:
-    found: dict[str, list[tuple[float, RecommendAnswer]]] = {arm.name: [] for arm in (NO_RELAY, RELAY)}
+    found: dict[str, list[tuple[float, RecommendAnswer]]] = {
+        arm.name: [] for arm in (NO_RELAY, RELAY)
+    }
     for turn in range(ROUNDS):
         for arm in (NO_RELAY, RELAY):
             found[arm.name] += asyncio.run(_round(rig, arm, multiple, count // ROUNDS, turn))
     for (_, cold), (_, warm) in zip(found["no relay"], found["relay"], strict=True):
-        assert warm.item_ids.tolist() == cold.item_ids.tolist(), "the relay changed what is recommended"
+        assert warm.item_ids.tolist() == cold.item_ids.tolist(), (
+            "the relay changed what is recommended"
+        )
     ours, base = ([took_s for took_s, _ in found[name]] for name in ("relay", "no relay"))
     hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
     idle = rig.idle
@@ -94,8 +101,13 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
         wait_s = multiple * idle.prefill_s
         where = f"{multiple:g}x the pre-infer, elsewhere"
         floor = (wait_s + idle.full_s) / (wait_s + idle.rank_s)
-    case = f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM hits {hits:.0%})"
-    return timed("cascade", case, ours, "no relay", base, WITHIN * floor if floor else None, floor=floor)
+    case = (
+        f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM "
+        f"hits {hits:.0%})"
+    )
+    return timed(
+        "cascade", case, ours, "no relay", base, WITHIN * floor if floor else None, floor=floor
+    )
 
 
 async def _round(
@@ -122,7 +134,9 @@ async def _round(
             began_at = time.perf_counter()
             tokens = ranking.tokenize(history)
             now_at = time.monotonic()
-            answer = await cascade.recommend(request, ranking, history, tokens, Call(now_at, now_at + BUDGET_S))
+            answer = await cascade.recommend(
+                request, ranking, history, tokens, Call(now_at, now_at + BUDGET_S)
+            )
             if number >= 0:
                 found.append((time.perf_counter() - began_at, answer))
             served.pool.erase_user(request.user)
@@ -144,7 +158,9 @@ def _ranking(rig: Rig, served: ServedArm) -> Ranking:
     )
     metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
     items = ScoredItems(served.engine, rig.vocabulary)
-    return Ranking(RankingConfig(selfcheck_ratio=0.0), model, items, served.engine, served.relay, metrics)
+    return Ranking(
+        RankingConfig(selfcheck_ratio=0.0), model, items, served.engine, served.relay, metrics
+    )
 
 
 def _drawn(rig: Rig, events: Events) -> I64:
@@ -166,7 +182,9 @@ def _on_this_device(rig: Rig, served: ServedArm) -> Source:
     other = rig.tokens(rig.returning)
 
     async def retrieve(asked: SourceRequest) -> I64:
-        await served.engine.rank(RankPass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
+        await served.engine.rank(
+            RankPass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at
+        )
         return _drawn(rig, asked.history.events)
 
     return retrieve

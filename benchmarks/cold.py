@@ -19,7 +19,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import Events
 from npu_gr.core.process import set_up_process
-from npu_gr.model.history_tokens import ItemVocabulary, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, tokenize
 from npu_gr.model.hstu_layer import HostTokens, Segment
 from npu_gr.model.weights import load
 
@@ -44,7 +44,7 @@ class ColdRanker:
             len(self._model.config.actions),
             max_tokens=self._model.config.max_history_tokens,
             cut_step_tokens=256,
-            refuse_unknown=True,
+            reject_unknown=True,
         )
         upload = self._backend.upload
         candidates = self._vocabulary.rows(np.array(body["candidates"], np.int64))
@@ -55,11 +55,14 @@ class ColdRanker:
             times=upload(tokens.events.timestamps),
             candidates=upload(candidates),
             candidate_time=body["timestamp"],
-            host=HostTokens(tokens.events.timestamps, None, ids),  # the same kernels as ours: one native call
+            # the same kernels as ours: one native call
+            host=HostTokens(tokens.events.timestamps, None, ids),
         )
         with torch.inference_mode():
             logits = self._model(self._backend, [segment])[0].to("cpu", torch.float32)
-        return {task: logits[:, index].tolist() for index, task in enumerate(self._model.config.tasks)}
+        return {
+            task: logits[:, index].tolist() for index, task in enumerate(self._model.config.tasks)
+        }
 
 
 def main(checkpoint: Path, port: int) -> None:

@@ -1,9 +1,9 @@
 """`python -m benchmarks door`: what is answered in time over HTTP, behind HAProxy and alone, under any load.
 
-Real server processes with the configuration that ships, and a client in C. In time = within the rank's objective, by
-the client's clock, from the instant the request was due. The arms run every load in turn, and between any two of them
-the reference runs: 8 clients at the same instance without admission, without a proxy. Its mean of before and after is
-the capacity, and sets the rates.
+Real server processes with the configuration that ships, and a client in C. In time = within the
+rank's objective, by the client's clock, from the instant the request was due. The arms run every
+load in turn, and between any two of them the reference runs: 8 clients at the same instance without
+admission, without a proxy. Its mean of before and after is the capacity, and sets the rates.
 
     behind HAProxy       an instance behind the file that `npu-gr route` writes
     alone                the instance by itself
@@ -28,7 +28,18 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import door_lines, fleet
 from benchmarks.door_lines import ALONE, BEFORE, BEHIND, Density
-from benchmarks.frame import COUNT, FILE, SEED, SET, SHIPPED_CONFIG, Line, only, option, tell, timed_for
+from benchmarks.frame import (
+    COUNT,
+    FILE,
+    SEED,
+    SET,
+    SHIPPED_CONFIG,
+    Line,
+    only,
+    option,
+    tell,
+    timed_for,
+)
 from benchmarks.loadgen import LoadStream, StreamCounts, compiled, drive
 from benchmarks.loads import (
     MOST_NEIGHBOURS,
@@ -66,9 +77,15 @@ ALONE_RUNS = ("closed", "poisson", "pause")
 OPTIONS = (
     SHIPPED_CONFIG,
     option("--checkpoint", type=FILE, help="By default an untrained model of the demo's shape."),
-    option("--before", type=FILE, help="A checkout of older code, its native libraries built: one more arm."),
+    option(
+        "--before",
+        type=FILE,
+        help="A checkout of older code, its native libraries built: one more arm.",
+    ),
     timed_for(4.0, "Of each load; 60 is the long form."),
-    option("--repeats", default=3, type=COUNT, help="Run every load so many times; the median counts."),
+    option(
+        "--repeats", default=3, type=COUNT, help="Run every load so many times; the median counts."
+    ),
     only(PARTS),
     SET,
     SEED,
@@ -120,11 +137,15 @@ def lines(
         bodies = Bodies(
             write_bodies(folder / "all", ranks, BUDGETS_MS),
             write_bodies(folder / "hot", traffic.bodies(model, "hot", seed + 1, "hot"), BUDGETS_MS),
-            write_bodies(folder / "small", traffic.bodies(model, "small", seed + 2, "small")[:32], BUDGETS_MS),
+            write_bodies(
+                folder / "small", traffic.bodies(model, "small", seed + 2, "small")[:32], BUDGETS_MS
+            ),
         )
         if chosen or "density" in parts:
             with ExitStack() as servers:
-                bench = _Bench(servers, folder, config, checkpoint, overrides, before, bodies, goal_s, seed)
+                bench = _Bench(
+                    servers, folder, config, checkpoint, overrides, before, bodies, goal_s, seed
+                )
                 bench.check(ranks)
                 told = [list(bench.run_all(chosen)) for _ in range(repeats)]
                 yield from door_lines.of_repeats(told)
@@ -132,7 +153,12 @@ def lines(
                     yield from bench.density(repeats)
         if "fleet" in parts:
             yield from fleet.lines(
-                checkpoint, folder, overrides, write_bodies(folder / "patient", ranks, PATIENT_MS), goal_s, seed
+                checkpoint,
+                folder,
+                overrides,
+                write_bodies(folder / "patient", ranks, PATIENT_MS),
+                goal_s,
+                seed,
             )
 
 
@@ -177,7 +203,10 @@ class _Bench:
         """Compare everybody's scores with the reference model, and let prefixes be found."""
         for name, server in {"plain": self._plain, **self._arms}.items():
             check(server, self._checkpoint, ranks[:CHECKED])
-            tell("door", f"{name}: {hit_ratio(server, ranks, self._seed):.0%} of the prefixes found in HBM")
+            tell(
+                "door",
+                f"{name}: {hit_ratio(server, ranks, self._seed):.0%} of the prefixes found in HBM",
+            )
 
     def run_all(self, chosen: Sequence[Load]) -> Iterator[Line]:
         """Run every load on its arms in turn."""
@@ -198,7 +227,12 @@ class _Bench:
         for name in names:
             capacity_per_s = earlier.answered / earlier.span_s
             report, normal_s = run(
-                self._arms[name], load, self._bodies, capacity_per_s, self._goal_s, self._seed + self._num_runs
+                self._arms[name],
+                load,
+                self._bodies,
+                capacity_per_s,
+                self._goal_s,
+                self._seed + self._num_runs,
             )
             later = self._reference(load)
             answered = earlier.answered + later.answered
@@ -227,14 +261,19 @@ class _Bench:
                 with neighbours(core, count):
                     slowed = self._reference(load).answered / whole.answered
                     if slowed <= SLOWED[1] or count == MOST_NEIGHBOURS:
-                        tell("door", f"{load.name}: {count} neighbours leave {slowed:.2f} of the capacity")
+                        tell(
+                            "door",
+                            f"{load.name}: {count} neighbours leave {slowed:.2f} of the capacity",
+                        )
                         return self._in_turn(load, names, slowed)
         raise AssertionError("the last count returns")
 
     def _reference(self, load: Load) -> StreamCounts:
         found = reference(self._plain, self._bodies, load.clients, self._goal_s, self._seed)
         if not found.answered:
-            raise ConfigError(f"bench door: the plain instance answers none of {load.clients} clients")
+            raise ConfigError(
+                f"bench door: the plain instance answers none of {load.clients} clients"
+            )
         return found
 
     def density(self, repeats: int) -> Iterator[Line]:
@@ -242,7 +281,9 @@ class _Bench:
         servers = dict(self._arms)
         if has_fastapi():
             name = door_lines.FASTAPI
-            servers[name] = self._stack.enter_context(running(name, fastapi(self._checkpoint, self._folder)))
+            servers[name] = self._stack.enter_context(
+                running(name, fastapi(self._checkpoint, self._folder))
+            )
         else:
             tell("door", "FastAPI is not installed (pip install 'npu_gr[bench]'): no line of it")
         found: dict[str, list[Density]] = {name: [] for name in servers}
@@ -269,11 +310,21 @@ def density(server: Server, bodies: Path, goal_s: float, seed: int) -> Density:
     best = Density(0.0, 0, 0.0, float("inf"))
     for clients in DENSITY_CLIENTS:
         ends_s = 0.3 + DENSITY_S
-        stream = LoadStream(name="load", mode="closed", bodies=bodies, from_s=0.3, to_s=ends_s, connections=clients)
+        stream = LoadStream(
+            name="load", mode="closed", bodies=bodies, from_s=0.3, to_s=ends_s, connections=clients
+        )
         streams = [stream.moved("warm", 0.0, 0.3), stream]
-        counts = drive(server.port, streams, watch=server.pids, seed=seed, goal_s=goal_s).stream("load")
-        if counts.answered_ms.p99 > goal_s * 1e3 or counts.due - counts.answered > 0.01 * counts.due:
+        counts = drive(server.port, streams, watch=server.pids, seed=seed, goal_s=goal_s).stream(
+            "load"
+        )
+        if (
+            counts.answered_ms.p99 > goal_s * 1e3
+            or counts.due - counts.answered > 0.01 * counts.due
+        ):
             break
         per_core = counts.answered / counts.server_cpu_s
-        best = max(best, Density(per_core, clients, counts.answered / counts.span_s, counts.answered_ms.p99))
+        best = max(
+            best,
+            Density(per_core, clients, counts.answered / counts.span_s, counts.answered_ms.p99),
+        )
     return best

@@ -18,7 +18,8 @@ FASTAPI = "FastAPI"
 REFERENCE = "plain aiohttp, {} clients"
 
 PLANNED = 0.995  # of 1x in time: what one stall of a shared machine loses
-CLOSED = {BEHIND: {4: 0.95, 16: 0.95, 64: 0.95, 256: 0.7}, ALONE: {4: 0.9, 16: 0.9, 64: 0.9}}  # of the capacity
+# of the capacity
+CLOSED = {BEHIND: {4: 0.95, 16: 0.95, 64: 0.95, 256: 0.7}, ALONE: {4: 0.9, 16: 0.9, 64: 0.9}}
 OVERLOAD = {3.0: 0.8}  # of the capacity, behind HAProxy, by the multiple
 SLOW = 0.7  # of the slowed capacity
 LATE = 0.02  # of the answers at 3x
@@ -53,29 +54,41 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
         case "poisson" if load.size < 1:
             share = found.main.in_time / max(found.main.due, 1)
             yield compared(
-                "door", f"{case}: {told(found)}", found.main.in_time, "in time", "due", found.main.due, share,
+                "door", f"{case}: "
+                        f"{told(found)}", found.main.in_time, "in time", "due", found.main.due, share,
                 *((1.0, share >= PLANNED) if must else ()),
             )  # fmt: skip
             ours, plain = found.cpu_s * 1e3, found.reference_cpu_s * 1e3
-            yield compared("door", f"{case}: CPU of a rank", ours, "ms", "plain, 8 clients", plain, plain / ours)
+            yield compared(
+                "door",
+                f"{case}: CPU of a rank",
+                ours,
+                "ms",
+                "plain, 8 clients",
+                plain,
+                plain / ours,
+            )
         case "poisson":
             yield _goodput(case, found, OVERLOAD.get(load.size) if must else None)
         case "slow":
             yield _goodput(f"{case}, {found.slowed:.2f} of it", found, SLOW if must else None)
         case "bursts" | "fair":
-            yield _refused(f"{case}: {told(found)}", found.main, is_new)
+            yield _rejected(f"{case}: {told(found)}", found.main, is_new)
         case _:
             yield _normal(f"{case}: {told(found)}", found, is_new)
     if load.group in ("poisson", "slow") and load.size > 1 and must:
         lost = found.main.unanswered
-        yield compared("door", f"{case}: lost", lost, "ranks", "due", found.main.due, float(not lost), 1.0)
+        yield compared(
+            "door", f"{case}: lost", lost, "ranks", "due", found.main.due, float(not lost), 1.0
+        )
     if load.group in ("poisson", "slow") and load.size == 3 and must:
         yield compared(
             "door", f"{case}: late", found.late_share * 100, "% of answers", "the target", LATE * 100,
             LATE / found.late_share if found.late_share else math.inf, 1.0,
         )  # fmt: skip
         yield compared(
-            "door", f"{case}: the worst second", found.worst_second * found.main.good_per_s, "in time/s",
+            "door", f"{case}: the worst "
+                    "second", found.worst_second * found.main.good_per_s, "in time/s",
             "the mean second", found.main.good_per_s, found.worst_second, WORST_SECOND,
         )  # fmt: skip
     if load.group in ("closed", "poisson") and load.size > 1 and is_new:
@@ -85,7 +98,7 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
 def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
     """Of lines that were measured several times: each by the run whose ratio is the median.
 
-    What the others came to is told beside it: the median of bursts hides one that was refused.
+    What the others came to is told beside it: the median of bursts hides one that was rejected.
 
     Args:
         repeats: of each time, the same lines.
@@ -95,9 +108,15 @@ def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
             yield same[0]
             continue
         ratios = ", ".join(f"{line.ratio:.2f}" for line in same)
-        ascending = sorted(same, key=lambda line: -math.inf if math.isnan(line.ratio) else line.ratio)
+        ascending = sorted(
+            same, key=lambda line: -math.inf if math.isnan(line.ratio) else line.ratio
+        )
         middle = ascending[(len(same) - 1) // 2]  # of an even number the lower one
-        reached = f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok" if middle.ok is not None else ""
+        reached = (
+            (f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok")
+            if middle.ok is not None
+            else ""
+        )
         yield replace(middle, case=f"{middle.case}; the median of {ratios}{reached}")
 
 
@@ -130,14 +149,16 @@ def told(found: Run) -> str:
     main = found.main
     span_s = main.span_s
     text = (
-        f"{main.good_per_s:.0f} in time, {main.refused_per_s:.0f} refused, {main.late / span_s:.0f} late, "
+        f"{main.good_per_s:.0f} in time, {main.rejected_per_s:.0f} rejected, "
+        f"{main.late / span_s:.0f} late, "
         f"{main.unanswered / span_s:.0f} lost a second of {main.due / span_s:.0f}, "
-        f"P50 {main.answered_ms.p50:.0f} P99 {main.answered_ms.p99:.0f} ms, {found.cpu_s * 1e3:.2f} ms CPU a rank, "
+        f"P50 {main.answered_ms.p50:.0f} P99 {main.answered_ms.p99:.0f} ms, "
+        f"{found.cpu_s * 1e3:.2f} ms CPU a rank, "
         f"the client {found.client.cpu_s / found.client.ran_s:.2f} of a core"
     )
     if found.load.group == "fair":
         hot = found.client.stream("hot")
-        text += f"; hot {hot.good_per_s:.0f}/s in time, {hot.refused_per_s:.0f}/s refused"
+        text += f"; hot {hot.good_per_s:.0f}/s in time, {hot.rejected_per_s:.0f}/s rejected"
     return text
 
 
@@ -154,14 +175,30 @@ def _goodput(case: str, found: Run, target: float | None) -> Line:
     )
 
 
-def _refused(case: str, counts: StreamCounts, has_target: bool) -> Line:
-    refused = counts.refused
+def _rejected(case: str, counts: StreamCounts, has_target: bool) -> Line:
+    rejected = counts.rejected
     return compared(
-        "door", case, refused, "refused", "due", counts.due, float(not refused), 1.0 if has_target else None
+        "door",
+        case,
+        rejected,
+        "rejected",
+        "due",
+        counts.due,
+        float(not rejected),
+        1.0 if has_target else None,
     )
 
 
 def _normal(case: str, found: Run, must: bool) -> Line:
     after_s = found.normal_after_s
     ratio = NORMAL_S / after_s if after_s else math.inf
-    return compared("door", f"{case}: then normal", after_s, "s", "the target", NORMAL_S, ratio, 1.0 if must else None)
+    return compared(
+        "door",
+        f"{case}: then normal",
+        after_s,
+        "s",
+        "the target",
+        NORMAL_S,
+        ratio,
+        1.0 if must else None,
+    )

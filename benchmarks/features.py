@@ -1,7 +1,8 @@
 """`python -m benchmarks features`: what features cost a cached rank, and reading them from a body.
 
-A cached rank here is what the service does with it after the queue: values are encoded, the segment is uploaded, one
-pass runs, scores come back. A group's own cost is the time beyond that of the same model without any feature.
+A cached rank here is what the service does with it after the queue: values are encoded, the segment
+is uploaded, one pass runs, scores come back. A group's own cost is the time beyond that of the same
+model without any feature.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from benchmarks.frame import BACKEND, SEED, THREADS, Line, compared, percentiles, timed, timed_for, timed_in_turn
+from benchmarks.frame import (
+    BACKEND,
+    SEED,
+    THREADS,
+    Line,
+    compared,
+    percentiles,
+    timed,
+    timed_for,
+    timed_in_turn,
+)
 from benchmarks.rank import config, layout
 from benchmarks.wire import IdNames
 from npu_gr.backend.choose import choose
@@ -24,23 +35,24 @@ from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
 from npu_gr.core.request import RankRequest
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
-from npu_gr.server.codec import bulk
-from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
-from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas import bulk
+from npu_gr.server.schemas.media import JSON, MSGPACK, decode, skim
+from npu_gr.server.schemas.rank import RankBody, parse
 
 OPTIONS = (BACKEND, THREADS, SEED, timed_for(3.0))
 TOKENS, CANDIDATES = 1024, 500
 NUM_CROSS = 40
-MOST_SHARE = 1.10  # target: a cached rank with 40 cross features takes at most this much of one without
+# target: a cached rank with 40 cross features takes at most this much of one without
+MOST_SHARE = 1.10
 RAW_MS = 0.1  # target: 500 candidates x 40 cross features as raw msgpack are read in so long
 
 _COUNTRIES = tuple(f"c{place}" for place in range(50))
@@ -60,7 +72,8 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature(name="page", of="request", kind="hashed", num_buckets=1000),
     ),
     f"cross x {NUM_CROSS}": tuple(
-        Feature(name=f"cross_{place}", of="cross", kind="number", mean=0.5, scale=2.0) for place in range(NUM_CROSS)
+        Feature(name=f"cross_{place}", of="cross", kind="number", mean=0.5, scale=2.0)
+        for place in range(NUM_CROSS)
     ),
 }
 GROUPS["all"] = tuple(feature for group in GROUPS.values() for feature in group)
@@ -70,8 +83,8 @@ def lines(backend: BackendName, seed: int, seconds: float) -> Iterator[Line]:
     """Measure reading, then each group.
 
     Raises:
-        AssertionError: raw columns are read as other values than lists, or a cached rank gives other scores than a full
-            inference; nothing was timed then.
+        AssertionError: raw columns are read as other values than lists, or a cached rank gives
+            other scores than a full inference; nothing was timed then.
     """
     yield _reading(seed, seconds)
     plain = _Bench(backend, (), seed)
@@ -109,7 +122,9 @@ def _reading(seed: int, seconds: float) -> Line:
         return parse(decode(sent, media, RankBody), settings, names)
 
     got, want = (read(*sent).cross_features for sent in ((in_raw, MSGPACK), (in_lists, JSON)))
-    assert all(np.array_equal(got.numbers[name], want.numbers[name]) for name in want.numbers), "raw columns"
+    assert all(np.array_equal(got.numbers[name], want.numbers[name]) for name in want.numbers), (
+        "raw columns"
+    )
     functions: list[Callable[[], object]] = [
         partial(read, in_raw, MSGPACK),
         partial(read, msgspec.msgpack.encode(body), MSGPACK),
@@ -121,7 +136,9 @@ def _reading(seed: int, seconds: float) -> Line:
     )
     raw_ms, lists_ms = with_raw - without_raw, with_lists - without_lists
     case = f"read {CANDIDATES} x {NUM_CROSS} cross features, raw msgpack"
-    return compared("features", case, raw_ms, "ms", "JSON lists", lists_ms, lists_ms / raw_ms, lists_ms / RAW_MS)
+    return compared(
+        "features", case, raw_ms, "ms", "JSON lists", lists_ms, lists_ms / raw_ms, lists_ms / RAW_MS
+    )
 
 
 class _Bench:
@@ -138,7 +155,9 @@ class _Bench:
         laid = layout(shape, backend)
         arena = KVArena(laid, laid.pages(TOKENS + 1), backend.device, pack=backend.pack_kv)
         self._engine = RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
-        self._request = {"hour": "7", "device": "tv", "page": "home"} if self._features.request.features else {}
+        self._request = (
+            {"hour": "7", "device": "tv", "page": "home"} if self._features.request.features else {}
+        )
         cross = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
         names = self._features.cross.features
         self._cross = Columns(dict(zip(names, cross, strict=False)))
@@ -160,7 +179,9 @@ class _Bench:
             np.cumsum(random.integers(0, 86_400, TOKENS)),
         )
         user: OneRow | None = (
-            {"country": "c7", "segments": ("s1", "s2", "s3"), "age": 33} if self._features.user.features else None
+            {"country": "c7", "segments": ("s1", "s2", "s3"), "age": 33}
+            if self._features.user.features
+            else None
         )
         return tokenize(
             events,
@@ -168,7 +189,7 @@ class _Bench:
             1,
             max_tokens=TOKENS,
             cut_step_tokens=1,
-            refuse_unknown=True,
+            reject_unknown=True,
             features=self._features,
             user_features=user,
         )
@@ -176,7 +197,8 @@ class _Bench:
     def _run(self, work: RankPass) -> Any:
         features = self._features
         late = LateFeatures(
-            features.row(features.request, self._request), features.rows(features.cross, self._cross, CANDIDATES)
+            features.row(features.request, self._request),
+            features.rows(features.cross, self._cross, CANDIDATES),
         )
         return self._engine.forward([replace(work, features=late)])[0]
 

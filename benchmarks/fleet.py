@@ -1,6 +1,7 @@
 """The part `fleet` of `benchmarks door`: three instances behind HAProxy, and what happens to one of them.
 
-An open loop at a rate that two of the three bear. A rank that fails is one that is not answered with its scores.
+An open loop at a rate that two of the three bear. A rank that fails is one that is not answered
+with its scores.
 """
 
 from __future__ import annotations
@@ -86,11 +87,14 @@ def lines(
             counts = _beside(front.port, bodies, goal_s, seed, event)
             failed = counts.due - counts.answered
             case = (
-                f"fleet of {SIZE}, {name}: {counts.refused} refused, {counts.unanswered} lost, {counts.late} late of "
+                f"fleet of {SIZE}, {name}: {counts.rejected} rejected, {counts.unanswered} lost, "
+                f"{counts.late} late of "
                 f"{counts.due} ranks at {PER_S:.0f}/s, P99 {counts.answered_ms.p99:.0f} ms"
             )
             tell("door", case)
-            yield compared("door", case, failed, "failed ranks", "due", counts.due, float(not failed), 1.0)
+            yield compared(
+                "door", case, failed, "failed ranks", "due", counts.due, float(not failed), 1.0
+            )
 
 
 def _restart(one: Process) -> None:
@@ -102,12 +106,19 @@ def _restart(one: Process) -> None:
     time.sleep(READY_S)
 
 
-def _beside(port: int, bodies: Path, goal_s: float, seed: int, event: Callable[[], None]) -> StreamCounts:
+def _beside(
+    port: int, bodies: Path, goal_s: float, seed: int, event: Callable[[], None]
+) -> StreamCounts:
     """Let something happen while ranks come: one run of the client after the other until it is over, and once more."""
     total: list[StreamCounts] = []
     thread = threading.Thread(target=event)
     stream = LoadStream(
-        name="load", mode="poisson", bodies=bodies, to_s=AT_S + AFTER_S, connections=64, rate_per_s=PER_S
+        name="load",
+        mode="poisson",
+        bodies=bodies,
+        to_s=AT_S + AFTER_S,
+        connections=64,
+        rate_per_s=PER_S,
     )
 
     def one_run() -> None:
@@ -127,5 +138,7 @@ def _beside(port: int, bodies: Path, goal_s: float, seed: int, event: Callable[[
 def _sum(parts: Sequence[StreamCounts]) -> StreamCounts:
     """The counts of several runs together; times are of the one whose P99 is the worst."""
     worst = max(parts, key=lambda counts: counts.answered_ms.p99)
-    names = ("due", "unsent", "in_time", "late", "refused", "other", "timeouts", "errors")
-    return msgspec.structs.replace(worst, **{name: sum(getattr(one, name) for one in parts) for name in names})
+    names = ("due", "unsent", "in_time", "late", "rejected", "other", "timeouts", "errors")
+    return msgspec.structs.replace(
+        worst, **{name: sum(getattr(one, name) for one in parts) for name in names}
+    )

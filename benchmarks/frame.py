@@ -1,8 +1,8 @@
 """The frame of all benches: their table, their options, one line of a result, and how lines are printed.
 
-A bench is a module with `OPTIONS`, its options beside `--json`, and `lines(...)`, which takes them by their names and
-yields one `Line` a case. The first line of the module's docstring is its help. Nothing here imports numpy or torch
-before a bench does.
+A bench is a module with `OPTIONS`, its options beside `--json`, and `lines(...)`, which takes them
+by their names and yields one `Line` a case. The first line of the module's docstring is its help.
+Nothing here imports numpy or torch before a bench does.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BENCHES = {
     "generate": "benchmarks.generate",
     "match": "benchmarks.match",
     "kernels": "benchmarks.kernels",
-    "twin": "benchmarks.twin",
+    "emulator": "benchmarks.emulator",
     "store": "benchmarks.store",
     "prepare": "benchmarks.prepare",
     "cascade": "benchmarks.cascade",
-    "trunk": "benchmarks.trunk",
+    "shared_encoder": "benchmarks.shared_encoder",
     "relay": "benchmarks.relay",
     "wire": "benchmarks.wire",
     "metrics": "benchmarks.metrics",
@@ -59,10 +59,16 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
     name = "N,N"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Read them. Fails where one is none."""
         try:
-            return tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
+            return (
+                tuple(int(part) for part in value.split(","))
+                if isinstance(value, str)
+                else tuple(value)
+            )
         except ValueError:
             self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
 
@@ -78,7 +84,10 @@ def timed_for(default: float, about: str = "Time each case for so long.") -> cli
 
 
 def only(parts: Sequence[str]) -> click.Option:
-    """The option for the parts of a bench; it is named `parts`, and all of them if it is not given."""
+    """The option for the parts of a bench.
+
+    It is named `parts`, and all of them if it is not given.
+    """
     return option(
         "--only", "parts", multiple=True, type=click.Choice(parts), default=parts, show_default=False,
         help="Run this part; repeatable.",
@@ -112,7 +121,10 @@ class Benches(click.Group):
         if cmd_name not in BENCHES:
             return None
         module = importlib.import_module(BENCHES[cmd_name])
-        options = [*module.OPTIONS, option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")]
+        options = [
+            *module.OPTIONS,
+            option("--json", "as_json", is_flag=True, help="Print one JSON object a line."),
+        ]
         about = (module.__doc__ or "").partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
         return click.Command(cmd_name, callback=_callback(module.lines), params=options, help=about)
 
@@ -231,7 +243,9 @@ def timed(
     value = percentiles(baseline_s)[0] * scale
     if more.get("floor") is not None:
         more.setdefault("of_floor", value / ours / more["floor"])
-    return compared(bench, case, ours, unit, baseline, value, value / ours, target, p10=p10, p90=p90, **more)
+    return compared(
+        bench, case, ours, unit, baseline, value, value / ours, target, p10=p10, p90=p90, **more
+    )
 
 
 def timed_in_turn(
@@ -310,7 +324,9 @@ def table(lines: Sequence[Line], machine: str) -> Table:
         "baseline": [f"{line.baseline_value:.3g} {line.unit}" for line in lines],
         "ours": [f"{line.ours:.3g} {line.unit}" for line in lines],
         "ratio": [f"{line.ratio:.3g}x" if math.isfinite(line.ratio) else "-" for line in lines],
-        "difference, 95 %": ["" if line.low is None else f"{line.low:+.4f} .. {line.high:+.4f}" for line in lines],
+        "difference, 95 %": [
+            "" if line.low is None else f"{line.low:+.4f} .. {line.high:+.4f}" for line in lines
+        ],
         "floor": ["" if line.floor is None else f"{line.floor:.1f}x" for line in lines],
         "of it": ["" if line.of_floor is None else f"{line.of_floor:.0%}" for line in lines],
         "target": ["" if line.target is None else f"{line.target:.3g}x" for line in lines],
@@ -318,10 +334,14 @@ def table(lines: Sequence[Line], machine: str) -> Table:
     }
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     found = Table(title=f"bench {lines[0].bench}", box=box.SIMPLE)
-    found.caption = "; ".join([*(f"baseline: {name}" for name in baselines if len(baselines) == 1), machine])
+    found.caption = "; ".join(
+        [*(f"baseline: {name}" for name in baselines if len(baselines) == 1), machine]
+    )
     found.add_column("case", min_width=CASE_WIDTH)
     for name in filled:
-        found.add_column(name, justify="left" if name == "against" else "right", no_wrap=name != "against")
+        found.add_column(
+            name, justify="left" if name == "against" else "right", no_wrap=name != "against"
+        )
     for line, *cells in zip(lines, *filled.values(), strict=True):
         found.add_row(line.case, *cells)
     return found
@@ -347,7 +367,9 @@ def environment(device: str, seed: int) -> dict[str, Any]:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return f"{len(names)} x {names[0]}" if names else platform.machine()

@@ -1,12 +1,14 @@
 """`python -m benchmarks generate`: the semantic-ID beam search of one request, beside other ways with the same weights.
 
     shared prefix  the strongest that one writes in plain torch: the prompt's keys and values are computed once for all
-                   beams, the trie is a table of children whose log-probabilities are gathered, one topk a step.
-                   Its attention is the faster of two: `scaled_dot_product_attention` over the prompt's keys broadcast
-                   to the beams, and two products over the shared and each beam's own part with one softmax
+                   beams, the trie is a table of children whose log-probabilities are gathered, one
+                   topk a step. Its attention is the faster of two: `scaled_dot_product_attention`
+                   over the prompt's keys broadcast to the beams, and two products over the shared
+                   and each beam's own part with one softmax
     no cache       ours, but the prompt is encoded first
 
-The weights are random, on which the times do not depend. All results are compared before anything is timed.
+The weights are random, on which the times do not depend. All results are compared before anything
+is timed.
 """
 
 from __future__ import annotations
@@ -20,15 +22,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.frame import BACKEND, SEED, THREADS, Line, option, percentiles, timed, timed_for, timed_in_turn
+from benchmarks.frame import (
+    BACKEND,
+    SEED,
+    THREADS,
+    Line,
+    option,
+    percentiles,
+    timed,
+    timed_for,
+    timed_in_turn,
+)
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from npu_gr.model.t5 import T5, T5Config
 
@@ -38,7 +50,10 @@ OPTIONS = (
     SEED,
     timed_for(5.0, "Time each beam width for so long."),
     option(
-        "--model", type=click.Choice(["decoder", "t5"]), default="decoder", help="t5 has no shared prefix to share."
+        "--model",
+        type=click.Choice(["decoder", "t5"]),
+        default="decoder",
+        help="t5 has no shared prefix to share.",
     ),
 )
 NUM_CODES = 8192  # one vocabulary for all levels
@@ -72,16 +87,21 @@ class SharedPrefix:
     """Constrained beam search in plain torch behind one prompt's keys and values."""
 
     decoder: Decoder
-    children: list[tuple[Tensor, Tensor]]  # of each level: first edge of each state, code of each edge
+    # of each level: first edge of each state, code of each edge
+    children: list[tuple[Tensor, Tensor]]
     num_prompt: int
     kv: list[tuple[Tensor, Tensor]]  # of every layer [n, Hkv, D]
     hidden: Tensor  # [1, dim] of the last token
 
     @classmethod
-    def encode(cls, decoder: Decoder, trie: Trie, prompt: Tensor, backend: BackendName) -> SharedPrefix:
+    def encode(
+        cls, decoder: Decoder, trie: Trie, prompt: Tensor, backend: BackendName
+    ) -> SharedPrefix:
         """Compute a prompt's keys and values."""
         kv: dict[int, tuple[Tensor, Tensor]] = {}
-        hidden = decoder.prefill(choose(backend), prompt, 0, None, lambda layer, k, v: kv.update({layer: (k, v)}))
+        hidden = decoder.prefill(
+            choose(backend), prompt, 0, None, lambda layer, k, v: kv.update({layer: (k, v)})
+        )
         device = prompt.device
         tables = [
             tuple(torch.from_numpy(column.astype(np.int64)).to(device) for column in level)
@@ -115,7 +135,9 @@ class SharedPrefix:
                 hidden = self._step(codes[states], self.num_prompt + level, own, by_sdpa)
         return acc
 
-    def _step(self, tokens: Tensor, position: int, own: list[tuple[Tensor, Tensor]], by_sdpa: bool) -> Tensor:
+    def _step(
+        self, tokens: Tensor, position: int, own: list[tuple[Tensor, Tensor]], by_sdpa: bool
+    ) -> Tensor:
         model = self.decoder
         shape = model.config
         cos, sin = shape.angles(position, 1, tokens.device)
@@ -146,7 +168,9 @@ def _by_sdpa(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v
     return scaled_dot_product_attention(q, keys, values)
 
 
-def _by_products(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+def _by_products(
+    q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v: Tensor
+) -> Tensor:
     """The same: all beams are rows of one product with the prompt, and one softmax spans both parts."""
     width, heads, group, dim = q.shape
     rows = q.transpose(0, 1).reshape(heads, width * group, dim)
@@ -154,8 +178,14 @@ def _by_products(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, o
     own = torch.einsum("whgd,wthd->hwgt", q, own_k).reshape(heads, width * group, -1)
     weights = (torch.cat([shared, own], 2) * dim**-0.5).softmax(2)
     n = prompt_k.shape[0]
-    out = torch.bmm(weights[..., :n], prompt_v.transpose(0, 1)).view(heads, width, group, dim).transpose(0, 1)
-    return out + torch.einsum("hwgt,wthd->whgd", weights[..., n:].view(heads, width, group, -1), own_v)
+    out = (
+        torch.bmm(weights[..., :n], prompt_v.transpose(0, 1))
+        .view(heads, width, group, dim)
+        .transpose(0, 1)
+    )
+    return out + torch.einsum(
+        "hwgt,wthd->whgd", weights[..., n:].view(heads, width, group, -1), own_v
+    )
 
 
 def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterator[Line]:
@@ -174,7 +204,8 @@ def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterat
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     made = made.to(device.device).eval().requires_grad_(False)
     sids = random.integers(0, NUM_CODES, (NUM_ITEMS, NUM_LEVELS))
-    books = Codebooks((NUM_CODES,) * NUM_LEVELS, (0,) * NUM_LEVELS)  # the levels share one vocabulary
+    # the levels share one vocabulary
+    books = Codebooks((NUM_CODES,) * NUM_LEVELS, (0,) * NUM_LEVELS)
     trie = build_trie(sids, np.arange(NUM_ITEMS), books)
     tables = Tables.upload(trie, device.device)
     layout = layout_of(made)
@@ -185,11 +216,15 @@ def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterat
     generator.encode(tokens, [], pages)
     shared = None
     if isinstance(made, Decoder):
-        shared = SharedPrefix.encode(made, trie, torch.from_numpy(tokens).to(device.device), backend)
+        shared = SharedPrefix.encode(
+            made, trie, torch.from_numpy(tokens).to(device.device), backend
+        )
     for width in WIDTHS:
 
         def ours(width: int = width) -> np.ndarray:
-            return generator.generate(trie, tables, tokens, [pages], SearchOptions(width=width), width).scores
+            return generator.generate(
+                trie, tables, tokens, [pages], SearchOptions(width=width), width
+            ).scores
 
         def cold(ours: Callable[[], np.ndarray] = ours) -> np.ndarray:
             generator.encode(tokens, [], pages)
@@ -209,7 +244,9 @@ def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterat
         rows = [("no cache", "no cache", times.pop("no cache"))]
         if times:
             faster = min(times, key=lambda name: percentiles(times[name])[0])
-            rows.insert(0, ("shared prefix", f"torch, shared prefix, the faster: {faster}", times[faster]))
+            rows.insert(
+                0, ("shared prefix", f"torch, shared prefix, the faster: {faster}", times[faster])
+            )
         for name, told, took_s in rows:
             target = TARGETS[name] if width == max(WIDTHS) and shared is not None else None
             yield timed("generate", f"{case} vs {name}", mine, told, took_s, target)

@@ -1,11 +1,15 @@
-"""What an HSTU pass costs a 910B on paper: the second part of `benchmarks twin`. A MODEL; no NPU has run this.
+"""What an HSTU pass costs a 910B on paper: the second part of `benchmarks emulator`.
 
-The three kernels of a layer are counted by the CPU twin while it runs them at full size; a launch takes the slowest of
-its vector work and its two movers, on its busiest core. Products and vendor kernels follow from flops and bytes. The
-host's side stands beside it: launches times what one dispatch takes, where they are not one graph.
+A MODEL; no NPU has run this.
 
-Sources of the constants, two columns of them: Huawei's operator generator (autofuse) and counts that pto-isa calibrated
-on a 910B3, both public; where the second has no figure, the first stands in both. `docs/measured.md` has the results.
+The three kernels of a layer are counted by the CPU emulator while it runs them at full size; a
+launch takes the slowest of its vector work and its two movers, on its busiest core. Products and
+vendor kernels follow from flops and bytes. The host's side stands beside it: launches times what
+one dispatch takes, where they are not one graph.
+
+Sources of the constants, two columns of them: Huawei's operator generator (autofuse) and counts
+that pto-isa calibrated on a 910B3, both public; where the second has no figure, the first stands in
+both. `docs/measured.md` has the results.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from benchmarks.frame import Line, compared
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
-from tests.ops.ascend_twin import KINDS, Machine, Twin
-from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.ascend_emulator import KINDS, Emulator, Machine
+from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 HEADS = 4
 DIM = 64  # of a head
@@ -100,11 +104,14 @@ def kernel_us(cores: Counts, column: CostColumn) -> float:
 def core_us(counts: dict[str, int], column: CostColumn, cores: int) -> float:
     """Model what one of `cores` cores does."""
     vector = sum(
-        column.costs[kind][0] * counts[f"{kind}_elements"] + column.costs[kind][1] * counts[f"{kind}_instructions"]
+        column.costs[kind][0] * counts[f"{kind}_elements"]
+        + column.costs[kind][1] * counts[f"{kind}_instructions"]
         for kind in KINDS
     )
     long_bytes = counts["mte2_long_bytes"]
-    load = long_bytes / (9.91 + 15.9 / cores) + (counts["mte2_bytes"] - long_bytes) / (7.91 + 7.31 / cores)
+    load = long_bytes / (9.91 + 15.9 / cores) + (counts["mte2_bytes"] - long_bytes) / (
+        7.91 + 7.31 / cores
+    )
     store = counts["mte3_bytes"] / (9.96 + 3.79 / cores)
     return max(vector, load, store) / CLOCK_PER_US
 
@@ -131,7 +138,9 @@ class Layer(NamedTuple):
 
     def us(self, column: CostColumn) -> float:
         """Model the layer."""
-        ours = sum(kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores)
+        ours = sum(
+            kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores
+        )
         if not self.scores:  # keys and values alone
             linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
             return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
@@ -147,16 +156,24 @@ class Layer(NamedTuple):
 
 
 def counted(
-    twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES, is_last: bool = False
+    emulator: Emulator,
+    cached: int,
+    new: int,
+    candidates: int,
+    seed: int,
+    cores: int = CORES,
+    is_last: bool = False,
 ) -> Layer:
-    """Run a layer's kernels on the twin: `new` history rows and candidates behind `cached` tokens of one user."""
+    """Run a layer's kernels on the emulator: `new` history rows and candidates behind `cached` tokens of one user."""
     random = np.random.default_rng(seed)
     rows = new + candidates
     asking = candidates if is_last else rows
     entry = Entry(asking, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
     slots = row_slots(asking), key_slots(entry.keys)
     sizes = HstuSizes(1, *slots, HEADS, DIM, DIM, "bfloat16")
-    gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(size=cached + new)
+    gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(
+        size=cached + new
+    )
     history = gaps_s.astype(np.int64).cumsum()  # sittings of ten, hours apart
     times = relative(history, int(history[-1]) + 60, candidates)
     assert times is not None
@@ -174,38 +191,86 @@ def counted(
     u = numbers(asking, WIDTH)
     ids = np.arange(pages, dtype=np.int32)
     hstu_rows(
-        twin, sizes, numbers(rows, 4 * WIDTH), meta, ids, planes, (q, k, v, u), q_scale=-0.125, silu_all=True, on=on
+        emulator,
+        sizes,
+        numbers(rows, 4 * WIDTH),
+        meta,
+        ids,
+        planes,
+        (q, k, v, u),
+        q_scale=-0.125,
+        silu_all=True,
+        on=on,
     )
-    made = twin.cores()
+    made = emulator.cores()
     if not asking:
         return Layer(made, (), (), rows, *slots)
     scores = numbers(1, HEADS, *slots)
     hstu_scores(
-        twin, sizes, scores, meta, laid.bounds, laid.rows, laid.keys, tables.times.numpy(), tables.near.numpy(), on=on
+        emulator,
+        sizes,
+        scores,
+        meta,
+        laid.bounds,
+        laid.rows,
+        laid.keys,
+        tables.times.numpy(),
+        tables.near.numpy(),
+        on=on,
     )
-    weighed = twin.cores()
+    weighed = emulator.cores()
     norm = np.ones((2, WIDTH), np.float32)
     out = numbers(asking, 1, WIDTH)
-    hstu_finish(twin, sizes, numbers(1, HEADS, slots[0], DIM), u, norm, meta, out, scale=-1e-3, eps=1e-6, on=on)
-    return Layer(made, weighed, twin.cores(), rows, *slots)
+    hstu_finish(
+        emulator,
+        sizes,
+        numbers(1, HEADS, slots[0], DIM),
+        u,
+        norm,
+        meta,
+        out,
+        scale=-1e-3,
+        eps=1e-6,
+        on=on,
+    )
+    return Layer(made, weighed, emulator.cores(), rows, *slots)
 
 
-def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512) -> Iterator[Line]:
+def lines(
+    seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512
+) -> Iterator[Line]:
     """A rank on a cached prefix, and the prefill of one, each by both columns."""
-    twin = Twin()
-    chunks = [(start, min(CHUNK_TOKENS, history - start)) for start in range(0, history, CHUNK_TOKENS)]
+    emulator = Emulator()
+    chunks = [
+        (start, min(CHUNK_TOKENS, history - start)) for start in range(0, history, CHUNK_TOKENS)
+    ]
     cases = (
-        (f"rank {candidates} of {history + suffix} tokens", [(history + suffix, 0, candidates)], 0.8),
-        (f"prefill {history} in chunks of {CHUNK_TOKENS}", [(start, count, 0) for start, count in chunks], 3.5),
+        (
+            f"rank {candidates} of {history + suffix} tokens",
+            [(history + suffix, 0, candidates)],
+            0.8,
+        ),
+        (
+            f"prefill {history} in chunks of {CHUNK_TOKENS}",
+            [(start, count, 0) for start, count in chunks],
+            3.5,
+        ),
     )
     for name, passes, target_ms in cases:
-        layers = [counted(twin, *sizes, seed) for sizes in passes]
-        last = [counted(twin, *sizes, seed, is_last=True) for sizes in passes]
-        launches = sum(LAUNCHES * (LAYERS - 1) + (LAUNCHES if layer.scores else LAST_LAUNCHES) for layer in last)
+        layers = [counted(emulator, *sizes, seed) for sizes in passes]
+        last = [counted(emulator, *sizes, seed, is_last=True) for sizes in passes]
+        launches = sum(
+            LAUNCHES * (LAYERS - 1) + (LAUNCHES if layer.scores else LAST_LAUNCHES)
+            for layer in last
+        )
         host_ms = launches * DISPATCH_US[0] / 1e3, launches * DISPATCH_US[1] / 1e3
         for column in COLUMNS:
-            ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(layer.us(column) for layer in last)
+            ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(
+                layer.us(column) for layer in last
+            )
             ours_ms = ours_us / 1e3
             told = f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more"
             case = f"{name}, {LAYERS} layers, {column.name}"
-            yield compared("twin", case, ours_ms, "ms (model)", told, target_ms, target_ms / ours_ms, 1.0)
+            yield compared(
+                "emulator", case, ours_ms, "ms (model)", told, target_ms, target_ms / ours_ms, 1.0
+            )

@@ -17,7 +17,11 @@ OPTIONS = (
     SEED,
     timed_for(2.0),
     only(PARTS),
-    option("--device", default="cpu", help="Another backend compares its ops with torch's on that device."),
+    option(
+        "--device",
+        default="cpu",
+        help="Another backend compares its ops with torch's on that device.",
+    ),
 )
 
 
@@ -55,7 +59,10 @@ def lines(
 
 def _roofs(native: Native) -> Iterator[Line]:
     roofs = measure(native)
-    found = [("memory read", roofs.read_bytes_s, "GB/s"), ("fp32 multiply-add", roofs.f32_flops, "GFLOP/s")]
+    found = [
+        ("memory read", roofs.read_bytes_s, "GB/s"),
+        ("fp32 multiply-add", roofs.f32_flops, "GFLOP/s"),
+    ]
     if roofs.bf16_flops:
         found.append(("bf16 multiply-add", roofs.bf16_flops, "GFLOP/s"))
     for name, value, unit in found:

@@ -1,7 +1,8 @@
 """The hot ops of a device against torch's ops on it: `python -m benchmarks kernels --device NAME`.
 
-Wall time of one op, the device waited for after each; floors by the bytes that an op must read and write once, at the
-bandwidth that a large copy on the device reached in the same run. A wrong result is an AssertionError before that.
+Wall time of one op, the device waited for after each; floors by the bytes that an op must read and
+write once, at the bandwidth that a large copy on the device reached in the same run. A wrong result
+is an AssertionError before that.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ KV_HEADS = 8
 HEAD_DIM = 128
 TOLERANCE = 5e-2  # of the result's largest number, in bf16
 
-DeviceCase = tuple[str, int, str, HstuCall | BeamCall | TopkCall]  # name, bytes, method of a backend, its call
+# name, bytes, method of a backend, its call
+DeviceCase = tuple[str, int, str, HstuCall | BeamCall | TopkCall]
 
 
 def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
@@ -53,7 +55,9 @@ def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
     """
     backend = choose(name)
     torch.manual_seed(seed)
-    pair = [torch.zeros(COPY_BYTES // 2, dtype=torch.uint8, device=backend.device) for _ in range(2)]
+    pair = [
+        torch.zeros(COPY_BYTES // 2, dtype=torch.uint8, device=backend.device) for _ in range(2)
+    ]
     (samples,) = timed_in_turn([_waited(backend, partial(pair[0].copy_, pair[1]))], seconds)
     bytes_s = COPY_BYTES / min(samples)
     pair.clear()
@@ -64,7 +68,9 @@ def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
         floor_s = num_bytes / bytes_s
         case = f"{case}, {backend.kernels} on {backend.device.type}"
         of_floor = percentiles(ours)[0] / floor_s
-        yield timed("kernels", case, ours, "torch ops", theirs, floor=floor_s * 1e3, of_floor=of_floor)
+        yield timed(
+            "kernels", case, ours, "torch ops", theirs, floor=floor_s * 1e3, of_floor=of_floor
+        )
 
 
 def _waited(backend: Backend, op: Callable[[], object]) -> Callable[[], None]:
@@ -91,15 +97,30 @@ def _cases(device: torch.device) -> Iterator[DeviceCase]:
         every = torch.arange(CODES, dtype=torch.int32, device=device).repeat(width)
         lo = torch.arange(width, device=device) * CODES
         follow = Continuations(lo, torch.full_like(lo, CODES), every)
-        yield f"beam_topk BW={width} V={CODES}", logits.nbytes, "beam_topk", TopkCall(logits, acc, follow, width)
+        yield (
+            (f"beam_topk BW={width} V={CODES}"),
+            logits.nbytes,
+            "beam_topk",
+            TopkCall(logits, acc, follow, width),
+        )
     for length in LENGTHS:
         q, k, v = random(3, length, HEADS, WIDTH)
         times = torch.arange(length, device=device) * 3600
         bias = BiasTables(random(HEADS, 256), random(HEADS, TIME_BUCKETS))
-        yield f"hstu_causal L={length}", 4 * q.nbytes, "hstu_causal", HstuCall(q, k, v, [], times, bias, 0.125)
+        yield (
+            f"hstu_causal L={length}",
+            4 * q.nbytes,
+            "hstu_causal",
+            HstuCall(q, k, v, [], times, bias, 0.125),
+        )
         own = q[:CANDIDATES], k[:CANDIDATES], v[:CANDIDATES]
         call = HstuCall(*own, [(k, v)], times, bias, 0.125, query_time=length * 3600)
-        yield f"hstu_targets L={length} M={len(own[0])}", 2 * k.nbytes + 4 * own[0].nbytes, "hstu_targets", call
+        yield (
+            (f"hstu_targets L={length} M={len(own[0])}"),
+            2 * k.nbytes + 4 * own[0].nbytes,
+            "hstu_targets",
+            call,
+        )
     k, v = random(2, PROMPT, KV_HEADS, HEAD_DIM)
     own_k, own_v = random(2, BEAMS, 2, KV_HEADS, HEAD_DIM)
     q = random(BEAMS, QUERY_HEADS, HEAD_DIM)

@@ -1,9 +1,10 @@
 """HSTU on the CPU kernels: attention against the FMA roof, a whole rank against its flop floor and a naive cached path.
 
-Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel uses. Everything runs
-on one thread, in the thread's CPU time (a neighbour then costs caches but no waiting), in turn with its baseline.
-Floors: attention 4 flops a pair and dimension of queries and keys, causal at half its square; a rank as `rank.flops`.
-Keys and values are packed once, into the pages, before any attention: that is its own line, against a plain copy.
+Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel
+uses. Everything runs on one thread, in the thread's CPU time (a neighbour then costs caches but no
+waiting), in turn with its baseline. Floors: attention 4 flops a pair and dimension of queries and
+keys, causal at half its square; a rank as `rank.flops`. Keys and values are packed once, into the
+pages, before any attention: that is its own line, against a plain copy.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class NaiveCachedBackend(CPUBackend):
     def hstu_targets(self, call: HstuCall) -> Tensor:
         """Attend; `bias` must be zero."""
         slabs = tiles.natural(call.cached)
-        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, call.k), (1, call.v)))
+        keys, values = (
+            torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, call.k), (1, call.v))
+        )
         m = len(call.times)
         n = len(keys)
         ids = torch.arange(n).clamp_(max=m)
@@ -72,7 +75,9 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
     """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
     backend = CPUBackend(isa=isa)
     if backend.native is None:
-        raise ConfigError("bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++")
+        raise ConfigError(
+            "bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++"
+        )
     torch.manual_seed(seed)
     for dtype in DTYPES:
         for length in LENGTHS:
@@ -81,7 +86,9 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
             yield from _rank(backend, backend.native, dtype, max(LENGTHS), c, budget_s)
 
 
-def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, budget_s: float) -> Iterator[Line]:
+def _attention(
+    backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, budget_s: float
+) -> Iterator[Line]:
     off = CPUBackend("off")
     mixed = torch.randn(length, 3 * HEADS * WIDTH).to(dtype)
     q, k, v = (x.unflatten(1, (HEADS, WIDTH)) for x in mixed.chunk(3, dim=1))
@@ -94,26 +101,43 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
     pair = 4 * HEADS * WIDTH  # flops of one query and one key, over all heads
     copied = torch.empty_like(k), torch.empty_like(v)
     ours, theirs = timed_in_turn(
-        [lambda: backend.pack_kv(into, 0, k, v), lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)]],
+        [
+            lambda: backend.pack_kv(into, 0, k, v),
+            lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)],
+        ],
         budget_s,
         clock=time.thread_time,
     )
-    yield _line(f"pack_kv L={length} {_name(dtype)}", native, ours, min(theirs), "copying the rows", theirs, None)
+    yield _line(
+        f"pack_kv L={length} {_name(dtype)}",
+        native,
+        ours,
+        min(theirs),
+        "copying the rows",
+        theirs,
+        None,
+    )
     plain = HstuCall(q, k, v, [], times, bias, 0.125)
     tiled = plain._replace(k=k[:0], v=v[:0], cached=[held])  # all tokens are in tiles already
     cases = [(f"prefill L={length}", pair * length * (length + 1) / 2, "hstu_causal", tiled, plain)]
     for c in CANDIDATES:
         rows = HstuCall(q[:c], k[:c], v[:c], [held], times, bias, 0.125, query_time=at)
         flops = float(pair * c * (length + 1))
-        cases.append((f"rank L={length} M={c}", flops, "hstu_targets", rows, rows._replace(cached=[(k, v)])))
+        cases.append(
+            (f"rank L={length} M={c}", flops, "hstu_targets", rows, rows._replace(cached=[(k, v)]))
+        )
     for name, flops, op, ours_call, torch_call in cases:
         run_ours = partial(getattr(backend, op), ours_call)
         run_torch = partial(getattr(off, op), torch_call)
         want = run_torch()
-        assert float((run_ours() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
+        assert float((run_ours() - want).abs().max()) <= TOLERANCE[dtype] * float(
+            want.abs().max()
+        ), name
         roof = roof_flops(native, dtype)
         ours, theirs = timed_in_turn([run_ours, run_torch], budget_s, clock=time.thread_time)
-        yield _line(f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK)
+        yield _line(
+            f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK
+        )
 
 
 def _rank(
@@ -134,7 +158,9 @@ def _rank(
     floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)
     mine, other = timed_in_turn([ours, theirs], budget_s, clock=time.thread_time)
     case = f"request L={length} M={c} layers={shape.num_layers} d={shape.dim} {_name(dtype)}"
-    yield _line(case, native, mine, floor_s, "naive cached path, N x N mask", other, OF_FLOOR, TIMES_NAIVE)
+    yield _line(
+        case, native, mine, floor_s, "naive cached path, N x N mask", other, OF_FLOOR, TIMES_NAIVE
+    )
 
 
 def _line(
@@ -153,8 +179,12 @@ def _line(
     """
     of_floor = floor_s / min(ours)
     case = f"hstu {case} {native.isa}"
-    line = timed("kernels", case, ours, baseline, theirs, target, floor=floor_s * 1e3, of_floor=of_floor)
-    ok = None if times_floor is None else of_floor >= 1 / times_floor and line.ratio >= (target or 0)
+    line = timed(
+        "kernels", case, ours, baseline, theirs, target, floor=floor_s * 1e3, of_floor=of_floor
+    )
+    ok = (
+        None if times_floor is None else of_floor >= 1 / times_floor and line.ratio >= (target or 0)
+    )
     return replace(line, ok=ok)
 
 

@@ -1,8 +1,8 @@
 """A ranker's pass on the CPU: one native call against the same kernels called segment by segment.
 
-The shape is the demo's: 60 tokens of prefix, 100 candidates. Everything runs on one thread, in the thread's CPU time,
-in turn with its baseline; the logits are compared first. Beside the whole, what of it holds the interpreter's lock, for
-which the event loop waits: all but the native call itself.
+The shape is the demo's: 60 tokens of prefix, 100 candidates. Everything runs on one thread, in the
+thread's CPU time, in turn with its baseline; the logits are compared first. Beside the whole, what
+of it holds the interpreter's lock, for which the event loop waits: all but the native call itself.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 from benchmarks.frame import Line, compared, timed_in_turn
 from benchmarks.rank import layout
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
 TIMES_SEGMENTS = 2.0  # faster than segment by segment
@@ -46,7 +46,7 @@ NOTHING: I64 = np.empty(0, np.int64)
 class SegmentWise(CPUBackend):
     """The CPU's kernels without the one call."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> None:
+    def fused_forward(self, call: FusedForwardCall) -> None:
         """Leave every pass to the other ops."""
         return
 
@@ -80,7 +80,11 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
     """
     torch.manual_seed(seed)
     actions = ("1", "2", "3", "4", "5")
-    model = HSTU(HSTUConfig(num_items=ITEMS, actions=actions, tasks=("click", "like"), max_history_tokens=256)).eval()
+    model = HSTU(
+        HSTUConfig(
+            num_items=ITEMS, actions=actions, tasks=("click", "like"), max_history_tokens=256
+        )
+    ).eval()
     model.items.freeze()
     whole, apart = _Clocked(isa), SegmentWise(isa=isa)
     engines = [_engine(model, backend) for backend in (whole, apart)]
@@ -93,7 +97,10 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
         ours, theirs = ([*engine.forward(batch)] for engine in engines)
         for got, want in zip(ours, theirs, strict=True):
             if np.abs(got - want).max() > TOLERANCE * np.abs(want).max():
-                raise ConfigError(f"bench kernels: {case}: the two passes differ by {np.abs(got - want).max():.2g}")
+                raise ConfigError(
+                    f"bench kernels: {case}: the two passes differ by "
+                    f"{np.abs(got - want).max():.2g}"
+                )
         whole.in_call_s.clear()
         both: list[Callable[[], object]] = [partial(engine.forward, batch) for engine in engines]
         taken, baseline = timed_in_turn(both, budget_s, clock=time.thread_time)
@@ -101,11 +108,15 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
         a, b, in_call = (median(seconds) * per for seconds in (taken, baseline, whole.in_call_s))
         yield compared("kernels", case, a, UNIT, "by segments", b, b / a, TIMES_SEGMENTS)
         with_lock = a - in_call
-        yield compared("kernels", f"{case}: with the lock", with_lock, UNIT, "the pass", a, a / with_lock)
+        yield compared(
+            "kernels", f"{case}: with the lock", with_lock, UNIT, "the pass", a, a / with_lock
+        )
 
 
 def _engine(model: HSTU, backend: CPUBackend) -> RankEngine:
-    arena = KVArena(layout(model.config, backend), max(BATCHES), backend.device, pack=backend.pack_kv)
+    arena = KVArena(
+        layout(model.config, backend), max(BATCHES), backend.device, pack=backend.pack_kv
+    )
     return RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
 
 
@@ -118,4 +129,10 @@ def _cached(engines: list[RankEngine], random: np.random.Generator, page: int) -
     runs = (PageRun(page, 1),)
     for engine in engines:
         engine.forward([RankPass(tokens, 0, NOTHING, 0, keep=runs)])
-    return RankPass(tokens, 0, random.integers(0, ITEMS, CANDIDATES), SHOWN_AT, cached=CachedPrefix(runs, TOKENS))
+    return RankPass(
+        tokens,
+        0,
+        random.integers(0, ITEMS, CANDIDATES),
+        SHOWN_AT,
+        cached=CachedPrefix(runs, TOKENS),
+    )

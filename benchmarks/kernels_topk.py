@@ -1,8 +1,8 @@
 """`python -m benchmarks kernels`: xBeam's selection against reading the logits once, and against torch's dense way.
 
-Each beam reads a row of its own; several matrices in turn, larger together than the last-level cache, so that a row is
-cold when it is read. CPU time of the thread, best of many: two threads that share a core cannot be told apart from a
-slow kernel otherwise.
+Each beam reads a row of its own; several matrices in turn, larger together than the last-level
+cache, so that a row is cold when it is read. CPU time of the thread, best of many: two threads that
+share a core cannot be told apart from a slow kernel otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class LevelStep:
         """Select without a kernel: a mask over the codebook, log_softmax, topk over all beams."""
         row = torch.repeat_interleave(torch.arange(len(logits)), self.follow.degree)
         first = self.follow.degree.cumsum(0) - self.follow.degree
-        edge = torch.arange(len(row)) + torch.repeat_interleave(self.follow.lo - first, self.follow.degree)
+        edge = torch.arange(len(row)) + torch.repeat_interleave(
+            self.follow.lo - first, self.follow.degree
+        )
         mask = torch.full_like(logits, -torch.inf)
         mask[row, self.follow.code[edge].long()] = 0.0
         flat = (logits.log_softmax(1) + mask + self.acc[:, None]).flatten()
@@ -72,24 +74,32 @@ def lines(native: Native, seed: int, repeats: int) -> Iterator[Line]:
     yield from over_catalogues(native, random, repeats, CATALOGUES)
 
 
-def over_catalogues(native: Native, random: torch.Generator, repeats: int, sizes: tuple[int, ...]) -> Iterator[Line]:
+def over_catalogues(
+    native: Native, random: torch.Generator, repeats: int, sizes: tuple[int, ...]
+) -> Iterator[Line]:
     """Measure the last two levels of catalogues of several sizes, one beam of 512, against the smallest catalogue."""
     ours = NativeTopk(native)
     smallest_s = dict[int, float]()
     for size in sizes:
         generator = np.random.default_rng(0)
         sids = generator.integers(0, NUM_CODES, (size, NUM_LEVELS))
-        trie = build_trie(sids, np.arange(size), Codebooks((NUM_CODES,) * NUM_LEVELS, (0,) * NUM_LEVELS))
+        trie = build_trie(
+            sids, np.arange(size), Codebooks((NUM_CODES,) * NUM_LEVELS, (0,) * NUM_LEVELS)
+        )
         tables = Tables.upload(trie, torch.device("cpu"))
         for level in (1, 2):
-            states = torch.from_numpy(generator.choice(len(trie.indptr[level]) - 1, 512, replace=False))
+            states = torch.from_numpy(
+                generator.choice(len(trie.indptr[level]) - 1, 512, replace=False)
+            )
             case = made(random, 512, 0)
             case = LevelStep(case.logits, case.acc, tables.follow(level, states, None), 512)
             check(ours, case)
             took_s, read_s, _ = timed(native, ours, case, repeats)
             base_s = smallest_s.setdefault(level, took_s)
             name = f"beam_topk BW=512 V={NUM_CODES} level={level + 1} items={size} {native.isa}"
-            yield _line(name, took_s, f"{sizes[0]} items", base_s, 1 / CATALOGUE_WITHIN, floor_s=read_s)
+            yield _line(
+                name, took_s, f"{sizes[0]} items", base_s, 1 / CATALOGUE_WITHIN, floor_s=read_s
+            )
 
 
 def made(random: torch.Generator, width: int, children: int) -> LevelStep:
@@ -98,9 +108,16 @@ def made(random: torch.Generator, width: int, children: int) -> LevelStep:
     logits = [torch.randn(width, NUM_CODES, generator=random) * 2 for _ in range(count)]
     before = (torch.randn(NUM_CODES, generator=random) * 2).log_softmax(0)
     acc = before.topk(width).values[torch.randperm(width, generator=random)].contiguous()
-    rows = [torch.randperm(NUM_CODES, generator=random)[:children].sort().values for _ in range(width)]
+    rows = [
+        torch.randperm(NUM_CODES, generator=random)[:children].sort().values for _ in range(width)
+    ]
     degree = torch.full((width,), children)
-    return LevelStep(logits, acc, Continuations(torch.arange(width) * children, degree, torch.cat(rows).int()), width)
+    return LevelStep(
+        logits,
+        acc,
+        Continuations(torch.arange(width) * children, degree, torch.cat(rows).int()),
+        width,
+    )
 
 
 def check(ours: NativeTopk, case: LevelStep) -> None:
@@ -122,7 +139,10 @@ def timed(
     for _ in range(repeats):
         for _ in case.logits:
             data = next(turn)
-            read_s = min(read_s, cpu_s(lambda d=data: native.kernels.probe_read(d.data_ptr(), d.numel()), 1))  # type: ignore[misc]
+            read_s = min(
+                read_s,
+                cpu_s(lambda d=data: native.kernels.probe_read(d.data_ptr(), d.numel()), 1),  # type: ignore[misc]
+            )
         for _ in case.logits:
             data = next(turn)
             call = TopkCall(data, case.acc, case.follow, case.width)
@@ -133,7 +153,12 @@ def timed(
 
 
 def _line(
-    case: str, ours_s: float, baseline: str, baseline_s: float, target: float, floor_s: float | None = None
+    case: str,
+    ours_s: float,
+    baseline: str,
+    baseline_s: float,
+    target: float,
+    floor_s: float | None = None,
 ) -> Line:
     return compared(
         "kernels",

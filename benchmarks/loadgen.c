@@ -1,6 +1,6 @@
 // A load generator for one HTTP/1.1 server on loopback, in one thread: epoll, kept-alive connections, one POST at a
 // time on each. Latency counts from the instant at which a request was due, also while it waits for a free connection.
-// Each request ends as exactly one of: in time, late (or 504), refused (429), other (a status), timed out, failed.
+// Each request ends as exactly one of: in time, late (or 504), rejected (429), other (a status), timed out, failed.
 // A request with X-Request-Timeout-Ms is given up after that time, any other after --deadline-ms.
 //
 //   loadgen --port N --path /v1/rank --goal-ms 50 --deadline-ms 1000 --stream SPEC [--stream SPEC ...]
@@ -83,8 +83,8 @@ static void write_histogram(FILE *out, const char *name, const Histogram *histog
 }
 
 // What became of a request: each is counted under exactly one of these.
-typedef enum { IN_TIME, LATE, REFUSED, OTHER, TIMED_OUT, FAILED, NUM_FATES } Fate;
-static const char *const FATES[NUM_FATES] = {"in_time", "late", "refused", "other", "timeouts", "errors"};
+typedef enum { IN_TIME, LATE, REJECTED, OTHER, TIMED_OUT, FAILED, NUM_FATES } Fate;
+static const char *const FATES[NUM_FATES] = {"in_time", "late", "rejected", "other", "timeouts", "errors"};
 
 typedef struct {
   uint64_t due;  // requests that there should be
@@ -440,7 +440,7 @@ static Fate fate_of(const Connection *connection, int64_t now) {
   if (took > patience(connection)) return TIMED_OUT;
   if (connection->status == 200) return took <= goal_ns ? IN_TIME : LATE;
   if (connection->status == 504) return LATE;
-  return connection->status == 429 ? REFUSED : OTHER;
+  return connection->status == 429 ? REJECTED : OTHER;
 }
 
 // Read what came. A server that closes a connection on which nothing is asked does no harm.

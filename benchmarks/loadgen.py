@@ -1,7 +1,7 @@
 """The load generator: compile it, describe its streams, run it, read its counts.
 
-It is a small C program (`loadgen.c` beside this file), because at 7,000 requests a second a client in Python is late by
-itself. It is compiled on first use into `build/`.
+It is a small C program (`loadgen.c` beside this file), because at 7,000 requests a second a client
+in Python is late by itself. It is compiled on first use into `build/`.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     unsent: int  # of the timeouts: no connection was free
     in_time: int
     late: int  # answered after the goal, before the deadline; 504 too
-    refused: int  # 429
+    rejected: int  # 429
     other: int  # another status
     timeouts: int
     errors: int  # the connection failed or closed in the middle
     answered_ms: ClientTimes  # in time or late, from the due instant
-    bins: list[tuple[int, int, int, int, int, int]]  # by when due, 50 ms each: in_time, late, refused, other, ...
+    # by when due, 50 ms each: in_time, late, rejected, other, ...
+    bins: list[tuple[int, int, int, int, int, int]]
 
     @property
     def good_per_s(self) -> float:
@@ -104,9 +105,9 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_time / self.span_s
 
     @property
-    def refused_per_s(self) -> float:
-        """Refusals, a second."""
-        return self.refused / self.span_s
+    def rejected_per_s(self) -> float:
+        """Rejections, a second."""
+        return self.rejected / self.span_s
 
     @property
     def answered(self) -> int:
@@ -120,7 +121,7 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unanswered(self) -> int:
-        """Requests that got neither an answer nor a refusal."""
+        """Requests that got neither an answer nor a rejection."""
         return self.timeouts + self.errors + self.other
 
 
@@ -151,7 +152,9 @@ def compiled(build: Path = Path("build")) -> Path:
         raise ConfigError("bench: the load generator is in C and there is no cc, gcc or clang here")
     build.mkdir(parents=True, exist_ok=True)
     fresh = program.with_name(f"{program.name}.{os.getpid()}")
-    done = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], capture_output=True, text=True)
+    done = subprocess.run(
+        [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], capture_output=True, text=True
+    )
     if done.returncode:
         raise ConfigError(f"bench: {compiler} failed: {done.stderr.strip()}")
     fresh.replace(program)
@@ -195,5 +198,7 @@ def drive(
     most_s = max(stream.to_s for stream in streams) + deadline_s + PATIENCE_S
     done = subprocess.run(command, capture_output=True, text=True, timeout=most_s)
     if done.returncode:
-        raise ConfigError(f"bench: {done.stderr.strip() or f'the client ended with {done.returncode}'}")
+        raise ConfigError(
+            f"bench: {done.stderr.strip() or f'the client ended with {done.returncode}'}"
+        )
     return msgspec.json.decode(done.stdout, type=ClientReport)

@@ -3,8 +3,9 @@
     warm up | 8 clients | the load | 8 clients again
     .4 s      .6 s        seconds    1.5 s
 
-Everything is one run of the client against one server. The clients behind the load begin the instant it ends: they show
-when the server is normal again. All loads are of many tenants, and every request has a time budget of its own.
+Everything is one run of the client against one server. The clients behind the load begin the
+instant it ends: they show when the server is normal again. All loads are of many tenants, and every
+request has a time budget of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +75,13 @@ class Load:
             bodies: of the ranks.
             capacity_per_s: ranks, by the reference.
         """
-        mode = {"name": "load", "bodies": bodies.all, "to_s": self.seconds, "mode": self.mode, "connections": POOL}
+        mode = {
+            "name": "load",
+            "bodies": bodies.all,
+            "to_s": self.seconds,
+            "mode": self.mode,
+            "connections": POOL,
+        }
         match self.mode:
             case "closed":
                 mode |= {"connections": int(self.size)}
@@ -94,7 +101,9 @@ class Load:
             burst_size=1,
             every_s=1 / SMALL_PER_S,
         )
-        hot = LoadStream(name="hot", mode="closed", bodies=bodies.hot, to_s=self.seconds, connections=HOT_CLIENTS)
+        hot = LoadStream(
+            name="hot", mode="closed", bodies=bodies.hot, to_s=self.seconds, connections=HOT_CLIENTS
+        )
         return [small, hot]
 
 
@@ -110,14 +119,30 @@ def loads(seconds: float) -> list[Load]:
 
     return [
         load("1x", "poisson", "poisson", PLANNED),
-        *(load(f"{count} clients that retry at once", "closed", "closed", count) for count in CLOSED),
+        *(
+            load(f"{count} clients that retry at once", "closed", "closed", count)
+            for count in CLOSED
+        ),
         load("3x", "poisson", "poisson", 3.0),
         load("10x", "poisson", "poisson", 10.0),
         load("3x on half a core", "slow", "poisson", 3.0, is_slow=True),
         *(load(f"bursts of {count}", "bursts", "bursts", count) for count in BURSTS),
-        load(f"20/s of a tenant beside {HOT_CLIENTS} hot clients", "fair", "closed", 2.0, seconds=2 * seconds),
+        load(
+            f"20/s of a tenant beside {HOT_CLIENTS} hot clients",
+            "fair",
+            "closed",
+            2.0,
+            seconds=2 * seconds,
+        ),
         load("pause of .1 s, 4 clients", "pause", "closed", 4, pause_s=0.1),
-        load("pause of 1 s at 1x", "pause", "poisson", PLANNED, pause_s=1.0, seconds=max(seconds, 3.0) + 1.0),
+        load(
+            "pause of 1 s at 1x",
+            "pause",
+            "poisson",
+            PLANNED,
+            pause_s=1.0,
+            seconds=max(seconds, 3.0) + 1.0,
+        ),
     ]
 
 
@@ -125,7 +150,7 @@ class Usual(NamedTuple):
     """What some clients get in a normal time."""
 
     good: float  # answers in time, in a bin
-    share: float  # of the answers, refusals and losses
+    share: float  # of the answers, rejections and losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +186,17 @@ class Run:
         """The fewest answers in time in a whole second of the load, as a share of the mean second."""
         per_second = round(1 / BIN_S)
         bins = [row[0] for row in self.main.bins[: round(self.load.seconds / BIN_S)]]
-        sums = [sum(bins[at : at + per_second]) for at in range(0, len(bins) - per_second + 1, per_second)]
+        sums = [
+            sum(bins[at : at + per_second])
+            for at in range(0, len(bins) - per_second + 1, per_second)
+        ]
         mean = sum(sums) / len(sums) if sums else 0.0
         return min(sums) / mean if mean else 0.0
 
 
-def reference(server: Server, bodies: Bodies, clients: int, goal_s: float, seed: int) -> StreamCounts:
+def reference(
+    server: Server, bodies: Bodies, clients: int, goal_s: float, seed: int
+) -> StreamCounts:
     """What some closed clients get of a server that nobody else asks.
 
     Args:
@@ -177,7 +207,14 @@ def reference(server: Server, bodies: Bodies, clients: int, goal_s: float, seed:
         seed: of the order of the ranks.
     """
     ends_s = WARM_S + REFERENCE_S
-    stream = LoadStream(name="load", mode="closed", bodies=bodies.all, from_s=WARM_S, to_s=ends_s, connections=clients)
+    stream = LoadStream(
+        name="load",
+        mode="closed",
+        bodies=bodies.all,
+        from_s=WARM_S,
+        to_s=ends_s,
+        connections=clients,
+    )
     streams = [stream.moved("warm", 0.0, WARM_S), stream]
     return drive(server.port, streams, watch=server.pids, seed=seed, goal_s=goal_s).stream("load")
 
@@ -196,12 +233,18 @@ def run(
         seed: of arrivals.
 
     Returns:
-        The client's report, and seconds from the end of the pause, or of the load, until the server was normal.
+        The client's report, and seconds from the end of the pause, or of the load, until the server
+        was normal.
     """
     begins_s = WARM_S + BEFORE_S
     ends_s = begins_s + load.seconds
     clients = LoadStream(
-        name="before", mode="closed", bodies=bodies.all, from_s=WARM_S, to_s=begins_s, connections=load.clients
+        name="before",
+        mode="closed",
+        bodies=bodies.all,
+        from_s=WARM_S,
+        to_s=begins_s,
+        connections=load.clients,
     )
     streams = [
         clients.moved("warm", 0.0, WARM_S),
@@ -243,7 +286,11 @@ def normal_at_s(bins: Sequence[Sequence[int]], usual: Usual) -> float:
     for at in range(len(bins) - WINDOW + 1):
         window = bins[at : at + WINDOW]
         good = sum(row[0] for row in window)
-        if window[0][0] and good >= LEVEL * usual.good * WINDOW and good >= SHARE * usual.share * sum(map(sum, window)):
+        if (
+            window[0][0]
+            and good >= LEVEL * usual.good * WINDOW
+            and good >= SHARE * usual.share * sum(map(sum, window))
+        ):
             return at * BIN_S
     return float("inf")
 
@@ -253,7 +300,10 @@ def normal_at_s(bins: Sequence[Sequence[int]], usual: Usual) -> float:
 
 @contextmanager
 def on_one_core(*servers: Server) -> Iterator[int | None]:
-    """Keep instances on one core, and the client and all proxies on the others. Yields it; None = there is but one."""
+    """Keep instances on one core, and the client and all proxies on the others.
+
+    Yields it; None = there is but one.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield None
@@ -282,7 +332,9 @@ def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
 @contextmanager
 def neighbours(core: int, count: int) -> Iterator[None]:
     """Keep a core busy with so many more processes."""
-    made = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    made = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
+    ]
     try:
         for process in made:
             os.sched_setaffinity(process.pid, [core])

@@ -1,8 +1,9 @@
 """`python -m benchmarks match`: exact top-k over a million items, beside torch, numpy and faiss in the same run.
 
-The vectors are random, which is the hardest case for the threshold: nothing clusters. Every answer is compared with
-numpy's before it is timed, those of the baselines too. Times are the process' CPU time on one thread, so other
-processes on the machine do not count. Of the approximate index the recall is the figure.
+The vectors are random, which is the hardest case for the threshold: nothing clusters. Every answer
+is compared with numpy's before it is timed, those of the baselines too. Times are the process' CPU
+time on one thread, so other processes on the machine do not count. Of the approximate index the
+recall is the figure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from benchmarks.frame import SEED, Line, option, percentiles, timed, timed_for, timed_in_turn
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32
-from npu_gr.matching.matcher import ExactIndex, HnswIndex, recall
+from npu_gr.vector_search.matcher import ExactIndex, HnswIndex, recall
 
 OPTIONS = (
     option("--items", default=1_000_000, type=click.IntRange(1000), help="Items of the catalogue."),
@@ -106,9 +107,12 @@ def lines(items: int, seed: int, seconds: float) -> Iterator[Line]:
         yield _hnsw(random)
 
 
-def _check(name: str, scores: F32, rows: npt.NDArray[np.int64], want: F32, want_rows: npt.NDArray[np.int64]) -> None:
+def _check(
+    name: str, scores: F32, rows: npt.NDArray[np.int64], want: F32, want_rows: npt.NDArray[np.int64]
+) -> None:
     assert np.allclose(scores, want, atol=1e-4), f"{name}: other scores than numpy"
-    assert (rows == want_rows).mean() > 0.99, f"{name}: other items than numpy"  # near-equal sums may swap
+    # near-equal sums may swap
+    assert (rows == want_rows).mean() > 0.99, f"{name}: other items than numpy"
 
 
 def _hnsw(random: np.random.Generator) -> Line:
@@ -121,10 +125,14 @@ def _hnsw(random: np.random.Generator) -> Line:
     exact = ExactIndex(items, CPUBackend())
     near = HnswIndex(items)
     found = recall(near.search(queries, HNSW_K), exact.search(queries, HNSW_K))
-    runs: list[Callable[[], object]] = [partial(i.search, queries[:1], HNSW_K) for i in (near, exact)]
+    runs: list[Callable[[], object]] = [
+        partial(i.search, queries[:1], HNSW_K) for i in (near, exact)
+    ]
     ours, baseline = timed_in_turn(runs, 1.0, clock=time.process_time)
     case = f"hnsw I={HNSW_ITEMS} k={HNSW_K} B=1 recall {found:.3f}"
-    return replace(timed("match", case, ours, "exact", baseline, unit="ms CPU"), ok=found >= HNSW_RECALL)
+    return replace(
+        timed("match", case, ours, "exact", baseline, unit="ms CPU"), ok=found >= HNSW_RECALL
+    )
 
 
 def _flat(vectors: F32) -> Any:

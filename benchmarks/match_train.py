@@ -1,7 +1,8 @@
 """`python -m benchmarks match-train`: what training on a million edges costs, in CPU minutes and memory.
 
-Edges are synthetic (evenly random users, items with a long tail), because time and memory depend on the sizes alone. A
-few steps of each stage are timed, and the time of a default training is computed from them, without evaluations.
+Edges are synthetic (evenly random users, items with a long tail), because time and memory depend on
+the sizes alone. A few steps of each stage are timed, and the time of a default training is computed
+from them, without evaluations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import click
 import numpy as np
 
 from benchmarks.frame import COUNT, SEED, Line, compared, option
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
 from npu_gr.train.match.train import MatchOptions, Trainer
 from npu_gr.train.steps import TrainingProgress
@@ -44,26 +45,42 @@ def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
     random = np.random.default_rng(seed)
     num_users = edges // EDGES_A_USER
     source = _graph(random, round(edges * SOURCE_SHARE), num_users)
-    target, validation = hold_out(_graph(random, edges - len(source.users), num_users), random, 2, 2000)
+    target, validation = hold_out(
+        _graph(random, edges - len(source.users), num_users), random, 2, 2000
+    )
     timed = steps + 1
     options = MatchOptions(
         source_steps=timed, target_steps=timed, inter_steps=timed, evaluate_every=timed + 1, patience=0,
         batch_edges=min(65_536, edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
-    no_twins = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
-    Trainer(MatchData(source, target, validation, no_twins), options).run(lambda done: _note(ends_at, done))
+    no_near_duplicates = Graph(
+        np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items
+    )
+    Trainer(MatchData(source, target, validation, no_near_duplicates), options).run(
+        lambda done: _note(ends_at, done)
+    )
     defaults = MatchOptions()
-    planned = {"source": defaults.source_steps, "target": defaults.target_steps, "inter": defaults.inter_steps}
+    planned = {
+        "source": defaults.source_steps,
+        "target": defaults.target_steps,
+        "inter": defaults.inter_steps,
+    }
     step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}
     minutes = sum(step_s[stage] * num for stage, num in planned.items()) / 60
     each = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in step_s.items())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    peak = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        / 1e9
+    )
     for case, ours, unit, most in (
         (f"{sum(planned.values())} steps ({each})", minutes, "CPU min", MINUTES),
         ("peak memory", peak, "GB", GIGABYTES),
     ):
-        yield compared("match-train", f"{edges} edges, {case}", ours, unit, "at most", most, most / ours, 1.0)
+        yield compared(
+            "match-train", f"{edges} edges, {case}", ours, unit, "at most", most, most / ours, 1.0
+        )
 
 
 def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph:

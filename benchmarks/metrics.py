@@ -1,8 +1,8 @@
 """`python -m benchmarks metrics`: what counting, tracing and logging add to a rank.
 
-It compares the CPU time of all that the metrics, the trace context and the access log do for one rank with the CPU time
-of the rank's pass alone, on a cached history. A whole request takes more, so the true share is smaller. The counts are
-compared with what was sent before anything is timed.
+It compares the CPU time of all that the metrics, the trace context and the access log do for one
+rank with the CPU time of the rank's pass alone, on a cached history. A whole request takes more, so
+the true share is smaller. The counts are compared with what was sent before anything is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from npu_gr.service.config import SLOConfig
 
 OPTIONS = (SEED, timed_for(2.0))
 SHARE = 0.01  # of a rank's CPU time, at most
-SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`
+# layers, width, candidates: the demo's, and that of `bench rank`
+SHAPES = ((2, 64, 100), (8, 256, 100))
 REPEATS = 200
 
 ANSWER = RankAnswer(
@@ -50,7 +51,10 @@ ANSWER = RankAnswer(
 
 
 def lines(seed: int, seconds: float) -> Iterator[Line]:
-    """Two lines for each shape: metrics with exemplars; and the trace context and the log line as well."""
+    """Two lines for each shape: metrics with exemplars.
+
+    And the trace context and the log line as well.
+    """
     registry = CollectorRegistry()
     metrics = Metrics(registry, SLOConfig().objectives())
     access_log = AccessLog(ServerConfig())
@@ -90,7 +94,9 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
     with _logged_to_memory():
         CURRENT.set(begin(None))
         count()
-        counted = registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": "good"})
+        counted = registry.get_sample_value(
+            "npu_gr_slo_requests_total", {"kind": "rank", "result": "good"}
+        )
         assert counted == 1, counted
         for layers, width, candidates in SHAPES:
             torch.manual_seed(seed)
@@ -98,12 +104,23 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
             model.items.freeze()
             rank = CachedRank(model, choose("cpu"), 256, candidates)
             for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
-                functions: list[Callable[[], object]] = [partial(rank.run, rank.hit), partial(_repeated, work)]
+                functions: list[Callable[[], object]] = [
+                    partial(rank.run, rank.hit),
+                    partial(_repeated, work),
+                ]
                 ranked, added = timed_in_turn(functions, seconds, clock=time.process_time)
                 each = [took_s / REPEATS for took_s in added]
                 case = f"{name}; rank of {candidates}, layers={layers} d={width}"
                 target = 1 / SHARE if work is count else None
-                yield timed("metrics", case, each, "the rank's own pass, cached", ranked, target, unit="us CPU")
+                yield timed(
+                    "metrics",
+                    case,
+                    each,
+                    "the rank's own pass, cached",
+                    ranked,
+                    target,
+                    unit="us CPU",
+                )
 
 
 def _repeated(work: Callable[[], None]) -> None:

@@ -1,9 +1,10 @@
 """`python -m benchmarks prepare`: rows a second, CPU time and peak memory of `npu-gr prepare` against DuckDB's own SQL.
 
-A log of UUID-like users, SKUs, times and event types is written in each format. The arms run in turn, each in a process
-of its own; the times are those of the work without the imports, the memory all of the process at its peak. DuckDB's own
-SQL guesses no column, gives broken rows no reason, and takes names as they are; it numbers users and items, sorts, and
-writes the same tables of Parquet. All arms must find the same events, users and items before a line is printed.
+A log of UUID-like users, SKUs, times and event types is written in each format. The arms run in
+turn, each in a process of its own; the times are those of the work without the imports, the memory
+all of the process at its peak. DuckDB's own SQL guesses no column, gives broken rows no reason, and
+takes names as they are; it numbers users and items, sorts, and writes the same tables of Parquet.
+All arms must find the same events, users and items before a line is printed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ found = [con.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0] for name i
 )
 
 
-def lines(num_rows: int, num_runs: int, before: Path | None, parts: Sequence[str], seed: int) -> Iterator[Line]:
+def lines(
+    num_rows: int, num_runs: int, before: Path | None, parts: Sequence[str], seed: int
+) -> Iterator[Line]:
     """Compare rows a second (of the wall, of the CPU) and memory in each format with SQL, with before, and its limit.
 
     Raises:
@@ -105,19 +108,32 @@ def _compared(case: str, num_rows: int, runs: dict[str, list[dict[str, Any]]]) -
         for arm, value in speed.items():
             if arm != "ours":
                 target = TWICE if arm == "before" else None
-                yield compared("prepare", case, speed["ours"], unit, arm, value, speed["ours"] / value, target)
+                yield compared(
+                    "prepare", case, speed["ours"], unit, arm, value, speed["ours"] / value, target
+                )
     peaks = {arm: max(one["peak_mb"] for one in own) for arm, own in runs.items()}
     for arm, value in (("the limit", MOST_MB), *peaks.items()):
         if arm != "ours":
             target = 1.0 if arm == "the limit" else None
-            yield compared("prepare", case, peaks["ours"], "MB at its peak", arm, value, value / peaks["ours"], target)
+            yield compared(
+                "prepare",
+                case,
+                peaks["ours"],
+                "MB at its peak",
+                arm,
+                value,
+                value / peaks["ours"],
+                target,
+            )
 
 
 def write_log(path: Path, num_rows: int, seed: int) -> None:
     """Write a log in the format of its suffix."""
     import duckdb
 
-    kind = {".csv": "CSV", ".gz": "CSV, COMPRESSION gzip", ".jsonl": "JSON", ".parquet": "PARQUET"}[path.suffix]
+    kind = {".csv": "CSV", ".gz": "CSV, COMPRESSION gzip", ".jsonl": "JSON", ".parquet": "PARQUET"}[
+        path.suffix
+    ]
     with duckdb.connect() as con:
         con.execute(f"COPY ({LOG.format(rows=num_rows, seed=seed)}) TO '{path}' (FORMAT {kind})")
 
@@ -136,7 +152,9 @@ def run_arm(code: str, log: Path, root: Path | None) -> dict[str, Any]:
     with TemporaryDirectory(dir=log.parent) as folder:
         environment = os.environ | ({"PYTHONPATH": str(root)} if root is not None else {})
         command = [sys.executable, "-c", code, str(log), str(Path(folder) / "out")]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=folder, check=False
+        )
     if done.returncode:
         raise DataError(f"bench prepare: {log.name}: {done.stderr.strip().splitlines()[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
 """`python -m benchmarks protocols`: a rank by each way into an instance, beside raw msgpack under /v1.
 
-A real server process with a small ranker, and one caller over one connection on the same machine: the time from the
-request's bytes to the answer's, and the server's CPU for it. Every way's answer is compared with that of /v1 before
-anything is timed.
+A real server process with a small ranker, and one caller over one connection on the same machine:
+the time from the request's bytes to the answer's, and the server's CPU for it. Every way's answer
+is compared with that of /v1 before anything is timed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks.frame import SEED, SHIPPED_CONFIG, Line, compared, timed, timed_
 from benchmarks.servers import Server, Traffic, free_port, instance, make_checkpoint, running
 from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.grpc.inference import INFERENCE, message
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.routes import HEADER_LENGTH
-from npu_gr.server.rpc.inference import INFERENCE, message
+from npu_gr.server.schemas.media import MSGPACK
 
 OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Of each way."))
 BASELINE = "/v1, raw msgpack"
@@ -47,7 +47,8 @@ def lines(seed: int, config: Path, seconds: float) -> Iterator[Line]:
     """Time every way, and read the server's CPU for it.
 
     Raises:
-        AssertionError: a way answers with other scores than /v1. Unavailable: the server does not start.
+        AssertionError: a way answers with other scores than /v1. Unavailable: the server does not
+            start.
     """
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -70,10 +71,20 @@ def lines(seed: int, config: Path, seconds: float) -> Iterator[Line]:
             case = f"L={traffic.history_tokens} M={traffic.num_candidates} {way.name}"
             yield timed("protocols", f"{case}: round trip", took_s, BASELINE, times[0])
             ours_ms = _cpu_ms(server, way.ask)
-            yield compared("protocols", f"{case}: server's CPU", ours_ms, "ms", BASELINE, base_ms, base_ms / ours_ms)
+            yield compared(
+                "protocols",
+                f"{case}: server's CPU",
+                ours_ms,
+                "ms",
+                BASELINE,
+                base_ms,
+                base_ms / ours_ms,
+            )
 
 
-def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task: str) -> list[_Way]:
+def _ways(
+    stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task: str
+) -> list[_Way]:
     http_client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     stack.callback(http_client.close)
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{rpc_port}"))
@@ -93,7 +104,11 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     columns = {name: np.array(column) for name, column in body["history"].items()}
     columns["actions"] = columns["actions"].astype(np.int16)
     candidates = np.array(body["candidates"])
-    plain = {**body, "candidates": candidates.tobytes(), "history": {n: c.tobytes() for n, c in columns.items()}}
+    plain = {
+        **body,
+        "candidates": candidates.tobytes(),
+        "history": {n: c.tobytes() for n, c in columns.items()},
+    }
     packed = msgspec.msgpack.encode(plain)
     lists = msgspec.json.encode(body)
     head, data = raw_infer(body["user_id"], candidates, columns, {"binary_data_output": True})
@@ -111,9 +126,21 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     raw_headers = {"Content-Type": OCTETS, HEADER_LENGTH: str(len(head))}
     both = {"Content-Type": MSGPACK, "Accept": MSGPACK}
     return [
-        _Way(BASELINE, lambda: post("/v1/rank", packed, both), lambda one: _msgpack_scores(one[0], task)),
-        _Way("/v1, JSON", lambda: post("/v1/rank", lists, {"Content-Type": "application/json"}), of_json),
-        _Way("infer over HTTP, raw", lambda: post("/v2/models/rank/infer", head + data, raw_headers), of_infer),
+        _Way(
+            BASELINE,
+            lambda: post("/v1/rank", packed, both),
+            lambda one: _msgpack_scores(one[0], task),
+        ),
+        _Way(
+            "/v1, JSON",
+            lambda: post("/v1/rank", lists, {"Content-Type": "application/json"}),
+            of_json,
+        ),
+        _Way(
+            "infer over HTTP, raw",
+            lambda: post("/v2/models/rank/infer", head + data, raw_headers),
+            of_infer,
+        ),
         _Way(
             "infer over gRPC, raw",
             lambda: call(f"/{INFERENCE}/ModelInfer", inferred),
@@ -131,7 +158,13 @@ def _cpu_ms(server: Server, ask: Callable[[], Any]) -> float:
     """CPU of all the server's processes for one rank."""
 
     def cpu_s() -> float:
-        return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in _threads(server)) * 1e-9
+        return (
+            sum(
+                int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
+                for pid in _threads(server)
+            )
+            * 1e-9
+        )
 
     before_s = cpu_s()
     for _ in range(NUM_CPU):

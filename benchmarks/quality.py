@@ -1,14 +1,15 @@
 """`python -m benchmarks quality`: what we serve beside the strongest simple baseline, on data of yours.
 
-Everything is trained in this run by the trainers' own functions, with the same split and the same validation for all.
-The strongest baseline is the one with the best mean over the seeds on the test itself, so the comparison is hard on us.
-The interval is of ours less the baseline's: a paired bootstrap that draws seeds and users. `ok` says that ours is not
-below beyond it; a line with a floor says that ours reaches it.
+Everything is trained in this run by the trainers' own functions, with the same split and the same
+validation for all. The strongest baseline is the one with the best mean over the seeds on the test
+itself, so the comparison is hard on us. The interval is of ours less the baseline's: a paired
+bootstrap that draws seeds and users. `ok` says that ours is not below beyond it; a line with a
+floor says that ours reaches it.
 
   match    every ordered pair of folders with a train.txt that share users; HIT@10 and HIT@50 over all target items
   match-ingredients
-           of the same pairs, HIT@50: each ingredient of SCCDR less what has all but it, and users who are new in the
-           target
+           of the same pairs, HIT@50: each ingredient of SCCDR less what has all but it, and users
+           who are new in the target
   next     the next item of a log, leave-one-out, items of the history left out unless most next items are repeats;
            HR@10 and NDCG@10
   codes    the generator with given semantic IDs and with its own, all items, beside what others published of the log
@@ -28,13 +29,28 @@ import msgspec
 import numpy as np
 
 from benchmarks.frame import COUNT, FILE, THREADS, Line, compared, option
-from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SCCDR, SERVED, fitted_ranks, newcomer_ranks
+from benchmarks.quality_match import (
+    INGREDIENTS,
+    JOINT_SVD,
+    POPULARITY,
+    SCCDR,
+    SERVED,
+    fitted_ranks,
+    newcomer_ranks,
+)
 from benchmarks.sasrec import SASRec, SASRecOptions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset import read_log
-from npu_gr.features.interactions import Interactions, movielens_100k, read_item_features
+from npu_gr.history_store.interactions import Interactions, movielens_100k, read_item_features
 from npu_gr.train.data import build_log
-from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
+from npu_gr.train.generate.train import (
+    BEAUTY,
+    BEAUTY_GIVEN,
+    MOVIELENS,
+    SPLIT,
+    GenerateOptions,
+    train_generator,
+)
 from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
 from npu_gr.train.match.domains import Domains, read_domains
 from npu_gr.train.match.joined import BASELINES
@@ -48,9 +64,23 @@ from npu_gr.train.site.configuration import options_for
 
 PARTS = ("match", "match-ingredients", "next", "codes", "cold")
 OPTIONS = (
-    option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain."),
-    option("--log", "logs", multiple=True, type=FILE, help="Of the next item, MovieLens-100K if absent; repeatable."),
-    option("--codes", type=FILE, help="Folder with inter.json and index_rqvae.json: the generator with given IDs."),
+    option(
+        "--pairs",
+        type=FILE,
+        help="Folder with a folder of train.txt, perhaps test.txt, for each domain.",
+    ),
+    option(
+        "--log",
+        "logs",
+        multiple=True,
+        type=FILE,
+        help="Of the next item, MovieLens-100K if absent; repeatable.",
+    ),
+    option(
+        "--codes",
+        type=FILE,
+        help="Folder with inter.json and index_rqvae.json: the generator with given IDs.",
+    ),
     option(
         "--only",
         "parts",
@@ -59,10 +89,15 @@ OPTIONS = (
         help="Run these parts; match-ingredients and cold run only if they are named.",
     ),
     option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
-    option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes."),
+    option(
+        "--quick",
+        is_flag=True,
+        help="One seed and few steps: shows that everything runs, in minutes.",
+    ),
     THREADS,
 )
-# (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR alone
+# (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR
+# alone
 MATCH_FLOORS = {
     ("sport_phone", "phone_sport"): (0.050, 0.130, 0.122),
     ("phone_sport", "sport_phone"): (0.042, 0.090, 0.080),
@@ -126,12 +161,19 @@ QUICK = Effort(
     match=MatchOptions(source_steps=20, target_steps=20, inter_steps=10),
     retrieve=_unserved(RetrieveOptions(windows=(5,), powers=(0.5,))),
     generate=_unserved(msgspec.structs.replace(QUICK_GENERATOR, epochs=2, validate_every=2)),
-    given_codes=_unserved(msgspec.structs.replace(BEAUTY_GIVEN, epochs=1, validate_every=1, test_users=500)),
-    own_codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
+    given_codes=_unserved(
+        msgspec.structs.replace(BEAUTY_GIVEN, epochs=1, validate_every=1, test_users=500)
+    ),
+    own_codes=_unserved(
+        msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)
+    ),
     rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
     sasrec=SASRecOptions(epochs=2),
 )
-"""Shows that everything runs, in minutes; nothing is trained to its end, so `ok` may well be false."""
+"""Shows that everything runs, in minutes.
+
+Nothing is trained to its end, so `ok` may well be false.
+"""
 
 
 def lines(
@@ -142,7 +184,7 @@ def lines(
     seeds: int,
     quick: bool,
 ) -> Iterator[Line]:
-    """Train and judge, a line a data set, way and figure.
+    """Train and evaluate, a line a data set, way and figure.
 
     Args:
         pairs: of matching; None = without it.
@@ -178,11 +220,15 @@ def lines(
         for log in logs or (movielens_100k(),):
             yield from next_lines(read_log(log), log.name, effort)
     if codes is not None and (not parts or "codes" in parts):
-        yield from codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort)
+        yield from codes_lines(
+            read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort
+        )
 
 
 def match_lines(
-    folder: Path, effort: Effort, of_pair: Callable[[tuple[str, str], Domains, Effort], Iterator[Line]]
+    folder: Path,
+    effort: Effort,
+    of_pair: Callable[[tuple[str, str], Domains, Effort], Iterator[Line]],
 ) -> Iterator[Line]:
     """Compare models of matching on every ordered pair.
 
@@ -200,7 +246,9 @@ def match_lines(
         test = folder / target / "test.txt"
         try:
             domains = read_domains(
-                folder / source / "train.txt", folder / target / "train.txt", test if test.exists() else None
+                folder / source / "train.txt",
+                folder / target / "train.txt",
+                test if test.exists() else None,
             )
         except DataError as error:
             if "share no user" in str(error):
@@ -215,9 +263,12 @@ def match_lines(
 def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
     """What is served, and SCCDR alone."""
     case = f"match {pair[0]} -> {pair[1]}"
-    judges = {"": domains.judge(), ", twins too": domains.judge_with_twins()}
+    evaluates = {
+        "": domains.evaluate(),
+        ", near-duplicates too": domains.judge_with_near_duplicates(),
+    }
     arms = (POPULARITY, *BASELINES, SCCDR, SERVED)
-    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, judges)
+    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, evaluates)
     for kind, found in ranks.items():
         simple = {arm: rows for arm, rows in found.items() if arm in BASELINES or arm == POPULARITY}
         for name in ("HIT@10", "HIT@50"):
@@ -234,7 +285,7 @@ def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -
     """What each ingredient brings, of all tested users and of newcomers."""
     case = f"match {pair[0]} -> {pair[1]}"
     arms = (POPULARITY, *INGREDIENTS, SERVED)
-    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.judge()})[""]
+    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.evaluate()})[""]
     for less, ours in pairwise(arms):
         yield _line(f"{case}: {ours}", "HIT@50", found[ours], {less: found[less]})
     found = newcomer_ranks(domains, effort.match, effort.seeds)
@@ -268,10 +319,10 @@ def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterato
         of_what = "unseen"
         for seed in effort.seeds:
             found, baselines = train(seed)
-            ours.append(found.judged)
-            of_what = "all items" if found.judges_all else of_what
+            ours.append(found.evaluated)
+            of_what = "all items" if found.evaluates_all else of_what
             for name, ranks in (baselines | {SASRec.name: learnt[seed]}).items():
-                simple.setdefault(name, []).append(ranks.judged)
+                simple.setdefault(name, []).append(ranks.evaluated)
         for name in ("HR@10", "NDCG@10"):
             yield _line(f"next {case}: {way}, {of_what}", name, ours, simple)
 
@@ -287,12 +338,16 @@ def _sasrec(interactions: Interactions, effort: Effort, seed: int) -> NextItemRa
 
 
 def _retrieved(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
-    report = train_retriever(interactions, msgspec.structs.replace(effort.retrieve, seed=seed)).report
+    report = train_retriever(
+        interactions, msgspec.structs.replace(effort.retrieve, seed=seed)
+    ).report
     return report.own.ranks, {row.model: row.ranks for row in report.baselines}
 
 
 def _generated(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
-    report = train_generator(interactions, [], msgspec.structs.replace(effort.generate, seed=seed)).report
+    report = train_generator(
+        interactions, [], msgspec.structs.replace(effort.generate, seed=seed)
+    ).report
     return report.own.ranks, {row.model: row.ranks for row in report.baselines}
 
 
@@ -301,7 +356,9 @@ def _ranked(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
     return evaluation.ranker.ranks, {row.model: row.ranks for row in evaluation.baselines}
 
 
-def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effort) -> Iterator[Line]:
+def codes_lines(
+    interactions: Interactions, codes: Path, case: str, effort: Effort
+) -> Iterator[Line]:
     """The generator with given semantic IDs and with its own, on one seed: each takes half an hour.
 
     Args:
@@ -320,8 +377,12 @@ def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effo
         for name in ("HR@10", "NDCG@10"):
             yield _line(f"codes {case}: train generate, {kind}, all items", name, ours, simple)
         size = (len(interactions.user_names), len(np.unique(interactions.items)), len(interactions))
-        for model, floor in PUBLISHED.get(size, {}).items() if options.test_users >= size[0] else ():
-            yield _floor_line(f"codes {case}: train generate, {kind}, all items", "HR@10", ours, model, floor)
+        for model, floor in (
+            PUBLISHED.get(size, {}).items() if options.test_users >= size[0] else ()
+        ):
+            yield _floor_line(
+                f"codes {case}: train generate, {kind}, all items", "HR@10", ours, model, floor
+            )
 
 
 def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:
@@ -329,7 +390,9 @@ def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:
     means = {model: _mean(name, ranks) for model, ranks in baselines.items()}
     best = max(means, key=lambda model: means[model])
     metric = METRICS[name]
-    found = difference(np.array([metric(r) for r in ours]), np.array([metric(r) for r in baselines[best]]))
+    found = difference(
+        np.array([metric(r) for r in ours]), np.array([metric(r) for r in baselines[best]])
+    )
     value = _mean(name, ours)
     return Line(
         bench="quality",
@@ -348,7 +411,9 @@ def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:
 
 def _floor_line(case: str, name: str, ours: list[F64], baseline: str, floor: float) -> Line:
     value = _mean(name, ours)
-    return compared("quality", f"{case}, {name}, {baseline}", value, name, baseline, floor, value / floor, 1.0)
+    return compared(
+        "quality", f"{case}, {name}, {baseline}", value, name, baseline, floor, value / floor, 1.0
+    )
 
 
 def _mean(name: str, ranks: list[F64]) -> float:

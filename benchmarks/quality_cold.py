@@ -2,11 +2,12 @@
 
     items      a tenth of them, drawn at random: all their events are taken out of the training
     training   the oldest four fifths of each user's events; of these the last one is held out for the evaluation
-    judged     the newest fifth of each user's events. The history of an event is everything before it, cold items
+    evaluated     the newest fifth of each user's events. The history of an event is everything before it, cold items
                included: they are known by then, as items are that POST /v1/catalog/items added
 
-The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of the items' neighbours
-and features. A cold item has no neighbours: its semantic ID comes of its features alone.
+The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of
+the items' neighbours and features. A cold item has no neighbours: its semantic ID comes of its
+features alone.
 
   AUC like     of the events with cold items; positive: the value reaches the task's threshold
   AUC chosen   of each event with a cold item: the share of the other cold items, which the user never had, below it
@@ -14,8 +15,8 @@ and features. A cold item has no neighbours: its semantic ID comes of its featur
   AUC warm     as AUC like, of the events with all other items, beside the same ranker trained without row dropout
   HR@10 warm   of the whole log's last events, unseen, NDCG@10 too: the same two rankers, once a seed
 
-What a cold item's popularity in the training is worth needs no model: it has none, so its AUC is .5. The baselines know
-its genre: how often, and how well, trained items of the genre were received.
+What a cold item's popularity in the training is worth needs no model: it has none, so its AUC is
+.5. The baselines know its genre: how often, and how well, trained items of the genre were received.
 """
 
 from __future__ import annotations
@@ -32,13 +33,25 @@ import torch
 
 from benchmarks.frame import Line
 from npu_gr.core.arrays import I64
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
-from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
-from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, GeneratorJudge, train_generator
+from npu_gr.train.generate.codes import (
+    ItemCodes,
+    codes_of_new,
+    codes_text,
+    item_vectors,
+    residual_codes,
+)
+from npu_gr.train.generate.train import (
+    COMPANY_WINDOW,
+    SPLIT,
+    GenerateOptions,
+    GeneratorEvaluator,
+    train_generator,
+)
 from npu_gr.train.metrics import (
     F64,
     Difference,
@@ -50,11 +63,11 @@ from npu_gr.train.metrics import (
     ndcg_of_each,
 )
 from npu_gr.train.next_item import sample_targets
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.blend import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.train import train_rank
 
 COLD_RATIO = 0.1  # of the items
@@ -73,7 +86,7 @@ def cold_lines(
     rank: TrainOptions,
     generate: GenerateOptions,
 ) -> Iterator[Line]:
-    """Train with a tenth of the items taken out, and judge those.
+    """Train with a tenth of the items taken out, and evaluate those.
 
     Args:
         interactions: the log, of ratings.
@@ -82,35 +95,52 @@ def cold_lines(
         rank, generate: options of the trainings, without a refit.
     """
     split = cold_log(interactions, features, generate, rank.seed)
-    log, first = split.judged, split.num_trained_items
-    judged = ~log.trained
+    log, first = split.evaluated, split.num_trained_items
+    evaluated = ~log.trained
     is_cold = log.items >= first
-    warm_users, cold_users = log.users[judged & ~is_cold], log.users[judged & is_cold]
+    warm_users, cold_users = log.users[evaluated & ~is_cold], log.users[evaluated & is_cold]
 
     def trained(row_dropout: float) -> tuple[Checkpoint, HSTU, F64]:
         options = msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout)
         checkpoint, _ = train_rank(split.trained, split.features, options)
         wide = with_new_items(checkpoint.model, split.new)
-        return checkpoint, wide, judged_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE))
+        return (
+            checkpoint,
+            wide,
+            evaluated_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE)),
+        )
 
     checkpoint, wide, logits = trained(rank.row_dropout)
     _, _, plain = trained(0.0)
     likes = log.values >= 4
-    labels, cold = likes[judged], is_cold[judged]
+    labels, cold = likes[evaluated], is_cold[evaluated]
     genres = _genre_scores(split, features[0], likes.astype(np.float64))
-    for name, scores in (("popularity", np.zeros(len(log.items))), ("likes of the genre", genres.liked[log.items])):
-        base = scores[judged][cold]
-        yield _auc_line(f"cold {case}: AUC like", name, logits[cold], base, labels[cold], cold_users)
-    yield _warm_line(f"cold {case}: AUC warm", logits[~cold], plain[~cold], labels[~cold], warm_users)
+    for name, scores in (
+        ("popularity", np.zeros(len(log.items))),
+        ("likes of the genre", genres.liked[log.items]),
+    ):
+        base = scores[evaluated][cold]
+        yield _auc_line(
+            f"cold {case}: AUC like", name, logits[cold], base, labels[cold], cold_users
+        )
+    yield _warm_line(
+        f"cold {case}: AUC warm", logits[~cold], plain[~cold], labels[~cold], warm_users
+    )
 
-    events = np.flatnonzero(judged & is_cold)
-    every = [NextItem(int(user), int(event)) for user, event in zip(log.users[events], events, strict=True)]
+    events = np.flatnonzero(evaluated & is_cold)
+    every = [
+        NextItem(int(user), int(event))
+        for user, event in zip(log.users[events], events, strict=True)
+    ]
     targets = sample_targets(every, MAX_TARGETS, rank.seed)
     inputs = LogInputs(log, wide)
     vectors, table = user_vectors(inputs, wide, targets), wide.items.vectors()[first:]
     chosen = _chosen(log, targets, first, (vectors @ table.T).numpy().astype(np.float64))
     by_genre = _chosen(log, targets, first, np.tile(genres.popular[first:], (len(targets), 1)))
-    for name, base in (("popularity", np.full(len(targets), 0.5)), ("popularity of the genre", by_genre)):
+    for name, base in (
+        ("popularity", np.full(len(targets), 0.5)),
+        ("popularity of the genre", by_genre),
+    ):
         yield _chosen_line(f"cold {case}: AUC chosen", name, chosen, base)
 
     order = checkpoint.order
@@ -128,7 +158,11 @@ def cold_lines(
 
 
 def warm_lines(
-    interactions: Interactions, features: Sequence[ItemValues], case: str, rank: TrainOptions, seeds: Sequence[int]
+    interactions: Interactions,
+    features: Sequence[ItemValues],
+    case: str,
+    rank: TrainOptions,
+    seeds: Sequence[int],
 ) -> Iterator[Line]:
     """Train with and without row dropout, and compare what it does to the next items of all users.
 
@@ -166,7 +200,7 @@ class _Genres(NamedTuple):
 
 
 def _genre_scores(split: ColdLog, genre: ItemValues, likes: F64) -> _Genres:
-    log = split.judged
+    log = split.evaluated
     known = log.trained & (log.items < split.num_trained_items)
     events = np.bincount(log.items[known], minlength=log.num_items).astype(np.float64)
     liked = np.bincount(log.items[known], likes[known], minlength=log.num_items)
@@ -175,7 +209,9 @@ def _genre_scores(split: ColdLog, genre: ItemValues, likes: F64) -> _Genres:
     for row, values in enumerate(of_item[: split.num_trained_items]):
         sums[:, values] += np.array([[events[row]], [liked[row]], [1.0]])
     popular, share = sums[0] / np.maximum(sums[2], 1), sums[1] / np.maximum(sums[0], 1)
-    return _Genres(*(np.array([of[v].mean() if v else 0.0 for v in of_item]) for of in (popular, share)))
+    return _Genres(
+        *(np.array([of[v].mean() if v else 0.0 for v in of_item]) for of in (popular, share))
+    )
 
 
 def _chosen(log: InteractionLog, targets: Sequence[NextItem], first: int, scores: F64) -> F64:
@@ -210,18 +246,21 @@ def _ranks(
 
 def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextItem]) -> F64:
     """Rank each target by the beams of a generator whose catalogue has the cold items too."""
-    log = split.judged
+    log = split.evaluated
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "codes.json"
         path.write_text(codes_text(log.item_ids[: split.num_trained_items], split.codes))
-        options = msgspec.structs.replace(options, given_tokens="codes")  # a cold item has no node of its own
+        # a cold item has no node of its own
+        options = msgspec.structs.replace(options, given_tokens="codes")
         made = train_generator(split.trained, split.features, options, path)
     codes = replace(split.all_codes, code_count=made.codes.code_count)
-    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
-    return judge.judge(made.model, log, targets, unseen=True).ranks.unseen
+    evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
+    return evaluate.evaluate(made.model, log, targets, unseen=True).ranks.unseen
 
 
-def _auc_line(case: str, baseline: str, ours: F64, theirs: F64, labels: np.ndarray, users: I64) -> Line:
+def _auc_line(
+    case: str, baseline: str, ours: F64, theirs: F64, labels: np.ndarray, users: I64
+) -> Line:
     found = difference_of_auc(ours, theirs, labels, users)
     value, base = auc(ours, labels), auc(theirs, labels)
     ok = value >= max(LEAST_AUC, base + LEAST_GAIN)
@@ -243,10 +282,26 @@ def _chosen_line(case: str, baseline: str, ours: F64, theirs: F64) -> Line:
 def _hits_line(case: str, ours: F64, theirs: F64) -> Line:
     value, base = float(ours.mean()), float(theirs.mean())
     found = difference_of_users(ours, theirs)
-    return _line(case, case.rpartition(" ")[2], value, "train generate", base, found, value >= LEAST_HITS * base)
+    return _line(
+        case,
+        case.rpartition(" ")[2],
+        value,
+        "train generate",
+        base,
+        found,
+        value >= LEAST_HITS * base,
+    )
 
 
-def _line(case: str, unit: str, value: float, baseline: str, base: float, found: Difference | None, ok: bool) -> Line:
+def _line(
+    case: str,
+    unit: str,
+    value: float,
+    baseline: str,
+    base: float,
+    found: Difference | None,
+    ok: bool,
+) -> Line:
     return Line(
         bench="quality",
         case=f"{case}, {baseline}",
@@ -267,7 +322,7 @@ class ColdLog(NamedTuple):
 
     trained: Interactions
     features: list[ItemValues]  # of the trained items
-    judged: InteractionLog  # everything; the newest fifth of each user is judged
+    evaluated: InteractionLog  # everything; the newest fifth of each user is evaluated
     num_trained_items: int
     codes: ItemCodes  # of the trained items
     all_codes: ItemCodes  # of all items
@@ -288,8 +343,11 @@ def cold_log(
     everything = interactions[np.isin(interactions.items, known)]
     warm = [_of(feature, warm_ids) for feature in features]
 
-    whole = build_log(trained, [_of(feature, known) for feature in features], SPLIT)  # knows the cold ones by features
-    vectors = item_vectors(whole.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed)
+    # knows the cold ones by features
+    whole = build_log(trained, [_of(feature, known) for feature in features], SPLIT)
+    vectors = item_vectors(
+        whole.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed
+    )
     is_cold = np.isin(whole.item_ids, cold)
     uses = np.bincount(whole.items[whole.trained], minlength=whole.num_items)[~is_cold]
     codes = residual_codes(vectors[~is_cold], options.code_count, uses, options.seed)
@@ -297,17 +355,24 @@ def cold_log(
     return ColdLog(
         trained,
         warm,
-        _judged(everything, known),
+        _evaluated(everything, known),
         len(warm_ids),
         codes,
         replace(codes, sids=np.concatenate([codes.sids, new_codes])),
-        NewItems(tuple(_value_ids(_of(f, warm_ids), f, cold) for f in features), np.empty((len(cold), 0), np.int32)),
+        NewItems(
+            tuple(_value_ids(_of(f, warm_ids), f, cold) for f in features),
+            np.empty((len(cold), 0), np.int32),
+        ),
     )
 
 
 def _of(feature: ItemValues, item_ids: I64) -> ItemValues:
     kept = set(item_ids.tolist())
-    return ItemValues(feature.name, feature.values, {item: v for item, v in feature.of_item.items() if item in kept})
+    return ItemValues(
+        feature.name,
+        feature.values,
+        {item: v for item, v in feature.of_item.items() if item in kept},
+    )
 
 
 def _value_ids(trained: ItemValues, feature: ItemValues, item_ids: I64) -> I64:
@@ -320,10 +385,14 @@ def _value_ids(trained: ItemValues, feature: ItemValues, item_ids: I64) -> I64:
     return table
 
 
-def _judged(interactions: Interactions, item_ids: I64) -> InteractionLog:
+def _evaluated(interactions: Interactions, item_ids: I64) -> InteractionLog:
     log = build_log(interactions, [], "user-time")
     order = np.argsort(item_ids)
-    return replace(log, items=order[np.searchsorted(item_ids[order], log.item_ids[log.items])], item_ids=item_ids)
+    return replace(
+        log,
+        items=order[np.searchsorted(item_ids[order], log.item_ids[log.items])],
+        item_ids=item_ids,
+    )
 
 
 def with_new_items(model: HSTU, new: NewItems) -> HSTU:
@@ -332,7 +401,9 @@ def with_new_items(model: HSTU, new: NewItems) -> HSTU:
     config = msgspec.structs.replace(model.config, num_items=model.config.num_items + count)
     wide = HSTU(config).cast(model.dtype)
     state = model.state_dict()
-    state["item.weight"] = torch.cat([state["item.weight"], torch.zeros(count, config.dim, dtype=model.dtype)])
+    state["item.weight"] = torch.cat(
+        [state["item.weight"], torch.zeros(count, config.dim, dtype=model.dtype)]
+    )
     for index, values in enumerate(new.features):
         name = f"feature_ids_{index}"
         state[name] = torch.cat([state[name], torch.from_numpy(values)])

@@ -1,8 +1,8 @@
 """The models that `quality` compares in matching: simple baselines, SCCDR by ingredients, and what is served.
 
-Newcomers: users of both domains lose every target edge, a third of them at a time, everything is fitted to what is
-left, and each is asked for one of the lost edges. Each way to score them has a popularity term; its weight in a fold is
-the one that is best on the users of the other folds.
+Newcomers: users of both domains lose every target edge, a third of them at a time, everything is
+fitted to what is left, and each is asked for one of the lost edges. Each way to score them has a
+popularity term; its weight in a fold is the one that is best on the users of the other folds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.core.arrays import I64
-from npu_gr.train.judge import Graph, HeldOut, Judge, Scores, smooth_hit
+from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, Scores, smooth_hit
 from npu_gr.train.linear import SCALE_USERS, PureSVD, log_popularity, root_mean_square
 from npu_gr.train.match.domains import Domains, MatchData, split
 from npu_gr.train.match.joined import BASELINES, FittedLinear, fit_joint_svd, join
@@ -39,7 +39,10 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
     "+ stop-gradient": {"curriculum": False},
     SCCDR: {},
 }
-"""Arm -> options that differ from those of the whole of SCCDR; each arm has one ingredient more than the one before."""
+"""Arm -> options that differ from those of the whole of SCCDR.
+
+Each arm has one ingredient more than the one before.
+"""
 NEWCOMERS = (POPULARITY, "separated", "+ stop-gradient", SCCDR, JOINT_SVD, SERVED)
 
 
@@ -81,52 +84,63 @@ class Arms:
 
 
 def fitted_ranks(
-    domains: Domains, base: MatchOptions, seeds: Sequence[int], arms: Sequence[str], judges: Mapping[str, Judge]
+    domains: Domains,
+    base: MatchOptions,
+    seeds: Sequence[int],
+    arms: Sequence[str],
+    evaluates: Mapping[str, Evaluator],
 ) -> dict[str, dict[str, list[F64]]]:
-    """Fit arms with every seed, and rank the tested edges: judge -> arm -> ranks of each seed."""
-    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in judges}
+    """Fit arms with every seed, and rank the tested edges: evaluate -> arm -> ranks of each seed."""
+    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in evaluates}
     for seed in seeds:
-        fits = Arms(split(domains, DENSITY, NUM_VALIDATION, seed), msgspec.structs.replace(base, seed=seed))
+        fits = Arms(
+            split(domains, DENSITY, NUM_VALIDATION, seed), msgspec.structs.replace(base, seed=seed)
+        )
         for arm in arms:
             if (scores := fits.scores(arm)) is not None:
-                for kind, judge in judges.items():
-                    ranks[kind].setdefault(arm, []).append(judge.ranks_by(scores))
+                for kind, evaluate in evaluates.items():
+                    ranks[kind].setdefault(arm, []).append(evaluate.ranks_by(scores))
     return ranks
 
 
-def newcomer_ranks(domains: Domains, base: MatchOptions, seeds: Sequence[int]) -> dict[str, list[F64]]:
-    """Rank the tested edges of newcomers, those of twins left out.
+def newcomer_ranks(
+    domains: Domains, base: MatchOptions, seeds: Sequence[int]
+) -> dict[str, list[F64]]:
+    """Rank the tested edges of newcomers, those of near-duplicates left out.
 
     Returns:
-        Arm of `NEWCOMERS` -> ranks of each seed, by user: with each seed in the same order. SCCDR's arms score a
-        newcomer by the source's vector.
+        Arm of `NEWCOMERS` -> ranks of each seed, by user: with each seed in the same order. SCCDR's
+        arms score a newcomer by the source's vector.
     """
     shared = np.flatnonzero((domains.source.degrees()[0] > 0) & (domains.target.degrees()[0] > 0))
-    tested = domains.judge()
+    tested = domains.evaluate()
     ranks: dict[str, list[F64]] = {arm: [] for arm in NEWCOMERS}
     for seed in seeds:
         data = split(domains, DENSITY, NUM_VALIDATION, seed)
         folds: dict[str, list[F64]] = {arm: [] for arm in NEWCOMERS}
         users = []
         for part in np.array_split(np.random.default_rng(seed).permutation(shared), NUM_FOLDS):
-            judge = tested.only(np.isin(tested.held_out.users, part))
-            users.append(judge.held_out.users)
+            evaluate = tested.only(np.isin(tested.held_out.users, part))
+            users.append(evaluate.held_out.users)
             fits = Arms(_without(data, part), msgspec.structs.replace(base, seed=seed))
             for arm in NEWCOMERS:
-                folds[arm].append(_ranks(fits, arm, judge))
+                folds[arm].append(_ranks(fits, arm, evaluate))
         by_user = np.argsort(np.concatenate(users))
         for arm, found in folds.items():
             ranks[arm].append(_weighted(found)[by_user])
     return ranks
 
 
-def _ranks(fits: Arms, arm: str, judge: Judge) -> F64:
-    """Rank under each weight of the popularity term: float64 [weights, users]. What is served has no further term."""
+def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
+    """Rank under each weight of the popularity term: float64 [weights, users].
+
+    What is served has no further term.
+    """
     scores = _source_scores(fits.trained(arm)) if arm in INGREDIENTS else fits.scores(arm)
     assert scores is not None, "it has no limit"
     if arm in (POPULARITY, SERVED):
-        return judge.ranks_by(scores)[None]
-    unit = 1 / root_mean_square(scores(torch.from_numpy(judge.held_out.users[:SCALE_USERS])))
+        return evaluate.ranks_by(scores)[None]
+    unit = 1 / root_mean_square(scores(torch.from_numpy(evaluate.held_out.users[:SCALE_USERS])))
     popularity = log_popularity(fits.data.whole().target.degrees()[1])
     popularity = popularity / root_mean_square(popularity)
 
@@ -134,7 +148,7 @@ def _ranks(fits: Arms, arm: str, judge: Judge) -> F64:
         own = scores(users) * unit
         return (own + popularity * weight for weight in POPULARITY_WEIGHTS)
 
-    return judge.ranks_of_each(tables)
+    return evaluate.ranks_of_each(tables)
 
 
 def _source_scores(trained: TrainedVectors) -> Scores:
@@ -148,7 +162,9 @@ def _weighted(folds: list[F64]) -> F64:
     """Take each fold's ranks under the weight that is best on the other folds."""
     chosen = []
     for number, ranks in enumerate(folds):
-        others = np.concatenate([fold for other, fold in enumerate(folds) if other != number], axis=1)
+        others = np.concatenate(
+            [fold for other, fold in enumerate(folds) if other != number], axis=1
+        )
         chosen.append(ranks[int(np.argmax([smooth_hit(row) for row in others]))])
     return np.concatenate(chosen)
 
@@ -156,7 +172,12 @@ def _weighted(folds: list[F64]) -> F64:
 def _without(data: MatchData, users: I64) -> MatchData:
     """Take away every target edge of some users, and their validation."""
     kept = ~np.isin(data.target.users, users)
-    target = Graph(data.target.users[kept], data.target.items[kept], data.target.num_users, data.target.num_items)
+    target = Graph(
+        data.target.users[kept],
+        data.target.items[kept],
+        data.target.num_users,
+        data.target.num_items,
+    )
     validated = ~np.isin(data.validation.users, users)
     held_out = HeldOut(data.validation.users[validated], data.validation.items[validated])
     return replace(data, target=target, validation=held_out)

@@ -1,7 +1,8 @@
 """`python -m benchmarks rank`: score candidates on a cached prefix, and by a full inference of the same request.
 
-The floor is the ratio of the two passes' floating-point operations. It counts the operations that the code does: causal
-attention as half its square, and of the last layer's history rows only their keys and values.
+The floor is the ratio of the two passes' floating-point operations. It counts the operations that
+the code does: causal attention as half its square, and of the last layer's history rows only their
+keys and values.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from benchmarks.frame import BACKEND, SEED, THREADS, Line, option, timed, timed_
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment
@@ -69,7 +70,12 @@ class CachedRank:
     """One request to a model, whose history's keys and values are cached: cold and as a hit."""
 
     def __init__(
-        self, model: HSTU, backend: Backend, num_tokens: int, num_candidates: int, dtype: torch.dtype = torch.float32
+        self,
+        model: HSTU,
+        backend: Backend,
+        num_tokens: int,
+        num_candidates: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Draw a request and encode its history.
 
@@ -91,7 +97,9 @@ class CachedRank:
             items=items,
             actions=torch.zeros_like(items),
             times=times,
-            candidates=torch.randint(model.config.num_items, (num_candidates,), device=backend.device),
+            candidates=torch.randint(
+                model.config.num_items, (num_candidates,), device=backend.device
+            ),
             candidate_time=int(times[-1]) + 60,
         )
         self.run(replace(self.cold, candidates=nothing, sink=arena.sink(runs)))
@@ -149,7 +157,12 @@ def lines(backend: BackendName, dtype: str, seed: int, seconds: float) -> Iterat
             want, got = rank.run(rank.cold), rank.run(rank.hit)
             drift = float((want - got).abs().max() / want.std())
             assert drift <= TOLERANCE[kind], f"n={n} c={c}: cached scores drift by {drift:.1e}"
-            full, cached = timed_in_turn([lambda r=rank: r.run(r.cold), lambda r=rank: r.run(r.hit)], seconds)  # type: ignore[misc]
+            full, cached = timed_in_turn(
+                [lambda r=rank: r.run(r.cold), lambda r=rank: r.run(r.hit)],  # type: ignore[misc]
+                seconds,
+            )
             floor = flops(shape, n, c, False) / flops(shape, n, c, True)
             case = f"L={n} M={c} layers={shape.num_layers} d={shape.dim} {dtype}"
-            yield timed("rank", case, cached, "full inference, same ops", full, WITHIN * floor, floor=floor)
+            yield timed(
+                "rank", case, cached, "full inference, same ops", full, WITHIN * floor, floor=floor
+            )

@@ -1,7 +1,8 @@
 """`python -m benchmarks relay`: the rate, and the length of history, that meet the objective with and without a relay.
 
-Requests are sent open loop by `benchmarks/relay_rig.py`; every arm gets the same users at the same instants. The
-objective is a multiple of the idle latency of a full inference, so the figures carry over to other devices.
+Requests are sent open loop by `benchmarks/relay_rig.py`; every arm gets the same users at the same
+instants. The objective is a multiple of the idle latency of a full inference, so the figures carry
+over to other devices.
 
     full              no signals; the whole history is encoded at rank time
     truncated         only the newest quarter of the history: what is served if nothing else fits
@@ -9,17 +10,17 @@ objective is a multiple of the idle latency of a full inference, so the figures 
     relay, dram r     DRAM behind HBM; a share r of the requests comes from users whose prefix lies in DRAM
     relay, dram trace users come and return as in a stretch of a real trace (`--trace`, Mooncake's format)
 
-A rate is sustained if 99 of 100 requests meet the objective; a run ends once they cannot. Rates lie on a grid, and an
-arm's figure is the highest rate that it sustains. If full inference fails at the lowest rate already, that rate stands
-for it, and the ratio is a lower bound.
+A rate is sustained if 99 of 100 requests meet the objective; a run ends once they cannot. Rates lie
+on a grid, and an arm's figure is the highest rate that it sustains. If full inference fails at the
+lowest rate already, that rate stands for it, and the ratio is a lower bound.
 
     longest history   the longest history at which 99 of 100 requests meet the shape's objective, at half the rate that
                       full inference sustains at the widest objective
     trigger off       pre-infer every signal, instead of those that the trigger finds at risk; in a mix of few long and
                       many short histories, where half of the signals lead to no rank
 
-Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x longer histories on
-Ascend NPUs.
+Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x
+longer histories on Ascend NPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,18 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.frame import BACKEND, COUNT, FILE, SEED, THREADS, Line, Numbers, compared, only, option
+from benchmarks.frame import (
+    BACKEND,
+    COUNT,
+    FILE,
+    SEED,
+    THREADS,
+    Line,
+    Numbers,
+    compared,
+    only,
+    option,
+)
 from benchmarks.relay_rig import (
     LEAD,
     RETURNING,
@@ -80,7 +92,8 @@ STEPS = 32  # of the grid: the last is a thousand times the lowest
 START = 0.5  # the first rate of an arm, of what full inference could do at most
 PATIENCE = 12.0  # a rank's deadline, in idle full inferences
 REUSE = (0.5, 0.75, 1.0)  # share of the requests whose prefix lies in DRAM
-SHARES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # lengths of history to try, of the shape's
+# lengths of history to try, of the shape's
+SHARES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 HALF = 0.5  # the rate to try them at, of what full inference sustains at the widest objective
 MIX_RATES = (0.3, 0.6, 1.1)  # of the mix, of what full inference of long histories could do
 MIXED = 400  # requests of a run of the mix
@@ -92,7 +105,10 @@ FULL = Arm("full", signals=False)
 RELAY = Arm("relay")
 DRAM = Arm("relay, dram", dram=True)
 AT_RISK = Arm("trigger", trigger=TriggerConfig())
-EVERYTHING = Arm("trigger off", trigger=TriggerConfig(policy="always", min_prefix_tokens=1, max_inflight=1_000_000))
+EVERYTHING = Arm(
+    "trigger off",
+    trigger=TriggerConfig(policy="always", min_prefix_tokens=1, max_inflight=1_000_000),
+)
 
 
 def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
@@ -111,7 +127,8 @@ def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> l
     returning = random.integers(RETURNING, size=count)
     visits = []
     for number in range(count):
-        events = rig.user(random)  # drawn even if it is not used, so that every arm sees the same histories
+        # drawn even if it is not used, so that every arm sees the same histories
+        events = rig.user(random)
         user = UserKey("", f"new {seed}-{number}")
         if coins[number] < reuse:
             user = UserKey("", f"back {returning[number]}")
@@ -120,7 +137,9 @@ def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> l
     return visits
 
 
-def of_trace(sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
+def of_trace(
+    sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, seed: int
+) -> list[RigVisit]:
     """Poisson arrivals of a stretch of a trace's sessions, in its order.
 
     The last sessions before the stretch, half as many as DRAM holds, have a prefix there.
@@ -139,8 +158,12 @@ def of_trace(sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, s
     visits = []
     for session, arrives_at in zip(sessions[start : start + count], arrivals.tolist(), strict=True):
         is_back = session in recent
-        events = rig.returning if is_back else rig.user(np.random.default_rng([seed, session + 2**32]))
-        visits.append(RigVisit(arrives_at, UserKey("", f"{'back' if is_back else 'new'} {session}"), events))
+        events = (
+            rig.returning if is_back else rig.user(np.random.default_rng([seed, session + 2**32]))
+        )
+        visits.append(
+            RigVisit(arrives_at, UserKey("", f"{'back' if is_back else 'new'} {session}"), events)
+        )
     return visits
 
 
@@ -155,7 +178,9 @@ def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
     """
     random = np.random.default_rng(seed)
     visits = []
-    for number, arrives_at in enumerate(np.cumsum(random.exponential(1.0 / rate_per_s, count)).tolist()):
+    for number, arrives_at in enumerate(
+        np.cumsum(random.exponential(1.0 / rate_per_s, count)).tolist()
+    ):
         is_long = random.random() < LONG_SHARE
         is_ranked = random.random() >= GONE
         events = rig.user(random, 1.0 if is_long else SHORT)
@@ -166,7 +191,9 @@ def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
 class RateSearch:
     """Finds the highest rate that one arm sustains, and keeps the outcomes of each run."""
 
-    def __init__(self, served: ServedArm, traffic: Traffic, count: int, lowest: float, seed: int) -> None:
+    def __init__(
+        self, served: ServedArm, traffic: Traffic, count: int, lowest: float, seed: int
+    ) -> None:
         self._served = served
         self._traffic = traffic
         self._count = count
@@ -179,12 +206,17 @@ class RateSearch:
         return self._lowest_per_s * STEP**step
 
     async def holds(self, step: int, goal_s: float) -> bool:
-        """Whether the step's rate is sustained. A run that ended early for another goal may have to be repeated."""
+        """Whether the step's rate is sustained.
+
+        A run that ended early for another goal may have to be repeated.
+        """
         if step in self.found and (known := self.found[step].holds(goal_s)) is not None:
             return known
         rig = self._served.rig
         visits = self._traffic(rig, self.rate_per_s(step), self._count, self._seed)
-        found = self.found[step] = await self._served.run(visits, PATIENCE * rig.idle.full_s, goal_s)
+        found = self.found[step] = await self._served.run(
+            visits, PATIENCE * rig.idle.full_s, goal_s
+        )
         return bool(found.holds(goal_s))
 
     async def sustained(self, goal_s: float, start: int) -> int:
@@ -252,19 +284,24 @@ def lines(
 
 
 class _TraceLine(msgspec.Struct, frozen=True):
-    hash_ids: list[int]  # of its blocks of 512 tokens; an equal id means equal content from the start to there
+    # of its blocks of 512 tokens; an equal id means equal content from the start to there
+    hash_ids: list[int]
 
 
 def read_sessions(path: Path) -> list[int]:
     """The session of each request of a Mooncake trace: its second block, because the first is the system prompt."""
     lines = msgspec.json.Decoder(_TraceLine).decode_lines(path.read_bytes())
-    return [one.hash_ids[1] if len(one.hash_ids) > 1 else -1 - place for place, one in enumerate(lines)]
+    return [
+        one.hash_ids[1] if len(one.hash_ids) > 1 else -1 - place for place, one in enumerate(lines)
+    ]
 
 
 class ShapeBench:
     """The bench of one shape."""
 
-    def __init__(self, shape: Shape, backend: Backend, count: int, lowest: float, seed: int) -> None:
+    def __init__(
+        self, shape: Shape, backend: Backend, count: int, lowest: float, seed: int
+    ) -> None:
         self._backend = backend
         self._count = count
         self._lowest = lowest
@@ -286,8 +323,20 @@ class ShapeBench:
             parts: of `PARTS`.
         """
         idle = self._rig.idle
-        for name, part_s in (("pre-infer", idle.prefill_s), ("load", idle.load_s), ("rank, cached", idle.rank_s)):
-            yield self._line(f"{name} alone", part_s * 1e3, "ms", "full", idle.full_s * 1e3, idle.full_s / part_s, None)
+        for name, part_s in (
+            ("pre-infer", idle.prefill_s),
+            ("load", idle.load_s),
+            ("rank, cached", idle.rank_s),
+        ):
+            yield self._line(
+                f"{name} alone",
+                part_s * 1e3,
+                "ms",
+                "full",
+                idle.full_s * 1e3,
+                idle.full_s / part_s,
+                None,
+            )
         base = {}
         for multiple, rate, found in self._sustained(FULL, partial(drawn, 0.0)):
             base[multiple] = rate
@@ -304,7 +353,10 @@ class ShapeBench:
         arms: list[tuple[Arm, Traffic]] = [
             (Arm("truncated to a quarter", signals=False, keep=0.25), partial(drawn, 0.0)),
             (RELAY, partial(drawn, 0.0)),
-            *((DRAM._replace(name=f"relay, dram {reuse:.0%}"), partial(drawn, reuse)) for reuse in REUSE),
+            *(
+                (DRAM._replace(name=f"relay, dram {reuse:.0%}"), partial(drawn, reuse))
+                for reuse in REUSE
+            ),
         ]
         if sessions:
             arms.append((DRAM._replace(name="relay, dram trace"), partial(of_trace, sessions)))
@@ -312,11 +364,18 @@ class ShapeBench:
         for arm, traffic in arms:
             for multiple, rate, found in self._sustained(arm, traffic):
                 target = 1.0 if arm.signals else None
-                yield self._against(f"slo {multiple}x, {arm.name} ({found.describe()})", rate, base[multiple], target)
+                yield self._against(
+                    f"slo {multiple}x, {arm.name} ({found.describe()})",
+                    rate,
+                    base[multiple],
+                    target,
+                )
                 if arm.signals and "100%" not in arm.name:
                     best[multiple] = max(best[multiple], rate)
         for multiple, rate in best.items():
-            yield self._against(f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple], 3.6)
+            yield self._against(
+                f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple], 3.6
+            )
 
     def _sustained(self, arm: Arm, traffic: Traffic) -> Iterator[tuple[float, float, ArmOutcomes]]:
         """For each multiple the sustained rate (0 = not even the lowest), and the outcomes at it, or at the lowest."""
@@ -328,7 +387,13 @@ class ShapeBench:
                 search = RateSearch(served, traffic, self._count, self._lowest, self._seed)
                 for multiple in MULTIPLES:
                     low = await search.sustained(multiple * self._full_s, step)
-                    rows.append((multiple, search.rate_per_s(low) if low >= 0 else 0.0, search.found[max(low, 0)]))
+                    rows.append(
+                        (
+                            multiple,
+                            search.rate_per_s(low) if low >= 0 else 0.0,
+                            search.found[max(low, 0)],
+                        )
+                    )
                     step = max(low, step)
             return rows
 
@@ -351,7 +416,9 @@ class ShapeBench:
             tokens = [int(self._rig.shape.num_tokens * share) for share in SHARES]
 
             async def search() -> int:
-                return await last(lambda number: holds(arm, reuse, tokens[number]), SHARES.index(1.0), len(SHARES))
+                return await last(
+                    lambda number: holds(arm, reuse, tokens[number]), SHARES.index(1.0), len(SHARES)
+                )
 
             found = asyncio.run(search())
             return tokens[found] if found >= 0 else 0
@@ -371,23 +438,42 @@ class ShapeBench:
         found: dict[str, list[ArmOutcomes]] = {}
         for arm in (AT_RISK, EVERYTHING):
             async with self._rig.serving(arm, goal_s) as served:
-                visits = [mixed(self._rig, rate / self._full_s, MIXED, self._seed) for rate in MIX_RATES]
-                found[arm.name] = [await served.run(each, PATIENCE * self._full_s) for each in visits]
+                visits = [
+                    mixed(self._rig, rate / self._full_s, MIXED, self._seed) for rate in MIX_RATES
+                ]
+                found[arm.name] = [
+                    await served.run(each, PATIENCE * self._full_s) for each in visits
+                ]
         rows = []
-        for rate, one, other in zip(MIX_RATES, found[AT_RISK.name], found[EVERYTHING.name], strict=True):
+        for rate, one, other in zip(
+            MIX_RATES, found[AT_RISK.name], found[EVERYTHING.name], strict=True
+        ):
             ours, base = (100 * float((each.latency_s <= goal_s).mean()) for each in (one, other))
             case = f"slo {MULTIPLES[0]}x, mix at {rate / self._full_s:.1f}/s"
             case = f"{case}, trigger ({one.describe()}) against off ({other.describe()})"
-            rows.append(self._line(case, ours, "% in time", EVERYTHING.name, base, ours / max(base, 1e-9), 1.0))
+            rows.append(
+                self._line(
+                    case, ours, "% in time", EVERYTHING.name, base, ours / max(base, 1e-9), 1.0
+                )
+            )
         return rows
 
-    def _against(self, case: str, rate: float, base: float, target: float | None, name: str = "full") -> Line:
+    def _against(
+        self, case: str, rate: float, base: float, target: float | None, name: str = "full"
+    ) -> Line:
         if not base:  # it fails at the lowest rate of the grid already
             base = self._lowest / self._full_s
             name = f"{name} (less)"
         return self._line(case, rate, "req/s", name, base, rate / base, target)
 
     def _line(
-        self, case: str, ours: float, unit: str, baseline: str, value: float, ratio: float, target: float | None
+        self,
+        case: str,
+        ours: float,
+        unit: str,
+        baseline: str,
+        value: float,
+        ratio: float,
+        target: float | None,
     ) -> Line:
         return compared("relay", f"{self._case} {case}", ours, unit, baseline, value, ratio, target)

@@ -1,7 +1,8 @@
 """A ranker with its tiers under open-loop traffic, for `bench relay` and `bench cascade`.
 
-Engine, scheduler, relay and tiers are real and run in this process. A request signals when it arrives. `LEAD` idle full
-inferences later (the time of retrieval and pre-processing) its rank is due, and its latency counts from then.
+Engine, scheduler, relay and tiers are real and run in this process. A request signals when it
+arrives. `LEAD` idle full inferences later (the time of retrieval and pre-processing) its rank is
+due, and its latency counts from then.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from npu_gr.core.arrays import F32
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Relay
@@ -86,7 +87,8 @@ class RigVisit(NamedTuple):
     is_ranked: bool = True  # False: its rank never comes
 
 
-Traffic = Callable[["Rig", float, int, int], list[RigVisit]]  # (rig, requests a second, count, seed)
+# (rig, requests a second, count, seed)
+Traffic = Callable[["Rig", float, int, int], list[RigVisit]]
 
 
 class ArmOutcomes(NamedTuple):
@@ -105,8 +107,13 @@ class ArmOutcomes(NamedTuple):
 
     def describe(self) -> str:
         """The outcomes in words, for a line."""
-        shares = ", ".join(f"{name.value} {share:.0%}" for name, share in self.shares.items() if share >= 0.005)
-        return f"{shares or 'nothing answered'}; reloaded {self.reloaded:.0%}, wasted {self.wasted:.0%}"
+        shares = ", ".join(
+            f"{name.value} {share:.0%}" for name, share in self.shares.items() if share >= 0.005
+        )
+        return (
+            f"{shares or 'nothing answered'}; reloaded {self.reloaded:.0%}, wasted "
+            f"{self.wasted:.0%}"
+        )
 
 
 def allowed_late(count: int) -> int:
@@ -121,7 +128,9 @@ class Rig:
         self.shape = shape
         self.backend = backend
         torch.manual_seed(seed)
-        config = msgspec.structs.replace(model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens)
+        config = msgspec.structs.replace(
+            model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens
+        )
         self.model = HSTU(config).to(backend.device).eval()
         self.model.items.freeze()
         self.layout = KVLayout(
@@ -136,7 +145,9 @@ class Rig:
         least, most = DRAM_PREFIXES
         self.dram_prefixes = min(most, max(least, DRAM_BYTES // (pages * self.layout.page_bytes)))
         self.hbm = KVArena(self.layout, pages * HBM_PREFIXES, backend.device, pack=backend.pack_kv)
-        self.dram = KVArena(self.layout, pages * self.dram_prefixes, torch.device("cpu"), backend.pins_host_memory)
+        self.dram = KVArena(
+            self.layout, pages * self.dram_prefixes, torch.device("cpu"), backend.pins_host_memory
+        )
         random = np.random.default_rng(seed)
         self.candidates = random.integers(0, config.num_items, shape.num_candidates)
         self.returning = self.user(random)  # the history of every user who comes back
@@ -150,17 +161,28 @@ class Rig:
 
     def tokens(self, events: Events) -> Tokens:
         """The history as the model reads it."""
-        return tokenize(events, self.vocabulary, 1, max_tokens=len(events), cut_step_tokens=1, refuse_unknown=True)
+        return tokenize(
+            events,
+            self.vocabulary,
+            1,
+            max_tokens=len(events),
+            cut_step_tokens=1,
+            reject_unknown=True,
+        )
 
     @asynccontextmanager
     async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[ServedArm]:
         """Serve the model with fresh tiers and a relay, until the end of the block."""
         scheduler = Scheduler(SchedulerConfig(max_queue=100_000))
         engine = RankEngine(self.model, self.backend, scheduler, self.hbm)
-        pool = PrefixPool(self.hbm, self.hbm.num_pages * self.layout.page_bytes, T_LIFE_S, time.monotonic)
+        pool = PrefixPool(
+            self.hbm, self.hbm.num_pages * self.layout.page_bytes, T_LIFE_S, time.monotonic
+        )
         dram = DramStore(self.dram, ttl_s=1e6, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic)
         config = RelayConfig(enabled=arm.signals, degrade=False, max_reloads=2, t_life_s=T_LIFE_S)
-        trigger = msgspec.structs.replace(arm.trigger, rank_budget_s=objective_s, margin_s=MARGIN * objective_s)
+        trigger = msgspec.structs.replace(
+            arm.trigger, rank_budget_s=objective_s, margin_s=MARGIN * objective_s
+        )
         relay = Relay(config, trigger, engine, Tiers(pool, dram if arm.dram else None), "v")
         scheduler.start()
         try:
@@ -183,7 +205,13 @@ class ServedArm:
     """One arm at work: sends requests to its relay and engine, and counts what becomes of them."""
 
     def __init__(
-        self, rig: Rig, arm: Arm, engine: RankEngine, relay: Relay[Tokens], pool: PrefixPool, dram: DramStore
+        self,
+        rig: Rig,
+        arm: Arm,
+        engine: RankEngine,
+        relay: Relay[Tokens],
+        pool: PrefixPool,
+        dram: DramStore,
     ) -> None:
         self.rig = rig
         self.arm = arm
@@ -204,7 +232,8 @@ class ServedArm:
         """Compute once the prefix that `returns` copies. The caller must lease it."""
         tokens = self.rig.tokens(self.rig.returning[:-NEW_TOKENS])
         user = UserKey("", "back, the first of them")
-        await self.rank(user, tokens, time.monotonic() + 600)  # a full inference keeps its prefix, which then spills
+        # a full inference keeps its prefix, which then spills
+        await self.rank(user, tokens, time.monotonic() + 600)
         await self.relay.settled()
         self.pool.erase_user(user)
         await self.relay.settled()
@@ -216,8 +245,12 @@ class ServedArm:
         source = self._encoded
         assert source is not None
         assert source.timestamps is not None
-        entry = self.dram.reserve(PrefixKey(user, "v", source.key.layout_id, source.key.fingerprint), source.num_tokens)
-        self.dram.arena.copy_tokens_from(self.dram.arena, source.runs, entry.runs, source.num_tokens)
+        entry = self.dram.reserve(
+            PrefixKey(user, "v", source.key.layout_id, source.key.fingerprint), source.num_tokens
+        )
+        self.dram.arena.copy_tokens_from(
+            self.dram.arena, source.runs, entry.runs, source.num_tokens
+        )
         self.dram.commit(entry, source.timestamps)
 
     async def rank(self, user: UserKey, tokens: Tokens, deadline_at: float) -> F32:
@@ -233,7 +266,9 @@ class ServedArm:
         """
         arrived_at = time.monotonic()
         async with self.relay.lease(user, tokens, len(self.rig.candidates), deadline_at) as lease:
-            work = RankPass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
+            work = RankPass(
+                tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep
+            )
             logits = (await self.engine.rank(work, deadline_at, arrived_at)).logits
         self._outcomes[lease.outcome] += 1
         return logits
@@ -254,11 +289,16 @@ class ServedArm:
             lead_s: from a signal to its rank; None = `LEAD`.
         """
         back = (
-            {visit.user for visit in visits if visit.user.user.startswith("back")} if self.arm.dram else set[UserKey]()
+            {visit.user for visit in visits if visit.user.user.startswith("back")}
+            if self.arm.dram
+            else set[UserKey]()
         )
         for user in back:
             self.returns(user)
-        histories = [self.rig.tokens(v.events[len(v.events) - int(len(v.events) * self.arm.keep) :]) for v in visits]
+        histories = [
+            self.rig.tokens(v.events[len(v.events) - int(len(v.events) * self.arm.keep) :])
+            for v in visits
+        ]
         self._outcomes.clear()
         self._verdicts.clear()
         self._wasted = 0
@@ -316,7 +356,9 @@ async def measure_idle(rig: Rig) -> Idle:
             user = UserKey("idle", str(number))
             await asyncio.sleep(2 * full_s)
             began_at = time.perf_counter()
-            cold = (await served.engine.rank(RankPass(tokens, 0, rig.candidates, SHOWN_AT), _FAR)).logits
+            cold = (
+                await served.engine.rank(RankPass(tokens, 0, rig.candidates, SHOWN_AT), _FAR)
+            ).logits
             full_s = time.perf_counter() - began_at
             await asyncio.sleep(full_s)
             began_at = time.perf_counter()
@@ -328,7 +370,9 @@ async def measure_idle(rig: Rig) -> Idle:
             hit = await served.rank(user, tokens, time.monotonic() + 60)
             rank_s = time.perf_counter() - began_at
             drift = float(np.abs(hit - cold).max() / cold.std())
-            assert drift <= TOLERANCE, f"cached scores drift by {drift:.1e} of their standard deviation"
+            assert drift <= TOLERANCE, (
+                f"cached scores drift by {drift:.1e} of their standard deviation"
+            )
             await served.relay.settled()
             samples.append((full_s, prefill_s, rank_s))
         full_s, prefill_s, rank_s = np.median(np.array(samples[1:]), axis=0).tolist()

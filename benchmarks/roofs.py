@@ -41,5 +41,7 @@ def measure(native: Native) -> Roofs:
     f32_s = cpu_s(lambda: kernels.probe_fma_f32(repeats), 5)
     bf16 = None
     if native.has_bf16_dot:
-        bf16 = kernels.probe_flops_bf16 * repeats / cpu_s(lambda: kernels.probe_fma_bf16(repeats), 5)
+        bf16 = (
+            kernels.probe_flops_bf16 * repeats / cpu_s(lambda: kernels.probe_fma_bf16(repeats), 5)
+        )
     return Roofs(data.nbytes / read_s, kernels.probe_flops_f32 * repeats / f32_s, bf16)

@@ -1,8 +1,11 @@
-"""SASRec: the baseline that learns. A causal transformer over the last items, full softmax, stopped on a validation.
+"""SASRec: the baseline that learns.
+
+A causal transformer over the last items, full softmax, stopped on a validation.
 
 It takes minutes, so trainers do not run it; `python -m benchmarks quality` does.
 
-Source: Kang and McAuley, ICDM 2018, with the softmax over the whole catalogue instead of one sampled negative.
+Source: Kang and McAuley, ICDM 2018, with the softmax over the whole catalogue instead of one
+sampled negative.
 """
 
 from __future__ import annotations
@@ -43,11 +46,16 @@ class SASRecOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SASRec:
-    """Ranks items by a transformer's inner products. What stopped its training it was never trained on."""
+    """Ranks items by a transformer's inner products.
+
+    What stopped its training it was never trained on.
+    """
 
     name = "SASRec"
 
-    def __init__(self, log: InteractionLog, split: Split, seed: int, options: SASRecOptions | None = None) -> None:
+    def __init__(
+        self, log: InteractionLog, split: Split, seed: int, options: SASRecOptions | None = None
+    ) -> None:
         """Train.
 
         Args:
@@ -83,7 +91,9 @@ class SASRec:
         options = self._options
         random = np.random.default_rng(seed)
         targets = sample_targets(log.next_items(), options.validation_users, seed)
-        optimizer = torch.optim.Adam(self._model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98))
+        optimizer = torch.optim.Adam(
+            self._model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98)
+        )
         stopping = EarlyStopping(options.patience)
         best = self._model.state_dict()
         for epoch in range(1, options.epochs + 1):
@@ -96,7 +106,9 @@ class SASRec:
                     optimizer.step()
             if epoch % options.validate_every == 0 or epoch == options.epochs:
                 if stopping.is_best(self._validate(log, targets)):
-                    best = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+                    best = {
+                        name: tensor.clone() for name, tensor in self._model.state_dict().items()
+                    }
                 if stopping.is_over:
                     break
         self._model.load_state_dict(best)
@@ -115,7 +127,7 @@ class SASRec:
             for user, event in targets:
                 yield self._scores(log.items[log.starts[user] : event])
 
-        return ndcg(rank_next_items(log, targets, scores()).judged, 10)
+        return ndcg(rank_next_items(log, targets, scores()).evaluated, 10)
 
 
 class _Transformer(nn.Module):
@@ -142,7 +154,9 @@ class _Transformer(nn.Module):
     def forward(self, items: Tensor) -> Tensor:
         """Encode int64 [B, N] items, oldest first and padded at the end, to float32 [B, N, d]."""
         length = items.shape[1]
-        rows = self.dropout(self.items(items) * self.items.embedding_dim**0.5 + self.places.weight[:length])
+        rows = self.dropout(
+            self.items(items) * self.items.embedding_dim**0.5 + self.places.weight[:length]
+        )
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         encoded: Tensor = self.layers(rows, mask, is_causal=True)
         return encoded

@@ -1,8 +1,8 @@
 """The servers that benches measure over HTTP, each a process of its own, and what is sent to them.
 
-An instance is started as the README says, with the configuration file as it is; only ports and paths are overridden.
-FastAPI runs the same checkpoint (`cold.py`). Every server's scores are compared with the reference model before
-anything is timed.
+An instance is started as the README says, with the configuration file as it is; only ports and
+paths are overridden. FastAPI runs the same checkpoint (`cold.py`). Every server's scores are
+compared with the reference model before anything is timed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ ROUND_S = 5.0  # for one rank of everybody, before the hits are counted
 SAMPLE = 64  # ranks whose hits are counted
 NUM_ITEMS = 1_682  # of a model made here, as MovieLens-100K has
 FIRST_ID = 100_000
-OUR_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # for this process alone
+# for this process alone
+OUR_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ROOT = Path(__file__).parents[1]
 
 # ---- what is sent
@@ -58,7 +59,9 @@ class Traffic:
     num_users: int = 256  # who come again and again; few enough for their prefixes to stay in HBM
     num_tenants: int = 0  # that they belong to in turn, where no tenant is given
 
-    def bodies(self, checkpoint: Checkpoint, tenant: str, seed: int, prefix: str = "user") -> list[dict[str, Any]]:
+    def bodies(
+        self, checkpoint: Checkpoint, tenant: str, seed: int, prefix: str = "user"
+    ) -> list[dict[str, Any]]:
         """Make one rank for each user: always with the same history, so that the prefix is found.
 
         Args:
@@ -74,13 +77,17 @@ class Traffic:
             times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, self.history_tokens))
             history = {
                 "items": random.choice(ids, self.history_tokens).tolist(),
-                "actions": random.integers(0, len(checkpoint.model.config.actions), self.history_tokens).tolist(),
+                "actions": random.integers(
+                    0, len(checkpoint.model.config.actions), self.history_tokens
+                ).tolist(),
                 "timestamps": times.tolist(),
             }
             made.append(
                 {
                     "user_id": f"{prefix}-{number}",
-                    "tenant": f"tenant-{number % self.num_tenants}" if self.num_tenants and not tenant else tenant,
+                    "tenant": f"tenant-{number % self.num_tenants}"
+                    if self.num_tenants and not tenant
+                    else tenant,
                     "history": history,
                     "candidates": random.choice(ids, self.num_candidates).tolist(),
                     "timestamp": int(times[-1]) + 60,
@@ -90,15 +97,18 @@ class Traffic:
 
 
 def write_bodies(
-    path: Path, bodies: Sequence[dict[str, Any]], budgets_ms: tuple[float, float] | None = None, copies: int = 8
+    path: Path,
+    bodies: Sequence[dict[str, Any]],
+    budgets_ms: tuple[float, float] | None = None,
+    copies: int = 8,
 ) -> Path:
     """Write the bodies as the load generator reads them, one request a line. Returns the path.
 
     Args:
         path: of the file.
         bodies: of ranks.
-        budgets_ms: the least and the most time budget, drawn at random for each request; with it go the headers that
-            our client always sends. None = bodies alone.
+        budgets_ms: the least and the most time budget, drawn at random for each request; with it go
+            the headers that our client always sends. None = bodies alone.
         copies: of each body, with a budget each.
     """
     random = np.random.default_rng(len(bodies))
@@ -162,7 +172,13 @@ class Process:
     """A server that can be started, stopped and started again."""
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, folder: Path, ready: str, root: Path = ROOT
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        folder: Path,
+        ready: str,
+        root: Path = ROOT,
     ) -> None:
         """Start nothing yet.
 
@@ -255,7 +271,10 @@ class Server:
 
 @contextmanager
 def running(name: str, *processes: Process) -> Iterator[Server]:
-    """Start processes in turn; the last one is asked. They end with the block. Raises Unavailable."""
+    """Start processes in turn; the last one is asked.
+
+    They end with the block. Raises Unavailable.
+    """
     try:
         for process in processes:
             process.start()
@@ -311,11 +330,20 @@ def has_fastapi() -> bool:
 
 
 def behind(
-    name: str, checkpoint: Path, folder: Path, overrides: Sequence[str] = (), config: Path | None = None
+    name: str,
+    checkpoint: Path,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    config: Path | None = None,
 ) -> Process:
-    """An instance that tells the proxy in front how much it takes; the arguments are those of `instance`."""
+    """An instance that tells the proxy in front how much it takes.
+
+    The arguments are those of `instance`.
+    """
     agent_port = free_port()
-    made = instance(name, checkpoint, folder, (*overrides, f"server.agent_port={agent_port}"), config)
+    made = instance(
+        name, checkpoint, folder, (*overrides, f"server.agent_port={agent_port}"), config
+    )
     made.agent_port = agent_port
     return made
 
@@ -335,13 +363,25 @@ def proxy(name: str, instances: Sequence[Process], folder: Path) -> Process:
         raise ConfigError("bench: haproxy is not installed")
     port = free_port()
     listed = [
-        {"name": f"gr-{at}", "host": "127.0.0.1", "port": one.port, "admin_port": 0, "agent_port": one.agent_port}
+        {
+            "name": f"gr-{at}",
+            "host": "127.0.0.1",
+            "port": one.port,
+            "admin_port": 0,
+            "agent_port": one.agent_port,
+        }
         for at, one in enumerate(instances)
     ]
     settings = {"port": port, "admin_port": free_port(), "discovery": {"instances": listed}}
     file = folder / f"{slug(name)}.yaml"
     file.write_text(json.dumps(settings))
-    return Process(name, [sys.executable, "-m", "npu_gr", "route", "--config", str(file)], port, folder, "/readyz")
+    return Process(
+        name,
+        [sys.executable, "-m", "npu_gr", "route", "--config", str(file)],
+        port,
+        folder,
+        "/readyz",
+    )
 
 
 def _tree(pid: int) -> list[int]:
@@ -370,7 +410,9 @@ def answers(port: int, path: str) -> bool:
 
 
 def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank one body after the other over one connection. A refusal, as after a stall, is asked again for `ASK_S`.
+    """Rank one body after the other over one connection.
+
+    A rejection, as after a stall, is asked again for `ASK_S`.
 
     Raises:
         Unavailable: one was not answered with 200, although nobody else asks.
@@ -383,7 +425,9 @@ def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             status = 429
             text = b""
             while status == 429 and time.monotonic() < ends_at:
-                connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
+                connection.request(
+                    "POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"}
+                )
                 response = connection.getresponse()
                 status = response.status
                 text = response.read()
@@ -406,12 +450,18 @@ def check(server: Server, checkpoint: Path, bodies: Sequence[dict[str, Any]]) ->
     for given in (ask(server.port, bodies), ask(server.port, bodies)):
         for want, got in zip(wanted, given, strict=True):
             for task, column in want.items():
-                drift = np.abs(np.array(got["scores"][task]) - np.array(column)).max() / max(np.std(column), 1e-6)
-                assert drift <= TOLERANCE, f"{server.name}: {task} differs by {drift:.1e} standard deviations"
+                drift = np.abs(np.array(got["scores"][task]) - np.array(column)).max() / max(
+                    np.std(column), 1e-6
+                )
+                assert drift <= TOLERANCE, (
+                    f"{server.name}: {task} differs by {drift:.1e} standard deviations"
+                )
 
 
 def hit_ratio(server: Server, bodies: Sequence[dict[str, Any]], seed: int) -> float:
-    """Rank everybody once, as far as `ROUND_S` goes; then the share of ranks of random users that find HBM warm.
+    """Rank everybody once, as far as `ROUND_S` goes.
+
+    Then the share of ranks of random users that find HBM warm.
 
     Args:
         server: an instance; nobody else asks it.

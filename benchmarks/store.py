@@ -1,8 +1,8 @@
 """`python -m benchmarks store`: what a copy in a DRAM tier of a million entries costs the event loop.
 
-Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena is of torch's meta
-device. A turn is one user's return: find, lease, and at the end of the rank a new copy, which evicts the entry that was
-least recently used.
+Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena
+is of torch's meta device. A turn is one user's return: find, lease, and at the end of the rank a
+new copy, which evicts the entry that was least recently used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.frame import SEED, Line, timed
 from npu_gr.core.history import UserKey
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.tier import DramStore, PrefixKey
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.tier import DramStore, PrefixKey
 
 OPTIONS = (SEED,)
 FEW = 10_000
@@ -33,7 +33,9 @@ class FullTier:
     def __init__(self, num_entries: int, seed: int) -> None:
         layout = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1)
         arena = KVArena(layout, num_entries, torch.device("meta"))
-        self.store = DramStore(arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0)
+        self.store = DramStore(
+            arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0
+        )
         self._random = np.random.default_rng(seed)
         self._times = np.zeros(1, np.int64)
         self._layout_id = layout.layout_id
@@ -50,7 +52,9 @@ class FullTier:
 
     def turns(self) -> None:
         """Let `TURNS` random users return; a new copy of another user follows each."""
-        for number in self._random.integers(self._next - self._size // 2, self._next, TURNS).tolist():
+        for number in self._random.integers(
+            self._next - self._size // 2, self._next, TURNS
+        ).tolist():
             for entry in self.store.find(UserKey("", str(number)), "v", self._layout_id):
                 with self.store.lease(entry):
                     pass

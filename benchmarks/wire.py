@@ -1,8 +1,9 @@
 """`python -m benchmarks wire`: read a rank's body with raw columns, against one with lists of numbers, or of texts.
 
-The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. The one with numbers is also
-read as an infer of the Open Inference Protocol, over HTTP and gRPC. Measures the time from the received bytes to the
-request that the service gets: parse, validate, make the arrays. The floor is one copy of the body.
+The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. The one
+with numbers is also read as an infer of the Open Inference Protocol, over HTTP and gRPC. Measures
+the time from the received bytes to the request that the service gets: parse, validate, make the
+arrays. The floor is one copy of the body.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
-from npu_gr.server.codec.media import JSON, MSGPACK, decode
-from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.inference import INFERENCE, asked_by, message
 from npu_gr.server.oip.models import MODELS, pack
 from npu_gr.server.oip.routes import read as read_infer
-from npu_gr.server.rpc.inference import INFERENCE, asked_by, message
+from npu_gr.server.schemas.media import JSON, MSGPACK, decode
+from npu_gr.server.schemas.rank import RankBody, parse
 
 OPTIONS = (SEED, timed_for(1.0))
 LENGTHS = (1024, 16_384)  # events of a history
@@ -80,7 +81,10 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
     head, data = raw_infer("u", candidates, columns)
     return {
         "JSON lists": (msgspec.json.encode(body(lambda a: a.tolist())), JSON),
-        "JSON raw": (msgspec.json.encode(body(lambda a: base64.b64encode(a.tobytes()).decode())), JSON),
+        "JSON raw": (
+            msgspec.json.encode(body(lambda a: base64.b64encode(a.tobytes()).decode())),
+            JSON,
+        ),
         "msgpack raw": (msgspec.msgpack.encode(body(lambda a: a.tobytes())), MSGPACK),
         "infer raw": (head + data, str(len(head))),
         "infer gRPC": (inference_message("u", candidates, columns), INFERENCE),
@@ -88,12 +92,20 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
 
 
 def raw_infer(
-    user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None
+    user: str,
+    candidates: I64,
+    columns: Mapping[str, npt.NDArray[Any]],
+    parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, bytes]:
     """Make an infer over HTTP: its JSON, and the raw bytes behind it."""
     tensors = _tensors(user, candidates, columns)
     inputs = [
-        {"name": name, "datatype": kind, "shape": [num], "parameters": {"binary_data_size": len(raw)}}
+        {
+            "name": name,
+            "datatype": kind,
+            "shape": [num],
+            "parameters": {"binary_data_size": len(raw)},
+        }
         for name, kind, num, raw in tensors
     ]
     head = msgspec.json.encode({"inputs": inputs, "parameters": parameters or {}})
@@ -111,9 +123,15 @@ def inference_message(user: str, candidates: I64, columns: Mapping[str, npt.NDAr
     return made
 
 
-def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> list[tuple[str, str, int, bytes]]:
-    named = {"candidates": candidates} | {f"history.{name}": column for name, column in columns.items()}
-    listed = [(name, f"INT{8 * one.itemsize}", len(one), one.tobytes()) for name, one in named.items()]
+def _tensors(
+    user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]
+) -> list[tuple[str, str, int, bytes]]:
+    named = {"candidates": candidates} | {
+        f"history.{name}": column for name, column in columns.items()
+    }
+    listed = [
+        (name, f"INT{8 * one.itemsize}", len(one), one.tobytes()) for name, one in named.items()
+    ]
     return [("user_id", "BYTES", 1, pack([user])), *listed]
 
 
@@ -123,7 +141,9 @@ def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
         infer = asked_by(message("inference.ModelInferRequest").FromString(body))
         return parse(MODELS[RANK.name].body(infer, None, config), config, _NAMES)
     if media.isdigit():
-        return parse(MODELS[RANK.name].body(read_infer(body, media, RANK.name), None, config), config, _NAMES)
+        return parse(
+            MODELS[RANK.name].body(read_infer(body, media, RANK.name), None, config), config, _NAMES
+        )
     return parse(decode(body, media, RankBody), config, _NAMES)
 
 
@@ -131,16 +151,22 @@ def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
     """Make the same request with texts as names: name of the form -> (body, media type)."""
     random = np.random.default_rng(seed)
     items, candidates = (
-        [f"SKU-{item:09d}-C" for item in random.integers(0, 10**9, num)] for num in (num_tokens, CANDIDATES)
+        [f"SKU-{item:09d}-C" for item in random.integers(0, 10**9, num)]
+        for num in (num_tokens, CANDIDATES)
     )
     actions = [str(action) for action in random.integers(0, 5, num_tokens)]
     times = (1_700_000_000 + np.cumsum(random.integers(0, 10_000, num_tokens))).tolist()
     lists = {"items": items, "actions": actions, "timestamps": times}
     ours = Behaviours(items, actions, times).on_the_wire("history")
     return {
-        "JSON lists": (msgspec.json.encode({"user_id": "u", "candidates": candidates, "history": lists}), JSON),
+        "JSON lists": (
+            msgspec.json.encode({"user_id": "u", "candidates": candidates, "history": lists}),
+            JSON,
+        ),
         "client": (
-            msgspec.msgpack.encode({"user_id": "u", "candidates": item_column(candidates, "c"), "history": ours}),
+            msgspec.msgpack.encode(
+                {"user_id": "u", "candidates": item_column(candidates, "c"), "history": ours}
+            ),
             MSGPACK,
         ),
     }
@@ -150,7 +176,8 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
     """Measure every form at every length, one line each.
 
     Raises:
-        AssertionError: a form is read as another request than the lists are; nothing was timed then.
+        AssertionError: a form is read as another request than the lists are; nothing was timed
+            then.
     """
     config = ServerConfig()
     for num_tokens, make in product(LENGTHS, (bodies, texts)):
@@ -170,7 +197,9 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
             ]
             slow, ours, copy = timed_in_turn(functions, seconds)
             base_s = percentiles(slow)[0]
-            is_judged = name == "msgpack raw" and num_tokens == max(LENGTHS)
-            target = base_s * 1e3 / RAW_16K_MS if is_judged else None
+            is_evaluated = name == "msgpack raw" and num_tokens == max(LENGTHS)
+            target = base_s * 1e3 / RAW_16K_MS if is_evaluated else None
             case = f"L={num_tokens} M={CANDIDATES} {name}"
-            yield timed("wire", case, ours, "JSON lists", slow, target, floor=base_s / percentiles(copy)[0])
+            yield timed(
+                "wire", case, ours, "JSON lists", slow, target, floor=base_s / percentiles(copy)[0]
+            )

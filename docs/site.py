@@ -26,7 +26,11 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_linked(text, source, page)))
     runbooks = sorted(path.stem for path in (ROOT / "docs/runbooks").glob("*.md"))
     lines = [f"- [{name}]({name}.md)" for name in runbooks]
-    index = "# Runbooks\n\nOne page for each alert; the alert's annotation links to it.\n\n" + "\n".join(lines) + "\n"
+    index = (
+        ("# Runbooks\n\nOne page for each alert; the alert's annotation links to it.\n\n")
+        + "\n".join(lines)
+        + "\n"
+    )
     files.append(File.generated(config, "runbooks/README.md", content=index))
     return files
 

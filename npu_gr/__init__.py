@@ -1,18 +1,31 @@
 """npu_gr: generative recommendation under a P99 deadline.
 
-The names in `__all__` are the public API; everything else may change between versions. Each name is imported when it
-is first used, so `import npu_gr` itself loads neither torch nor numpy nor aiohttp.
+The names in `__all__` are the public API; everything else may change between versions. Each name is
+imported when it is first used, so `import npu_gr` itself loads neither torch nor numpy nor aiohttp.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"  # the only place: pyproject.toml reads it from here, without importing the package
+# the only place: pyproject.toml reads it from here, without importing the package
+__version__ = "0.1.0"
 
-if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_public_api.py compares the two lists
+# the same names once more, for type checkers: tests/test_public_api.py compares the two lists
+if TYPE_CHECKING:
     from npu_gr.core import errors
     from npu_gr.core.history import Events, HistoryRef, HistoryReport, Mode, UserKey, Write, Written
-    from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL, Kind
+    from npu_gr.core.kinds import (
+        ERASE,
+        EVENTS,
+        GENERATE,
+        INGEST,
+        KINDS,
+        MATCH,
+        RANK,
+        RECOMMEND,
+        SIGNAL,
+        Kind,
+    )
     from npu_gr.core.request import (
         Basis,
         EraseAnswer,
@@ -38,7 +51,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_pub
         Verdict,
     )
     from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, NewItem, VectorsInfo
-    from npu_gr.jobs.service import Service
+    from npu_gr.handlers.service import Service
     from npu_gr.service.app import instance
     from npu_gr.service.config import Config, load
 
@@ -95,15 +108,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "npu_gr.core.history": ("Events", "HistoryRef", "HistoryReport", "Mode", "UserKey", "Write", "Written"),
-    "npu_gr.core.served": ("CatalogueChange", "CatalogueInfo", "ModelInfo", "NewItem", "VectorsInfo"),
+    "npu_gr.core.history": (
+        "Events",
+        "HistoryRef",
+        "HistoryReport",
+        "Mode",
+        "UserKey",
+        "Write",
+        "Written",
+    ),
+    "npu_gr.core.served": (
+        "CatalogueChange",
+        "CatalogueInfo",
+        "ModelInfo",
+        "NewItem",
+        "VectorsInfo",
+    ),
     "npu_gr.core.kinds": (
         *("ERASE", "EVENTS", "GENERATE", "INGEST", "MATCH", "RANK", "RECOMMEND", "SIGNAL"),
         *("KINDS", "Kind"),
     ),
     "npu_gr.service.app": ("instance",),
     "npu_gr.service.config": ("Config", "load"),
-    "npu_gr.jobs.service": ("Service",),
+    "npu_gr.handlers.service": ("Service",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -32,7 +32,14 @@ class Authority:
         self._num = 0
         _openssl(
             *("req", "-x509", *_NEW_KEY, "-keyout", self._key, "-out", self.ca),
-            *("-days", "2", "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign,cRLSign"),
+            *(
+                "-days",
+                "2",
+                "-subj",
+                f"/CN={name}",
+                "-addext",
+                "keyUsage=critical,keyCertSign,cRLSign",
+            ),
         )
 
     def issue(self, *names: str, days: int = 2) -> Pair:
@@ -41,11 +48,25 @@ class Authority:
         stem = self._folder / f"{self._name}-{self._num}"
         pair = Pair(stem.with_suffix(".crt"), stem.with_suffix(".key"))
         request, extensions = stem.with_suffix(".csr"), stem.with_suffix(".ext")
-        given = [f"IP:{name}" if name[-1].isdigit() or ":" in name else f"DNS:{name}" for name in names]
-        extensions.write_text(f"subjectAltName={','.join(given)}\nkeyUsage=critical,digitalSignature\n")
+        given = [
+            f"IP:{name}" if name[-1].isdigit() or ":" in name else f"DNS:{name}" for name in names
+        ]
+        extensions.write_text(
+            f"subjectAltName={','.join(given)}\nkeyUsage=critical,digitalSignature\n"
+        )
         _openssl("req", *_NEW_KEY, "-keyout", pair.key, "-out", request, "-subj", f"/CN={names[0]}")
         _openssl(
-            *("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"),
+            *(
+                "x509",
+                "-req",
+                "-in",
+                request,
+                "-CA",
+                self.ca,
+                "-CAkey",
+                self._key,
+                "-CAcreateserial",
+            ),
             *("-out", pair.certificate, "-days", str(days), "-extfile", extensions),
         )
         pair.key.chmod(0o600)

@@ -42,15 +42,29 @@ LLAMA3_SCALING = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 g1": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 4},
     "qwen3 g2 tied": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": True},
-    "qwen3 g4 theta": {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, "rope_theta": 1e6},
+    "qwen3 g4 theta": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "rope_theta": 1e6,
+    },
     "qwen2 g2": {"model_type": "qwen2"},
     "qwen2 g4 tied": {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "llama g1 biases": {"model_type": "llama", "num_key_value_heads": 4, "attention_bias": True},
     "llama g2 scaled": {"model_type": "llama", "rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5},
-    "llama g2 linear": {"model_type": "llama", "head_dim": 8, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama g2 linear": {
+        "model_type": "llama",
+        "head_dim": 8,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
     "mistral g2": {"model_type": "mistral", "head_dim": 10, "sliding_window": None},
     "moe": {"model_type": "qwen3_moe", "head_dim": 10, **EXPERTS, "norm_topk_prob": True},
-    "moe with dense layers": {"model_type": "qwen3_moe", "head_dim": 10, **EXPERTS, "mlp_only_layers": [1]},
+    "moe with dense layers": {
+        "model_type": "qwen3_moe",
+        "head_dim": 10,
+        **EXPERTS,
+        "mlp_only_layers": [1],
+    },
 }
 CONFIGS = {
     "qwen3": Qwen3Config,
@@ -64,7 +78,11 @@ CONFIGS = {
 def hf_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Random weights, biases and norms too, large enough that every part shows in the logits."""
     keys = {**SIZES, **changes}
-    rope = {"rope_type": "default", "rope_theta": keys.pop("rope_theta", 10_000.0), **keys.pop("rope_scaling", {})}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": keys.pop("rope_theta", 10_000.0),
+        **keys.pop("rope_scaling", {}),
+    }
     config = CONFIGS[keys.pop("model_type")](**keys, rope_parameters=rope)
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
@@ -90,7 +108,9 @@ def hf_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def prompt(num_tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, SIZES["vocab_size"], (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, SIZES["vocab_size"], (num_tokens,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Prefix:
@@ -115,7 +135,9 @@ def prefilled(
     """The prompt's KV and its last hidden row, prefilled in as many parts as the cuts make."""
     prefix, hidden = Prefix(), torch.empty(0)
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        hidden = model.prefill(backend, tokens[start:end], start, prefix.slabs if start else None, prefix.write)
+        hidden = model.prefill(
+            backend, tokens[start:end], start, prefix.slabs if start else None, prefix.write
+        )
     return prefix, hidden
 
 
@@ -129,7 +151,9 @@ class Slots:
 
     def at(self, step: int, ancestry: Tensor | None = None) -> UnsharedKV:
         planes = self.planes
-        return UnsharedKV(slabs=lambda layer: (planes[layer, 0], planes[layer, 1]), step=step, ancestry=ancestry)
+        return UnsharedKV(
+            slabs=lambda layer: (planes[layer, 0], planes[layer, 1]), step=step, ancestry=ancestry
+        )
 
     def fork_(self, parents: Tensor, step: int) -> None:
         """Out of place: the obvious definition."""

@@ -33,8 +33,17 @@ UNTIED = {"tie_word_embeddings": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "t5": {},
     "t5 1.1": {"feed_forward_proj": "gated-gelu", **UNTIED},
-    "gated silu, tied": {"feed_forward_proj": "gated-silu", "d_kv": 10, "decoder_start_token_id": 5},
-    "gelu, its own head": {"feed_forward_proj": "gelu", "num_layers": 1, "num_decoder_layers": 1, **UNTIED},
+    "gated silu, tied": {
+        "feed_forward_proj": "gated-silu",
+        "d_kv": 10,
+        "decoder_start_token_id": 5,
+    },
+    "gelu, its own head": {
+        "feed_forward_proj": "gelu",
+        "num_layers": 1,
+        "num_decoder_layers": 1,
+        **UNTIED,
+    },
     "as published": {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
 }
 
@@ -74,7 +83,11 @@ class Encoded:
     """A prompt's KV, as a sink gets it."""
 
     def __init__(
-        self, model: T5, prompt: I64, backend: Backend = CPU, run: Callable[[Any], Any] = lambda f: f()
+        self,
+        model: T5,
+        prompt: I64,
+        backend: Backend = CPU,
+        run: Callable[[Any], Any] = lambda f: f(),
     ) -> None:
         self.layers: dict[int, Slab] = {}
         self.num_pieces = 0
@@ -97,4 +110,11 @@ class Encoded:
 
     def step(self, tokens: Tensor, unshared: UnsharedKV, split: bool = True) -> BeamStep:
         shared = self.first(len(self.layers[0][0]))
-        return BeamStep(tokens=tokens, position=0, shared=shared, unshared=unshared, begun=self.begun.kv, split=split)
+        return BeamStep(
+            tokens=tokens,
+            position=0,
+            shared=shared,
+            unshared=unshared,
+            begun=self.begun.kv,
+            split=split,
+        )

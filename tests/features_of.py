@@ -34,19 +34,27 @@ def random_features(random: np.random.Generator) -> tuple[Feature, ...]:
             match int(random.integers(0, 4)):
                 case 0:
                     size = int(random.integers(1, 4))
-                    made.append(Feature(**about, kind="category", values=NAMES[:size], max_values=size))
+                    made.append(
+                        Feature(**about, kind="category", values=NAMES[:size], max_values=size)
+                    )
                 case 1:
                     num_buckets, most = (int(one) for one in random.integers(1, 6, 2))
-                    made.append(Feature(**about, kind="hashed", num_buckets=num_buckets, max_values=most))
+                    made.append(
+                        Feature(**about, kind="hashed", num_buckets=num_buckets, max_values=most)
+                    )
                 case 2:
                     borders = tuple(np.unique(random.normal(size=3)).tolist())
                     made.append(Feature(**about, kind="number", borders=borders))
                 case _:
-                    made.append(Feature(**about, kind="number", mean=float(random.normal()), scale=2.0))
+                    made.append(
+                        Feature(**about, kind="number", mean=float(random.normal()), scale=2.0)
+                    )
     return tuple(made[place] for place in random.permutation(len(made)))
 
 
-def values(features: tuple[Feature, ...], of: Of, num_rows: int, random: np.random.Generator) -> dict[str, list[Any]]:
+def values(
+    features: tuple[Feature, ...], of: Of, num_rows: int, random: np.random.Generator
+) -> dict[str, list[Any]]:
     """Columns as lists, a fifth of them missing, some left out."""
     columns: dict[str, list[Any]] = {}
     for feature in features:
@@ -67,4 +75,8 @@ def values(features: tuple[Feature, ...], of: Of, num_rows: int, random: np.rand
 def row(features: tuple[Feature, ...], of: Of, random: np.random.Generator) -> OneRow:
     """One row, as a request brings it."""
     found = {name: column[0] for name, column in values(features, of, 1, random).items()}
-    return {name: tuple(one) if isinstance(one, list) else one for name, one in found.items() if one not in (None, [])}
+    return {
+        name: tuple(one) if isinstance(one, list) else one
+        for name, one in found.items()
+        if one not in (None, [])
+    }

@@ -17,7 +17,9 @@ def bearer(name: str = "all") -> dict[str, str]:
     return {"Authorization": f"Bearer {secret(name)}"}
 
 
-def entry(name: str = "all", *, tenant: str = ANY_TENANT, scopes: list[Scope] | None = None, **fields: Any) -> KeyEntry:
+def entry(
+    name: str = "all", *, tenant: str = ANY_TENANT, scopes: list[Scope] | None = None, **fields: Any
+) -> KeyEntry:
     return KeyEntry(
         name=name,
         sha256=hash_of(secret(name).encode()),
@@ -28,6 +30,9 @@ def entry(name: str = "all", *, tenant: str = ANY_TENANT, scopes: list[Scope] | 
 
 
 def write_keys(path: Path, *entries: KeyEntry) -> str:
-    """Write a file of these keys, or of one that may do everything; returns its path as the configuration has it."""
+    """Write a file of these keys, or of one that may do everything.
+
+    Returns its path as the configuration has it.
+    """
     path.write_text(written(KeyFile(keys=list(entries or (entry(),)))))
     return str(path)

@@ -9,11 +9,11 @@ from torch import Tensor
 from npu_gr.backend.base import Slab
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import Events
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment
-from npu_gr.model.neighbours import Neighbours
-from npu_gr.model.order import Order
+from npu_gr.model.item_similarity import Neighbours
 
 CPU = CPUBackend()
 NONE = torch.empty(0, dtype=torch.int64)
@@ -38,7 +38,9 @@ def tiny_config(**changes: object) -> HSTUConfig:
     return HSTUConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.25, **changes: object) -> HSTU:
+def tiny_model(
+    dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.25, **changes: object
+) -> HSTU:
     """Random weights, large enough that every part of the computation shows in the logits."""
     torch.manual_seed(seed)
     model = HSTU(tiny_config(**changes))
@@ -47,17 +49,19 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0
             if parameter.ndim > 1:
                 parameter.normal_(std=std)
         for index, feature in enumerate(model.config.item_features):
-            ids = torch.randint(0, feature.num_values + 1, (model.config.num_items, feature.max_values))
+            ids = torch.randint(
+                0, feature.num_values + 1, (model.config.num_items, feature.max_values)
+            )
             getattr(model, f"feature_ids_{index}").copy_(ids)
     model.cast(dtype).eval().items.freeze()
     return model
 
 
-def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
+def tiny_order(num_items: int = 300, seed: int = 0) -> ScoreBlend:
     """Weights of the usual size, and random transitions in which every term of the sum shows."""
     random = np.random.default_rng(seed)
     chosen = [np.sort(random.choice(num_items, 8, replace=False)) for _ in range(num_items)]
-    return Order(
+    return ScoreBlend(
         task="like",
         weights={
             "retrieval": 0.6,
@@ -71,7 +75,9 @@ def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
         log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
         neighbours=Neighbours(
-            np.stack([np.sort(random.choice(num_items, 6, replace=False)) for _ in range(num_items)]).astype(np.int32),
+            np.stack(
+                [np.sort(random.choice(num_items, 6, replace=False)) for _ in range(num_items)]
+            ).astype(np.int32),
             random.uniform(0.1, 2.0, (num_items, 6)).astype(np.float32),
         ),
     )
@@ -96,11 +102,17 @@ class Request:
         self.actions = torch.from_numpy(history.actions.astype(np.int64))
         self.times = torch.from_numpy(history.timestamps)
         random = np.random.default_rng(seed + 1)
-        self.candidates = torch.from_numpy(random.integers(0, tiny_config().num_items, num_candidates))
+        self.candidates = torch.from_numpy(
+            random.integers(0, tiny_config().num_items, num_candidates)
+        )
         self.shown_at = 1_600_000_000 + 100_000 * num_history
 
     def segment(
-        self, start: int = 0, stop: int | None = None, candidates: Tensor | None = None, **more: object
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        candidates: Tensor | None = None,
+        **more: object,
     ) -> Segment:
         part = slice(start, stop)
         return Segment(

@@ -4,7 +4,8 @@
     the codec   in the same place
     the job     `ShoutJob` here, with its maker in `MAKERS`
 
-`python -m tests.pretended` serves it over HTTP and prints what every list of kinds says of it, as JSON.
+`python -m tests.pretended` serves it over HTTP and prints what every list of kinds says of it, as
+JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ async def main(folder: Path) -> dict[str, Any]:
         documented = (await (await client.get("/openapi.json")).json())["paths"][SHOUT.path]["post"]
         page = await (await client.get("/debug/status")).json()
     samples = dict(row.rsplit(" ", 1) for row in text.splitlines() if row and row[0] != "#")
-    (logged,) = (one for file in (folder / "traffic").glob("traffic-*.jsonl") for one in QueryLog(file))
+    (logged,) = (
+        one for file in (folder / "traffic").glob("traffic-*.jsonl") for one in QueryLog(file)
+    )
     objectives = SLOConfig().objectives()
     flat = [rule for group in rules(objectives)["groups"] for rule in group["rules"]]
     alerts = (rule["alert"] for rule in flat if rule.get("alert", "").startswith("NpuGrShout"))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 BUILT = {".venv", ".git", ".demo", "build", "__pycache__", ".hypothesis", "node_modules"}
 
-BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements stand in a node of a tree
+# where statements stand in a node of a tree
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 _HAS_GIT = shutil.which("git") is not None and (ROOT / ".git").exists()
 
@@ -31,13 +32,22 @@ class Text(NamedTuple):
 
 @cache
 def files() -> tuple[Path, ...]:
-    """All files that git tracks or would track, relative to ROOT; without git, all outside of build products."""
+    """All files that git tracks or would track, relative to ROOT.
+
+    Without git, all outside of build products.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) if _HAS_GIT else None
+    done = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if _HAS_GIT
+        else None
+    )
     if done is not None and not done.returncode:
         names = [Path(name) for name in done.stdout.split("\0") if name]
     else:
-        names = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not BUILT.intersection(path.parts)]
+        names = [
+            path.relative_to(ROOT) for path in ROOT.rglob("*") if not BUILT.intersection(path.parts)
+        ]
     return tuple(sorted({name for name in names if (ROOT / name).is_file()}))
 
 
@@ -47,7 +57,10 @@ def python(*rooms: str) -> list[Path]:
 
 
 def tree(path: Path) -> ast.Module:
-    """A Python file, parsed; to keep all of them costs the garbage collector more than to parse them again."""
+    """A Python file, parsed.
+
+    To keep all of them costs the garbage collector more than to parse them again.
+    """
     return ast.parse((ROOT / path).read_text(), str(path))
 
 
@@ -91,7 +104,10 @@ def _words() -> Iterator[Text]:
         elif path.suffix == ".py":
             yield from docstrings(path)
             yield from comments(path)
-        elif path.suffix in (".h", ".cpp", ".sh", ".yaml", ".yml", ".toml") or path.name in ("Makefile", "run"):
+        elif path.suffix in (".h", ".cpp", ".sh", ".yaml", ".yml", ".toml") or path.name in (
+            "Makefile",
+            "run",
+        ):
             yield from comments(path)
 
 

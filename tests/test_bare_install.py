@@ -22,8 +22,11 @@ pytestmark = pytest.mark.bare
 
 def run(*words: object, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"CC": "false", "CXX": "false"}  # the kernels are left out, as where there is no compiler
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    # the kernels are left out, as where there is no compiler
+    environment |= {"CC": "false", "CXX": "false"}
+    done = subprocess.run(
+        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -36,7 +39,18 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source, cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        source,
+        cwd=folder,
+    )
     venv.create(folder / "venv", with_pip=True)
     binaries = folder / "venv" / "bin"
     [wheel] = folder.glob("*.whl")
@@ -53,7 +67,13 @@ def test_there_is_no_torch_and_nothing_is_missing(bare: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "words",
-    [("--help",), ("keys", "list", "--help"), ("route", "--help"), ("replay", "--help"), ("fleet", "envoy", "--help")],
+    [
+        ("--help",),
+        ("keys", "list", "--help"),
+        ("route", "--help"),
+        ("replay", "--help"),
+        ("fleet", "envoy", "--help"),
+    ],
     ids=" ".join,
 )
 def test_commands_answer(bare: Path, tmp_path: Path, words: Sequence[str]) -> None:
@@ -61,13 +81,23 @@ def test_commands_answer(bare: Path, tmp_path: Path, words: Sequence[str]) -> No
 
 
 def test_the_client_is_imported(bare: Path, tmp_path: Path) -> None:
-    code = "from npu_gr.client import AsyncClient, Behaviours, Client; import npu_gr; print(npu_gr.RANK.path)"
+    code = (
+        "from npu_gr.client import AsyncClient, Behaviours, Client; import npu_gr; "
+        "print(npu_gr.RANK.path)"
+    )
     assert run(bare / "python", "-W", "error", "-c", code, cwd=tmp_path) == "/v1/rank\n"
 
 
 def test_a_server_says_what_it_needs(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text("backend: cpu\n")
     done = subprocess.run(
-        [bare / "npu-gr", "serve", "--config", "serve.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [bare / "npu-gr", "serve", "--config", "serve.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert (done.returncode, done.stderr) == (2, "npu-gr: serve needs torch: pip install 'npu_gr[serve]'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "npu-gr: serve needs torch: pip install 'npu_gr[serve]'\n",
+    )

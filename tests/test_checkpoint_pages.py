@@ -53,7 +53,10 @@ async def test_the_service_answers_what_the_pages_model_computes(made: tuple[Pat
             "actions": [("view", "like")[action] for action in actions],
             "timestamps": [1_700_000_000 + 60 * place for place in range(len(items))],
         }
-        body: dict[str, Any] = {"history": history, "candidates": [5000 + row for row in candidates]}
+        body: dict[str, Any] = {
+            "history": history,
+            "candidates": [5000 + row for row in candidates],
+        }
         for outcome in ("miss_full", "hbm_hit"):
             answer = await post(client, "/v1/rank", **body)
             assert answer["outcome"] == outcome
@@ -70,8 +73,16 @@ def test_every_key_of_the_model_is_on_the_page() -> None:
     "changes",
     [
         {"retrieval": True, "positions": "start"},
-        {"norm": "head", "residual": "concat", "query_times": TimeBuckets(function="sqrt", count=9)},
-        {"head": "product", "head_activation": "norm_gate", "head_periods": (TimePeriod(unit_s=3600, num_units=24),)},
+        {
+            "norm": "head",
+            "residual": "concat",
+            "query_times": TimeBuckets(function="sqrt", count=9),
+        },
+        {
+            "head": "product",
+            "head_activation": "norm_gate",
+            "head_periods": (TimePeriod(unit_s=3600, num_units=24),),
+        },
     ],
     ids=str,
 )
@@ -83,7 +94,10 @@ def test_every_tensor_is_on_the_page(changes: dict[str, Any]) -> None:
         for name in re.findall(r"`([^`]+)`", row):
             whole = whole.rpartition(".")[0] + name if name.startswith(".") else name
             told.add(whole)
-    names = {re.sub(r"\b(layers|feature)\.\d+", r"\1.<#>", name) for name in tiny_model(**changes).state_dict()}
+    names = {
+        re.sub(r"\b(layers|feature)\.\d+", r"\1.<#>", name)
+        for name in tiny_model(**changes).state_dict()
+    }
     names = {re.sub(r"feature_ids_\d+", "feature_ids_<#>", name) for name in names}
     assert names <= {re.sub(r"<\w>", "<#>", name) for name in told}
 

@@ -23,13 +23,18 @@ ROOMS = ("npu_gr", "tests", "ops", "docs", "configs", "dashboards", "deploy", ".
 FILE = re.compile(
     r"(?<![\w./*<{-])(?<!\]\()((?:[\w.-]+/)*[A-Za-z_][\w.-]*\.(?:py|md|h|cpp|yaml|yml|toml|html))(?![\w/-]|\.\w)"
 )
-FOLDER = re.compile(rf"(?<![\w./<-])((?:{'|'.join(re.escape(room) for room in ROOMS)})(?:/[\w-]+)*)/(?![\w.*<-])")
+FOLDER = re.compile(
+    rf"(?<![\w./<-])((?:{'|'.join(re.escape(room) for room in ROOMS)})(?:/[\w-]+)*)/(?![\w.*<-])"
+)
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RULE = re.compile(r"(?<![\w/.-])E([1-9])(?![\w.])")
 EXAMPLES = ("explain", "mydevice")  # what docs/adding.md adds
-WRITTEN = ("serve.yaml", "serve.calibration.yaml", "calibration.yaml", "ablation.md")  # by our commands, or by a user
-THEIRS = re.compile(r"(torch|torch_npu|transformers|triton|acl|httptools|Python|kernel_operator|ascendcl)[/.]")
+# by our commands, or by a user
+WRITTEN = ("serve.yaml", "serve.calibration.yaml", "calibration.yaml", "ablation.md")
+THEIRS = re.compile(
+    r"(torch|torch_npu|transformers|triton|acl|httptools|Python|kernel_operator|ascendcl)[/.]"
+)
 
 
 def _named() -> dict[str, list[Path]]:
@@ -45,8 +50,8 @@ NAMED = _named()
 def _exists(name: str, source: Path) -> bool:
     """Whether a name in a text of `source` leads to one file of ours.
 
-    A path begins at the root, in npu_gr or in a folder above the source. A bare name means a file of the same room
-    (for tests: of the room that they test), or the only one of that name.
+    A path begins at the root, in npu_gr or in a folder above the source. A bare name means a file
+    of the same room (for tests: of the room that they test), or the only one of that name.
     """
     if "/" in name:
         bases = [Path(), Path("npu_gr"), *source.parents]
@@ -60,7 +65,12 @@ def _exists(name: str, source: Path) -> bool:
 def _missing_files(text: Text) -> Iterator[str]:
     for found in FILE.finditer(text.text):
         name = found[1]
-        skip = name in WRITTEN or any(word in name for word in EXAMPLES) or THEIRS.match(name) or "://" in _word(found)
+        skip = (
+            name in WRITTEN
+            or any(word in name for word in EXAMPLES)
+            or THEIRS.match(name)
+            or "://" in _word(found)
+        )
         if not skip and not _is_data(name) and not _exists(name, text.path):
             yield f"{at(text, found.start())}: {name}"
 
@@ -68,12 +78,16 @@ def _missing_files(text: Text) -> Iterator[str]:
 def _word(found: re.Match[str]) -> str:
     """The whole word around a match: an address is no file of ours."""
     before = found.string[: found.start()].rsplit(None, 1)
-    return (before[-1] if before and not found.string[found.start() - 1].isspace() else "") + found[0]
+    return (before[-1] if before and not found.string[found.start() - 1].isspace() else "") + found[
+        0
+    ]
 
 
 def _is_data(name: str) -> bool:
     """A bare YAML, HTML or TOML name may be anybody's; one with a folder of ours may not."""
-    return not name.endswith((".py", ".md", ".h", ".cpp")) and not name.startswith(tuple(f"{room}/" for room in ROOMS))
+    return not name.endswith((".py", ".md", ".h", ".cpp")) and not name.startswith(
+        tuple(f"{room}/" for room in ROOMS)
+    )
 
 
 def test_files_that_are_named_exist() -> None:
@@ -86,7 +100,10 @@ def test_folders_that_are_named_exist() -> None:
         f"{at(text, found.start())}: {found[1]}/"
         for text in words()
         for found in FOLDER.finditer(text.text)
-        if not any((ROOT / base / found[1]).is_dir() for base in (Path(), Path("npu_gr"), *text.path.parents))
+        if not any(
+            (ROOT / base / found[1]).is_dir()
+            for base in (Path(), Path("npu_gr"), *text.path.parents)
+        )
     ]
     assert not missing, "\n" + "\n".join(missing)
 
@@ -103,7 +120,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def _anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_tests_that_pages_name_exist() -> None:
@@ -124,18 +143,26 @@ def test_rules_that_are_cited_are_defined() -> None:
 def test_every_route_has_its_example_page() -> None:
     page = (ROOT / "docs/http.md").read_text()
     told = set(re.findall(r"`(GET|POST|DELETE) (/[^`?\s]*)`", page))
-    routes = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
-    assert told == {(method, path) for method, path in routes if method in ("GET", "POST", "DELETE")}
+    routes = {
+        (method.upper(), path) for path, item in document()["paths"].items() for method in item
+    }
+    assert told == {
+        (method, path) for method, path in routes if method in ("GET", "POST", "DELETE")
+    }
     for kind in KINDS.values():
         assert f"### `{kind.method} {kind.path}`" in page
 
 
 def test_every_room_has_its_place_on_the_map() -> None:
     readme, drawing = (ROOT / "README.md").read_text(), (ROOT / "docs/architecture.md").read_text()
-    for room in {path.parts[1] for path in files() if path.parts[0] == "npu_gr" and len(path.parts) > 2}:
+    for room in {
+        path.parts[1] for path in files() if path.parts[0] == "npu_gr" and len(path.parts) > 2
+    }:
         assert f"`npu_gr/{room}/`" in readme, room
     drawn = [set(re.findall(r"│ ([a-z_]+) ", line)) for line in drawing.splitlines()]
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ][0]
     floors = [set(floor.replace("|", " ").split()) for floor in contract["layers"]]
     assert [rooms for rooms in drawn if rooms][: len(floors)] == floors
 
@@ -149,7 +176,12 @@ def test_the_index_names_every_page() -> None:
     for page in PAGES:
         if page.parent == Path("docs/decisions") and page.name != "README.md":
             assert f"]({page.name})" in decisions, page
-            for part in ("**Context.**", "**Decision.**", "**Consequences.**", "**What would change it.**"):
+            for part in (
+                "**Context.**",
+                "**Decision.**",
+                "**Consequences.**",
+                "**What would change it.**",
+            ):
                 assert part in (ROOT / page).read_text(), page
 
 
@@ -157,7 +189,7 @@ COMMAND = re.compile(r"(?:`|^|bin/)npu-gr((?: +[^\s`|&;#)\\]+)+)", re.M)
 
 
 def _unknown_options(words_after: list[str]) -> list[str]:
-    """Words of a command line that `npu-gr` would refuse: a command or an option that there is not."""
+    """Words of a command line that `npu-gr` would reject: a command or an option that there is not."""
     command: click.Command = main
     while isinstance(command, click.Group):
         if not words_after or words_after[0].startswith("-") or words_after[0].isupper():
@@ -165,15 +197,23 @@ def _unknown_options(words_after: list[str]) -> list[str]:
         if words_after[0] not in command.commands:
             return words_after[:1]
         command, words_after = command.commands[words_after[0]], words_after[1:]
-    known = {"--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
-    return [word for word in words_after if word.startswith("--") and word.partition("=")[0].strip("`.,:") not in known]
+    known = {
+        "--help",
+        *(name for one in command.params for name in (*one.opts, *one.secondary_opts)),
+    }
+    return [
+        word
+        for word in words_after
+        if word.startswith("--") and word.partition("=")[0].strip("`.,:") not in known
+    ]
 
 
 def test_commands_that_pages_name_exist() -> None:
     unknown = [
         f"{at(text, found.start())}: npu-gr{found[1]}"
         for text in words()
-        if text.path.suffix == ".md" and text.path.name not in ("CHANGELOG.md", "upgrading.md")  # of what went, too
+        # of what went, too
+        if text.path.suffix == ".md" and text.path.name not in ("CHANGELOG.md", "upgrading.md")
         for found in COMMAND.finditer(text.text)
         if _unknown_options(found[1].split())
     ]
@@ -183,5 +223,12 @@ def test_commands_that_pages_name_exist() -> None:
 def test_make_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
-        named = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)(?:`|\s+#)", (ROOT / page).read_text(), re.M))
+        named = set(
+            re.findall(
+                r"(?:`|^)make "
+                r"([a-z][\w-]*)(?:`|\s+#)",
+                (ROOT / page).read_text(),
+                re.M,
+            )
+        )
         assert named <= targets, page

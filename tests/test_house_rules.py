@@ -1,4 +1,7 @@
-"""The rules of the house that a machine can hold; which room may import which is in pyproject.toml (import-linter)."""
+"""The rules of the house that a machine can hold.
+
+Which room may import which is in pyproject.toml (import-linter).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ def test_only_the_backend_names_a_device() -> None:
 
 def test_importing_the_package_does_nothing_slow() -> None:
     slow = "('torch', 'aiohttp', 'numpy')"
-    code = f"import sys, npu_gr, npu_gr.cli.main; print(sorted(m for m in {slow} if m in sys.modules))"
+    code = (
+        f"import sys, npu_gr, npu_gr.cli.main; print(sorted(m for m in {slow} if m in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

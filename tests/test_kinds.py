@@ -1,6 +1,7 @@
 """Every kind of the table is whole: one real instance serves them all, and everything that lists kinds knows each.
 
-The rooms test their own parts for every kind, too; this file holds the whole of it in one place, over HTTP.
+The rooms test their own parts for every kind, too; this file holds the whole of it in one place,
+over HTTP.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from npu_gr.replay.requests import encode
 from npu_gr.route.config import DiscoveryConfig, InstanceConfig, RouterConfig
 from npu_gr.route.haproxy import Material, render, routed
 from npu_gr.service.config import SLOConfig
-from tests.matching.vectors import KNOWN
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
 from tests.server.test_recommend_over_http import section as cascade_section
 from tests.serving import FIRST_ID, serving
+from tests.vector_search.vectors import KNOWN
 
 ROOT = Path(__file__).parent.parent
 CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))
@@ -48,7 +49,8 @@ BODIES: dict[str, dict[str, Any] | None] = {  # by kind; None = it has no body
     "ingest": {"users": [{"user_id": "u", "events": HISTORY}, {"user_id": "v", "events": HISTORY}]},
     "erase": None,
 }
-OBJECTIVES_S = {f"{name}_s": 7.25 + place for place, name in enumerate(KINDS)}  # no default edge, never missed
+# no default edge, never missed
+OBJECTIVES_S = {f"{name}_s": 7.25 + place for place, name in enumerate(KINDS)}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: str(kind.name))
 
 
@@ -75,20 +77,32 @@ async def gather_facts(folder: Path) -> Facts:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     sections = cascade_section(folder) | {"match": match_section(folder), "slo": OBJECTIVES_S}
-    record = {"folder": str(folder / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    record = {
+        "folder": str(folder / "traffic"),
+        "enabled": True,
+        "suffix": ".jsonl",
+        "users": "clear",
+    }
     answers: dict[str, tuple[int, Any]] = {}
     lines: dict[str, dict[str, Any]] = {}
     async with serving(folder, watched=False, record=record, **sections) as (client, _):
         for name, kind in KINDS.items():
             path = kind.path.replace("{user_id}", "somebody")
             async with client.request(kind.method, path, json=BODIES[name]) as response:
-                answers[name] = response.status, await response.json(content_type=None) if kind.status != 204 else None
+                answers[name] = (
+                    response.status,
+                    await response.json(content_type=None) if kind.status != 204 else None,
+                )
             lines[name] = handler.lines[-1]
         text = await (await client.get("/metrics")).text()
         documented = (await (await client.get("/openapi.json")).json())["paths"]
         status = await (await client.get("/debug/status")).json()
     logger.removeHandler(handler)
-    samples = {_series(s.name, s.labels): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    samples = {
+        _series(s.name, s.labels): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+    }
     files = sorted((folder / "traffic").glob("traffic-*.jsonl"))
     recorded = {record.kind: record for file in files for record in QueryLog(file)}
     return Facts(answers, lines, samples, documented, status, recorded)
@@ -140,7 +154,9 @@ def test_admissions_histograms_stages_and_objective(kind: Kind[Any, Any], facts:
     assert None not in counts
     assert sum(filter(None, counts)) >= 1  # a cascade counts its own signal, generate and rank, too
     for stage in (*kind.stages, DOOR):
-        assert (value(facts, "stage_duration_seconds_count", kind=kind.name, stage=stage) or 0) >= 1, stage
+        assert (
+            value(facts, "stage_duration_seconds_count", kind=kind.name, stage=stage) or 0
+        ) >= 1, stage
 
 
 @every_kind
@@ -148,7 +164,8 @@ def test_log_fields_and_status_row(kind: Kind[Any, Any], facts: Facts) -> None:
     line = facts.lines[kind.name]
     assert (line["status"], line["method"]) == (status_of(kind), kind.method)
     assert line["stages_s"].keys() == set(kind.stages)
-    if kind.label is not None and kind.label != "degraded":  # of a cascade the degraded stages are named, if any
+    # of a cascade the degraded stages are named, if any
+    if kind.label is not None and kind.label != "degraded":
         assert line[kind.label] in kind.labels
     (row,) = (row for row in facts.status["goodput"] if row["kind"] == kind.name)
     assert row["good"] == 1
@@ -169,12 +186,16 @@ def test_recording_and_replay(kind: Kind[Any, Any], facts: Facts) -> None:
 @every_kind
 def test_router_entry(kind: Kind[Any, Any]) -> None:
     assert kind in routed(kind.routing)
-    config = RouterConfig(discovery=DiscoveryConfig(instances=[InstanceConfig(name="gr", host="h", port=1)]))
+    config = RouterConfig(
+        discovery=DiscoveryConfig(instances=[InstanceConfig(name="gr", host="h", port=1)])
+    )
     text = render(config, Material(instances=[], addresses={}, keys=[], peer_port=1))
     allowed = re.findall(rf"^  acl on_{kind.method} (path|path_reg) (.*)$", text, re.MULTILINE)
     path = kind.path.replace("{user_id}", "u")
     assert any(
-        path == given if how == "path" else re.search(given, path) for how, line in allowed for given in line.split()
+        path == given if how == "path" else re.search(given, path)
+        for how, line in allowed
+        for given in line.split()
     )
 
 
@@ -201,7 +222,11 @@ def test_the_registry_has_no_kind_that_the_table_lacks() -> None:
 
 def test_a_new_kind_costs_one_entry_one_job_one_codec() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pretended"], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", "tests.pretended"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

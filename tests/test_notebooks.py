@@ -1,6 +1,7 @@
 """The notebooks run from their first cell to their last, in one folder, and show what they say.
 
-It trains a small site, about 30 s on a quiet machine, so `make docs` runs it and `make test` does not.
+It trains a small site, about 30 s on a quiet machine, so `make docs` runs it and `make test` does
+not.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ FOLDER = ROOT / "docs" / "notebooks"
 def executed(name: str, folder: Path) -> str:
     """Everything that a notebook prints."""
     book = nbformat.read(FOLDER / name, 4)
-    client = NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
     client.execute()
-    return "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", ()))
+    return "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", ())
+    )
 
 
 @pytest.mark.notebooks
@@ -35,7 +40,9 @@ def test_a_csv_becomes_recommendations_with_titles_and_a_change_is_compared(
     told = executed("csv_to_recommendations.ipynb", tmp_path)
     assert "2100 events, ('purchase', 'view')" in told
     before, after = told.partition("reader-7 has read")[2].split("has just bought:")
-    assert before.splitlines()[1].endswith("sailing"), "what is left of the reader's subject comes first"
+    assert before.splitlines()[1].endswith("sailing"), (
+        "what is left of the reader's subject comes first"
+    )
     assert after.splitlines()[1].endswith("chess"), "and what was bought a moment ago counts"
     told = executed("replay_comparison.ipynb", tmp_path)
     assert "bit for bit the same" in told

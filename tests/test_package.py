@@ -18,7 +18,10 @@ import pytest
 from npu_gr.core import shipped
 from tests.sources import ROOT, files
 
-PAPERS = [f"https://arxiv.org/abs/{number}" for number in ("2402.17152", "2601.01712", "2512.11529", "2502.16239")]
+PAPERS = [
+    f"https://arxiv.org/abs/{number}"
+    for number in ("2402.17152", "2601.01712", "2512.11529", "2502.16239")
+]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -47,7 +50,11 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(sources),
     ]
     none = shutil.which("false") or "false"
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True, env={**os.environ, "CC": none, "CXX": none})
+    subprocess.run(
+        [sys.executable, "-m", "pip", *words],
+        check=True,
+        env={**os.environ, "CC": none, "CXX": none},
+    )
     return next(out.glob("*.whl"))
 
 
@@ -61,7 +68,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *(words if words[0] == "-c" else ("-m", "npu_gr", *words))]
         environ = {**os.environ, "PYTHONPATH": str(target), **variables}
-        return subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=120
+        )
 
     return run
 
@@ -72,8 +81,8 @@ def test_the_wheel_has_what_ships(wheel: Path) -> None:
         ours = [path for path in files() if path.is_relative_to(room)]
         assert ours
         for path in ours:
-            left_out = "preview" in path.parts or path.name == "mutate.py"
-            assert (f"npu_gr/_data/{path}" in names) is not left_out, path
+            skipped = "preview" in path.parts or path.name == "mutate.py"
+            assert (f"npu_gr/_data/{path}" in names) is not skipped, path
 
 
 def test_the_page_of_a_package_index_leads_nowhere_that_is_not_there(wheel: Path) -> None:
@@ -101,11 +110,25 @@ def test_the_page_of_a_package_index_leads_nowhere_that_is_not_there(wheel: Path
 
 def test_the_sdist_has_what_ships(sources: Path, tmp_path: Path) -> None:
     code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=sources, check=True, capture_output=True, text=True
+    )
     with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for room in ("npu_gr", "configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
-        ours = {str(path) for path in files() if path.is_relative_to(room) and "preview" not in path.parts}
+    for room in (
+        "npu_gr",
+        "configs",
+        "dashboards",
+        "docs/runbooks",
+        "deploy",
+        "ops/ascendc",
+        "ops/cpu",
+    ):
+        ours = {
+            str(path)
+            for path in files()
+            if path.is_relative_to(room) and "preview" not in path.parts
+        }
         assert ours
         assert not ours - names, sorted(ours - names)
 
@@ -129,7 +152,10 @@ def test_dashboards_and_configurations_are_found(installed: Run, tmp_path: Path)
     done = installed("dashboards", "--out", str(tmp_path / "boards"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "boards" / "slo.json").exists()
-    code = "from npu_gr.core import shipped; print(shipped.found(shipped.Path('configs/cpu.yaml')).read_text())"
+    code = (
+        "from npu_gr.core import shipped; "
+        "print(shipped.found(shipped.Path('configs/cpu.yaml')).read_text())"
+    )
     done = installed("-c", code)
     assert done.stdout.strip() == (ROOT / "configs/cpu.yaml").read_text().strip(), done.stderr
 

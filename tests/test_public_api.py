@@ -30,21 +30,31 @@ def test_every_public_name_resolves(name: str) -> None:
 
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse((ROOT / "npu_gr" / "__init__.py").read_text())
-    [typed] = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
+    [typed] = [
+        node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    ]
     imported = [
-        alias.asname or alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.asname or alias.name
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     ]
     assert sorted(imported) == sorted(npu_gr.__all__)
 
 
-def test_other_names_are_refused() -> None:
+def test_other_names_are_rejected() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Relay'"):
         npu_gr.Relay  # type: ignore[attr-defined]  # noqa: B018  the access is what is tested
 
 
 def test_a_public_name_loads_no_more_than_it_needs() -> None:
-    code = "import sys, npu_gr; npu_gr.errors; print([m for m in ('torch', 'aiohttp', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    code = (
+        "import sys, npu_gr; npu_gr.errors; print([m for m in ('torch', 'aiohttp', 'numpy') if "
+        "m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 

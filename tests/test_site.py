@@ -21,11 +21,13 @@ from npu_gr.service.config import Config, SLOConfig
 from tests.sources import ROOT
 
 DOCS = ROOT / "docs"
-OPERATORS = ("quickstart", "using", "deploy", "tuning", "limits", "upgrading", "http")  # pages that say what to set
+# pages that say what to set
+OPERATORS = ("quickstart", "using", "deploy", "tuning", "limits", "upgrading", "http")
 PAGES = sorted(DOCS.glob("*.md"))
 A_LETTER = 7.2  # pixels of the pictures, at most, on an average of a line
 CODE = re.compile(r"`([^`\n]+)`")
-METRIC = re.compile(r"(?<!lib)npu_gr_(?!router|consume|ascend)[a-z_]+")  # those two have registries of their own
+# those two have registries of their own
+METRIC = re.compile(r"(?<!lib)npu_gr_(?!router|consume|ascend)[a-z_]+")
 SUFFIX = re.compile(r"_(total|bucket|count|sum|info)$")
 
 
@@ -42,11 +44,22 @@ def test_every_link_of_the_site_leads_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "INFO" not in line)
-    for page in ("index.html", "project/changelog/index.html", "runbooks/index.html", "configuration/index.html"):
+    assert done.returncode == 0, "\n".join(
+        line for line in done.stderr.splitlines() if "INFO" not in line
+    )
+    for page in (
+        "index.html",
+        "project/changelog/index.html",
+        "runbooks/index.html",
+        "configuration/index.html",
+    ):
         assert (tmp_path / page).is_file(), page
     texts = [path.read_text() for path in tmp_path.rglob("*.html")]
-    assert not [text for text in texts if re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", text)]
+    assert not [
+        text
+        for text in texts
+        if re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", text)
+    ]
 
 
 def test_the_pictures_are_current() -> None:
@@ -69,10 +82,14 @@ def test_the_words_of_a_picture_end_within_it() -> None:
 
 
 def test_the_last_picture_reads_the_measured_table() -> None:
-    rates = {name: _drawn().relay_rates((DOCS / "measured.md").read_text(), name) for name in ("1.5x", "3x")}
+    rates = {
+        name: _drawn().relay_rates((DOCS / "measured.md").read_text(), name)
+        for name in ("1.5x", "3x")
+    }
     assert [list(rows) for rows in rates.values()] == [[1024, 2048, 4096]] * 2
     assert all(min(row) > 0 for row in rates["3x"].values())
-    assert all(full < 0 < min(relay) for full, *relay in rates["1.5x"].values())  # it keeps that at no rate
+    # it keeps that at no rate
+    assert all(full < 0 < min(relay) for full, *relay in rates["1.5x"].values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -83,11 +100,17 @@ def test_metrics_that_a_page_names_exist(page: Path) -> None:
         sample.name for family in registry.collect() for sample in family.samples
     }
     named = {name for code in CODE.findall(page.read_text()) for name in METRIC.findall(code)}
-    missing = sorted(name for name in named if not {name, SUFFIX.sub("", name)} & known and not name.endswith("_"))
+    missing = sorted(
+        name
+        for name in named
+        if not {name, SUFFIX.sub("", name)} & known and not name.endswith("_")
+    )
     assert page.stem == "upgrading" or not missing  # that page names what went
 
 
-@pytest.mark.parametrize("page", [DOCS / f"{name}.md" for name in OPERATORS], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [DOCS / f"{name}.md" for name in OPERATORS], ids=lambda page: page.stem
+)
 def test_settings_that_a_page_names_exist(page: Path) -> None:
     known = {path for cls in (Config, RouterConfig) for path in settings_of(cls)}
     sections = {path.partition(".")[0] for path in known if "." in path}

@@ -15,7 +15,10 @@ from tests.sources import docstrings, python, tree
 ROOMS = sorted({path.parts[1].removesuffix(".py") for path in python("npu_gr")})
 CLOCKS = ("monotonic", "perf_counter", "time", "clock", "_clock")
 # Whole docstrings that say nothing: a reference, or a word or two that stand for a sentence.
-EMPTY = re.compile(r"(See|As|Like) `[\w.]+`[.;]?|(Of|As) (both|all|each|it|above|before)\.|Held\.|The same\.")
+EMPTY = re.compile(
+    r"(See|As|Like) `[\w.]+`[.;]?|(Of|As) "
+    r"(both|all|each|it|above|before)\.|Held\.|The same\."
+)
 
 
 def room(name: str) -> list[Path]:
@@ -29,7 +32,9 @@ def test_public_class_names_are_unique() -> None:
         for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path))
-    twice = [f"{name}: {', '.join(paths)}" for name, paths in sorted(homes.items()) if len(paths) > 1]
+    twice = [
+        f"{name}: {', '.join(paths)}" for name, paths in sorted(homes.items()) if len(paths) > 1
+    ]
     assert not twice, "\n" + "\n".join(twice)
 
 
@@ -69,9 +74,17 @@ def _instants_named_as_durations(path: Path) -> Iterator[int]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from (node.lineno for name, value in _pairs(target, node.value) if _is_wrong(name, value))
+                yield from (
+                    node.lineno
+                    for name, value in _pairs(target, node.value)
+                    if _is_wrong(name, value)
+                )
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            yield from (node.lineno for name, value in _pairs(node.target, node.value) if _is_wrong(name, value))
+            yield from (
+                node.lineno
+                for name, value in _pairs(node.target, node.value)
+                if _is_wrong(name, value)
+            )
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:

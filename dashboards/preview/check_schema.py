@@ -1,7 +1,7 @@
 """check_schema.py SCHEMA.json DASHBOARD.json... - against the JSON Schema made of Grafana's own TypeScript types.
 
-Where those types leave an object open (a panel's options, a query) the schema's maker closes it without naming any
-property; such ones are opened again. A misspelt field anywhere else is an error.
+Where those types leave an object open (a panel's options, a query) the schema's maker closes it
+without naming any property; such ones are opened again. A misspelt field anywhere else is an error.
 """
 
 import json

@@ -22,13 +22,20 @@ def legend(text: str, labels: dict[str, str]) -> str:
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), text)
 
 
-def collect(board: dict[str, Any], prometheus: str, start: float, end: float) -> dict[int, list[dict[str, Any]]]:
+def collect(
+    board: dict[str, Any], prometheus: str, start: float, end: float
+) -> dict[int, list[dict[str, Any]]]:
     """Ask for a range of every expression; returns the series of each panel, by its id."""
     step = max(1, int((end - start) / POINTS))
     panels: dict[int, list[dict[str, Any]]] = {}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            query = {"query": expand(target["expr"], step), "start": start, "end": end, "step": step}
+            query = {
+                "query": expand(target["expr"], step),
+                "start": start,
+                "end": end,
+                "step": step,
+            }
             url = f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(query)}"
             with urllib.request.urlopen(url) as answer:  # noqa: S310  (whoever runs it names Prometheus)
                 found = json.load(answer)["data"]["result"]
@@ -52,7 +59,10 @@ def main(path: str, prometheus: str, out: str, minutes: str = "15") -> None:
     start = end - 60 * float(minutes)
     panels = collect(board, prometheus, start, end)
     with open(out, "w") as file:
-        file.write("window.__PREVIEW__=" + json.dumps({"board": board, "panels": panels, "range": [start, end]}))
+        file.write(
+            "window.__PREVIEW__="
+            + json.dumps({"board": board, "panels": panels, "range": [start, end]})
+        )
 
 
 if __name__ == "__main__":

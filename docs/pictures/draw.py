@@ -1,7 +1,7 @@
 """Draw the five pictures of the documentation: `python docs/pictures/draw.py` writes the SVG files beside this one.
 
-The figures of the last one are those of `python -m benchmarks relay` in docs/measured.md. A test draws all of
-them anew and compares.
+The figures of the last one are those of `python -m benchmarks relay` in docs/measured.md. A test
+draws all of them anew and compares.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 MEASURED = HERE.parent / "measured.md"
 SAME_SHAPE = 4096  # tokens up to which the table has one model; beyond, a smaller one
-BLUE, ORANGE, GREEN, RED, GREY, INK = "#2563eb", "#d97706", "#059669", "#dc2626", "#9ca3af", "#1f2937"
+BLUE, ORANGE, GREEN, RED, GREY, INK = (
+    "#2563eb",
+    "#d97706",
+    "#059669",
+    "#dc2626",
+    "#9ca3af",
+    "#1f2937",
+)
 PALE = {BLUE: "#dbeafe", ORANGE: "#fef3c7", GREEN: "#d1fae5", RED: "#fee2e2", GREY: "#f3f4f6"}
 
 
@@ -28,36 +35,61 @@ class Picture:
             f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" '
             f'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="{INK}"/></marker></defs>',
         ]
 
-    def box(self, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY
+    ) -> None:
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{PALE[colour]}" '
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+            f'fill="{PALE[colour]}" '
             f'stroke="{colour}"/>'
         )
         lines = words.split("\n") if words else []
         for index, line in enumerate(lines):
-            self.words(x + width / 2, y + height / 2 + 4.5 + (index - (len(lines) - 1) / 2) * 16, line, "middle")
+            self.words(
+                x + width / 2,
+                y + height / 2 + 4.5 + (index - (len(lines) - 1) / 2) * 16,
+                line,
+                "middle",
+            )
 
     def words(
-        self, x: float, y: float, text: str, anchor: str = "start", colour: str = INK, bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "start",
+        colour: str = INK,
+        bold: bool = False,
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(text)}</text>'
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" '
+            f'fill="{colour}"{weight}>{escape(text)}</text>'
         )
 
-    def line(self, *points: tuple[float, float], colour: str = INK, arrow: bool = False, dashed: bool = False) -> None:
+    def line(
+        self,
+        *points: tuple[float, float],
+        colour: str = INK,
+        arrow: bool = False,
+        dashed: bool = False,
+    ) -> None:
         path = "M" + " ".join(f"{x:g} {y:g}" for x, y in points)
         tip = ' marker-end="url(#tip)"' if arrow else ""
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{tip}{dashes}/>')
+        self.parts.append(
+            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{tip}{dashes}/>'
+        )
 
     def dot(self, x: float, y: float, colour: str, hollow: bool = False) -> None:
         self.parts.append(
-            f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{"#ffffff" if hollow else colour}" stroke="{colour}"/>'
+            f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{"#ffffff" if hollow else colour}" '
+            f'stroke="{colour}"/>'
         )
 
     def text(self) -> str:
@@ -111,7 +143,9 @@ def tiers() -> str:
     it.words(503, 168, "reload", "middle")
     it.line((330, 200), (330, 222), arrow=True)
     it.words(330, 238, "rank and recommend lease the pages: hbm_hit, joined, dram_hit", "middle")
-    it.words(330, 256, "nothing there: miss_full, slower and the same scores, never an error", "middle")
+    it.words(
+        330, 256, "nothing there: miss_full, slower and the same scores, never an error", "middle"
+    )
     return it.text()
 
 
@@ -129,7 +163,9 @@ def beams() -> str:
             parent = levels[" ".join(name.split()[:-1])]
             it.line((parent[0], parent[1] + 14), (x, y - 14), colour=BLUE if name in kept else GREY)
     for name, (x, y) in levels.items():
-        it.box(x - 32, y - 14, 64, 28, name or "history", BLUE if name in kept or not name else GREY)
+        it.box(
+            x - 32, y - 14, 64, 28, name or "history", BLUE if name in kept or not name else GREY
+        )
     it.words(20, 40, "beam width 2", bold=True)
     it.words(20, 60, "blue: kept")
     it.words(20, 250, "items:", bold=True)
@@ -157,7 +193,9 @@ def domains() -> str:
     it.line((445, 94), (546, 77), arrow=True)
     it.line((445, 94), (546, 132), arrow=True)
     it.line((445, 174), (546, 187), arrow=True, dashed=True)
-    it.words(380, 222, "the shared users carry what they like from one domain to the other", "middle")
+    it.words(
+        380, 222, "the shared users carry what they like from one domain to the other", "middle"
+    )
     return it.text()
 
 
@@ -167,7 +205,8 @@ Rates = dict[int, tuple[float, float, float]]
 def relay_rates(text: str, objective: str) -> Rates:
     """Read the table of `benchmarks relay`: history tokens -> ranks/s of full inference, HBM, and 75 % returning.
 
-    Of 100 candidates. A rate is negative where not even that one, the lowest of the bench, kept the objective.
+    Of 100 candidates. A rate is negative where not even that one, the lowest of the bench, kept the
+    objective.
 
     Args:
         text: of the page.
@@ -178,7 +217,9 @@ def relay_rates(text: str, objective: str) -> Rates:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 8 and re.fullmatch(r"[\d,]+, 100", cells[0]) and cells[1] == objective:
             tokens = int(cells[0].partition(", ")[0].replace(",", ""))
-            full, hbm, returning = (cells[at].partition(" (")[0].replace("< ", "-") for at in (2, 3, 5))
+            full, hbm, returning = (
+                cells[at].partition(" (")[0].replace("< ", "-") for at in (2, 3, 5)
+            )
             found[tokens] = (float(full), float(hbm), float(returning))
     return {tokens: row for tokens, row in found.items() if tokens <= SAME_SHAPE}
 
@@ -193,10 +234,17 @@ def throughput() -> str:
     def height(rate: float) -> float:
         return low - math.log10(rate / least) / math.log10(most / least) * (low - high)
 
-    series = (("full inference", ORANGE), ("relay", BLUE), ("relay and DRAM, 75 % of the users return", GREEN))
+    series = (
+        ("full inference", ORANGE),
+        ("relay", BLUE),
+        ("relay and DRAM, 75 % of the users return", GREEN),
+    )
     for left, objective in ((70, "1.5x"), (440, "3x")):
         right, rates = left + 270, relay_rates(text, objective)
-        xs = {tokens: left + 20 + index * (right - left - 40) / (len(rates) - 1) for index, tokens in enumerate(rates)}
+        xs = {
+            tokens: left + 20 + index * (right - left - 40) / (len(rates) - 1)
+            for index, tokens in enumerate(rates)
+        }
         it.words(left, high - 16, f"in time: within {objective} of an idle full inference")
         it.line((left, high), (left, low), (right, low))
         for tokens, x in xs.items():
@@ -206,8 +254,15 @@ def throughput() -> str:
             it.words(left - 8, height(value) + 4, f"{value}", "end")
             it.line((left - 4, height(value)), (left, height(value)))
         for index, (_, colour) in enumerate(series):
-            points = [(xs[tokens], height(abs(row[index])), row[index] < 0) for tokens, row in rates.items()]
-            it.line(*((x, y) for x, y, _ in points), colour=colour, dashed=any(none for *_, none in points))
+            points = [
+                (xs[tokens], height(abs(row[index])), row[index] < 0)
+                for tokens, row in rates.items()
+            ]
+            it.line(
+                *((x, y) for x, y, _ in points),
+                colour=colour,
+                dashed=any(none for *_, none in points),
+            )
             for x, y, none in points:
                 it.dot(x, y, colour, hollow=none)
                 if none:

@@ -1,13 +1,16 @@
-"""The contract of a device. `reference.py` is the slow definition of every op; `choose.py` picks a backend by name.
+"""The contract of a device.
 
-Shapes: n new rows, p cached tokens before them, m keys, c candidates, H heads, Dq and Dv per-head widths,
-P position buckets, B time buckets. A *slab* is a pair (k [m, H, Dq], v [m, H, Dv]) of consecutive tokens;
-a list of slabs is in token order. Softmax attention has grouped queries: query head h reads KV head h // (Hq / Hkv).
-`calls.py` states the shapes and units of the attentions' and the selection's arguments.
+`reference.py` is the slow definition of every op; `choose.py` picks a backend by name.
 
-Source: HSTU, arXiv:2402.17152: A = SiLU(alpha Q K^T + bias) * scale * mask, O = A V, no softmax. Without a
-softmax the output over all keys is the plain sum of the outputs over any split of them, which is what makes a
-cached prefix exact.
+Shapes: n new rows, p cached tokens before them, m keys, c candidates, H heads, Dq and Dv per-head
+widths, P position buckets, B time buckets. A *slab* is a pair (k [m, H, Dq], v [m, H, Dv]) of
+consecutive tokens; a list of slabs is in token order. Softmax attention has grouped queries: query
+head h reads KV head h // (Hq / Hkv). `calls.py` states the shapes and units of the attentions' and
+the selection's arguments.
+
+Source: HSTU, arXiv:2402.17152: A = SiLU(alpha Q K^T + bias) * scale * mask, O = A V, no softmax.
+Without a softmax the output over all keys is the plain sum of the outputs over any split of them,
+which is what makes a cached prefix exact.
 """
 
 from __future__ import annotations
@@ -24,29 +27,32 @@ from torch import Tensor, nn
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
     HstuLayerCall,
     HstuPassCall,
     HstuShape,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
 from npu_gr.backend.tiles import Tiles
 
-Arrangement = Literal["natural", "tiles"]  # how cached keys and values lie in a page: as slabs, or as `Tiles`
+# how cached keys and values lie in a page: as slabs, or as `Tiles`
+Arrangement = Literal["natural", "tiles"]
 
 TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
 
 
 def time_bucket(delta_s: Tensor) -> Tensor:
-    """Half-octave bucket of a time difference; integer arithmetic, so the same on every device and dtype.
+    """Half-octave bucket of a time difference.
+
+    Integer arithmetic, so the same on every device and dtype.
 
     Args:
         delta_s: int64, seconds; negative (clock skew) counts as 0.
@@ -59,7 +65,9 @@ def time_bucket(delta_s: Tensor) -> Tensor:
 
 
 def bias_bucket(edges: Tensor | None, delta_s: Tensor) -> Tensor:
-    """Bucket of the layer's time table for each time difference; whole seconds are compared, so it is exact.
+    """Bucket of the layer's time table for each time difference.
+
+    Whole seconds are compared, so it is exact.
 
     Args:
         edges: as of `HstuCall`.
@@ -87,12 +95,18 @@ class DeviceQueues(Protocol):
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
     ops: Mapping[str, str]  # an op that has more than one implementation -> the one that is used
     gathers_head: (
-        bool  # `gathered_topk` may be cheaper than the whole product; the host then asks for the number of edges
+        # `gathered_topk` may be cheaper than the whole product; the host then asks for the number
+        # of edges
+        bool
     )
-    on_fallback: Callable[[str], None]  # called with the op's name each time a call does not fit that implementation
+    # called with the op's name each time a call does not fit that implementation
+    on_fallback: Callable[[str], None]
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Bring a host array, which nobody writes to afterwards, to the device; the host does not wait for it."""
+        """Bring a host array, which nobody writes to afterwards, to the device.
+
+        The host does not wait for it.
+        """
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
@@ -127,7 +141,8 @@ class Layout(Protocol):
         """Write rows into tiles; `tiles.pack` is the definition.
 
         Args:
-            into: tiles to write; their other tokens stay, values behind the last written token become zero.
+            into: tiles to write; their other tokens stay, values behind the last written token
+                become zero.
             first_token: index within `into` of the first row.
             k: [n, H, Dq].
             v: [n, H, Dv].
@@ -149,7 +164,9 @@ class Affine(Protocol):
     """A slice of a linear layer: the one op that a model's layer calls by itself."""
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """Compute outputs first..last - 1 of a linear layer, then SiLU if asked. A device's own is not differentiable.
+        """Compute outputs first..last - 1 of a linear layer, then SiLU if asked.
+
+        A device's own is not differentiable.
 
         Args:
             x: [..., in_features], converted to the dtype of the layer's weight.
@@ -166,12 +183,15 @@ class Affine(Protocol):
 class HstuPass(Protocol):
     """A forward pass of a batch whose layers a device computes whole, all requests at once."""
 
-    def run(self, owner: nn.Module, work: Callable[[HstuPass, Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(
+        self, owner: nn.Module, work: Callable[[HstuPass, Tensor], Tensor], x: Tensor
+    ) -> Tensor:
         """Compute work(self, x), as launches or as one graph of them.
 
         Args:
             owner: the model; it names the work, which never changes.
-            work: calls `mix` for each layer in order, and `candidates` behind the last but one. Launches only.
+            work: calls `mix` for each layer in order, and `candidates` behind the last but one.
+                Launches only.
             x: [rows, dim] of all segments' new tokens and candidates, in order.
 
         Returns:
@@ -183,8 +203,9 @@ class HstuPass(Protocol):
         """Compute a layer from its products U | V | Q | K to the rows that its output matrix reads.
 
         Returns:
-            [rows, H * Dv], or three times as wide where the call is joined; of the last layer candidates' rows alone,
-            None where there are none. May have rows behind the last one, which mean nothing.
+            [rows, H * Dv], or three times as wide where the call is joined; of the last layer
+            candidates' rows alone, None where there are none. May have rows behind the last one,
+            which mean nothing.
         """
         ...
 
@@ -206,7 +227,8 @@ class Ops(Affine, Protocol):
         """Compute work(*rows), where each row of a result depends only on the same row of the inputs and on weights.
 
         Args:
-            owner: the module whose weights the work reads; with `what` it names the work, which never changes.
+            owner: the module whose weights the work reads; with `what` it names the work, which
+                never changes.
             what: names the work among those of `owner`.
             work: launches only: no wait for the device, no shape that depends on values.
             rows: [n, ...] each.
@@ -219,13 +241,15 @@ class Ops(Affine, Protocol):
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         """Name what can run the attention of a ranker, as `ops` names it: the preferred first, plain torch ops last.
 
-        A way is left out that no pass of the ranker would take. One that takes some passes alone is named; the others
-        are counted as fallbacks.
+        A way is left out that no pass of the ranker would take. One that takes some passes alone is
+        named; the others are counted as fallbacks.
         """
         ...
 
     def running(self, way: str) -> Self:
-        """Return this device with one way of HSTU attention; queues, memory, graphs and the other ops are shared.
+        """Return this device with one way of HSTU attention.
+
+        Queues, memory, graphs and the other ops are shared.
 
         Args:
             way: one of `hstu_ways`. What it does not take, torch ops compute.
@@ -236,12 +260,12 @@ class Ops(Affine, Protocol):
         """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
         ...
 
-    def hstu_whole(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
+    def fused_forward(self, call: FusedForwardCall) -> npt.NDArray[np.float32] | None:
         """Compute a whole pass in one call; None = use `hstu_pass`.
 
         Returns:
-            [c, outputs of the head, or dim] of all candidates, in order, on the host: each tensor that is let go costs
-            its thread the interpreter. New keys and values are in their pages.
+            [c, outputs of the head, or dim] of all candidates, in order, on the host: each tensor
+            that is let go costs its thread the interpreter. New keys and values are in their pages.
 
         Raises:
             IndexError: an id is none of the embeddings'.
@@ -256,7 +280,7 @@ class Ops(Affine, Protocol):
             None = use these ops one after the other.
 
         Raises:
-            IndexError, ValueError: as `hstu_whole`.
+            IndexError, ValueError: as `fused_forward`.
         """
         ...
 
@@ -276,7 +300,9 @@ class Ops(Affine, Protocol):
         """
         ...
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
+    ) -> Tensor:
         """Softmax attention of new rows: each sees every cached token and the new rows up to itself.
 
         Args:
@@ -301,8 +327,8 @@ class Ops(Affine, Protocol):
     def beam_topk(self, call: TopkCall) -> Choices:
         """Constrain, then select: the `width` best of acc[row] + log-probability of each valid, allowed edge.
 
-        The log-probability of an edge is its scaled logit less the log-sum-exp of what `call.over` names. Total order:
-        score descending, then beam ascending, then edge (so code) ascending.
+        The log-probability of an edge is its scaled logit less the log-sum-exp of what `call.over`
+        names. Total order: score descending, then beam ascending, then edge (so code) ascending.
 
         Raises:
             FloatingPointError: a logit that the result depends on is NaN, or infinity.
@@ -310,15 +336,25 @@ class Ops(Affine, Protocol):
         ...
 
     def order_of(self, numbers: Tensor) -> Tensor:
-        """Return the places that bring int64 [n] numbers, n <= 4096 or so, into ascending order; equal ones stay."""
+        """Return the places that bring int64 [n] numbers, n <= 4096 or so, into ascending order.
+
+        Equal ones stay.
+        """
         ...
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float = 1.0,
     ) -> Choices:
         """`beam_topk` over "valid" edges of the logits hidden @ weight.T, computed at the valid edges alone.
 
-        Cheaper than the whole product where a beam has few children: below about a sixth of the codes.
+        Cheaper than the whole product where a beam has few children: below about a sixth of the
+        codes.
 
         Args:
             hidden: [rows, dim].
@@ -332,7 +368,9 @@ class ItemOps(Protocol):
     """The arithmetic over all items of a catalogue."""
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """Find the best k of all items for each query, by inner product; of equals the lower row first.
+        """Find the best k of all items for each query, by inner product.
+
+        Of equals the lower row first.
 
         Args:
             queries: float32 [B, d].
@@ -358,7 +396,7 @@ class ItemOps(Protocol):
         """
         ...
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Prepare the sums of a fitted order by a kernel of the host; None = numpy computes them.
 
         Args:
@@ -371,4 +409,7 @@ class ItemOps(Protocol):
 
 
 class Backend(DeviceQueues, Layout, Ops, ItemOps, Protocol):
-    """A device: its queues, its layout of keys and values, its ops. Call every method on the device thread only."""
+    """A device: its queues, its layout of keys and values, its ops.
+
+    Call every method on the device thread only.
+    """

@@ -1,13 +1,15 @@
 """Choose the best k, exactly and in a total order: of every item, and of the continuations of beams.
 
-Of items, by inner product with a batch of queries, without ever holding all scores. Each batch reads the items once, in
-blocks that fit a cache. A running threshold, each query's k-th best score so far, drops almost all of a block; the
-survivors are sorted when enough have piled up. The order is total, by score and then by item row, so equal scores give
-the same answer in any block size and batch.
+Of items, by inner product with a batch of queries, without ever holding all scores. Each batch
+reads the items once, in blocks that fit a cache. A running threshold, each query's k-th best score
+so far, drops almost all of a block; the survivors are sorted when enough have piled up. The order
+is total, by score and then by item row, so equal scores give the same answer in any block size and
+batch.
 
-Of continuations, after their constraint (source: xBeam of xGR, arXiv:2512.11529). Rows are visited by an upper bound of
-what they can offer, best first, and the visit ends when the bound falls below the worst that is kept: exact, whatever
-is left out. Total order: score descending, then beam ascending, then edge (so code) ascending.
+Of continuations, after their constraint (source: xBeam of xGR, arXiv:2512.11529). Rows are visited
+by an upper bound of what they can offer, best first, and the visit ends when the bound falls below
+the worst that is kept: exact, whatever is left out. Total order: score descending, then beam
+ascending, then edge (so code) ascending.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MAX_BLOCK_ITEMS = 32_768
 
 
 class Best(NamedTuple):
-    """The best items of each query, best first; a row with fewer than k items ends in -inf and -1."""
+    """The best items of each query, best first.
+
+    A row with fewer than k items ends in -inf and -1.
+    """
 
     scores: Tensor  # float32 [B, k]
     items: Tensor  # int64 [B, k] rows
@@ -51,7 +56,13 @@ class Hidden(NamedTuple):
         return cls(torch.from_numpy(queries[order]), torch.from_numpy(items[order]))
 
 
-def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, block_items: int | None = None) -> Best:
+def top_k(
+    queries: Tensor,
+    items: Tensor,
+    k: int,
+    hidden: Hidden | None = None,
+    block_items: int | None = None,
+) -> Best:
     """Find the best k items of each query.
 
     Args:
@@ -72,14 +83,19 @@ def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, 
         stop = min(start + size, len(items))
         scores = _scores(items[start:stop], queries, buffer[: stop - start])
         if hidden is not None:
-            low, high = torch.searchsorted(hidden.items, torch.tensor([start, stop], device=items.device))
+            low, high = torch.searchsorted(
+                hidden.items, torch.tensor([start, stop], device=items.device)
+            )
             scores[hidden.items[low:high] - start, hidden.queries[low:high]] = -torch.inf
         kept.add(scores, start)
     return kept.best()
 
 
 def _scores(items: Tensor, queries: Tensor, out: Tensor) -> Tensor:
-    """Multiply to scores [n, B]; on a CPU by numpy, whose BLAS is up to twice as fast as torch's for few queries."""
+    """Multiply to scores [n, B].
+
+    On a CPU by numpy, whose BLAS is up to twice as fast as torch's for few queries.
+    """
     if items.device.type != "cpu":
         return torch.mm(items, queries.T, out=out)
     np.matmul(items.numpy(), queries.numpy().T, out=out.numpy())
@@ -87,7 +103,10 @@ def _scores(items: Tensor, queries: Tensor, out: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Return the flat places, int64 [n], of true values; on a CPU by numpy, which skips eight false ones at once."""
+    """Return the flat places, int64 [n], of true values.
+
+    On a CPU by numpy, which skips eight false ones at once.
+    """
     if mask.device.type != "cpu":
         return torch.nonzero(mask.flatten())[:, 0]
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
@@ -124,7 +143,10 @@ class _Candidates:
         """Return the best of everything that was added."""
         self._sort()
         counts = torch.bincount(self._queries, minlength=self._shape[0])
-        place = torch.arange(len(self._queries), device=counts.device) - (counts.cumsum(0) - counts)[self._queries]
+        place = (
+            torch.arange(len(self._queries), device=counts.device)
+            - (counts.cumsum(0) - counts)[self._queries]
+        )
         out = Best(
             torch.full(self._shape, -torch.inf, device=counts.device),
             torch.full(self._shape, -1, dtype=torch.int64, device=counts.device),
@@ -150,7 +172,9 @@ class _Candidates:
         order = order[torch.argsort(queries[order], stable=True)]
         queries = queries[order]
         counts = torch.bincount(queries, minlength=self._shape[0])
-        place = torch.arange(len(queries), device=queries.device) - (counts.cumsum(0) - counts)[queries]
+        place = (
+            torch.arange(len(queries), device=queries.device) - (counts.cumsum(0) - counts)[queries]
+        )
         kept = place < self._k
         self._queries = queries[kept]
         self._items = items[order][kept]
@@ -164,12 +188,15 @@ class _Candidates:
 CHUNK_EDGES = 1 << 16  # candidates gathered at once; a first chunk is a quarter of it
 
 
-def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuations, width: int) -> Choices:
+def select(
+    logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuations, width: int
+) -> Choices:
     """The `width` best of acc[row] + logits[row, code] - norm[row] over all valid edges of all rows.
 
     Args:
         logits: fp32 (fp64) [rows, codes] of the level's codebook.
-        norm: [rows] log-sum-exp of whatever the row is normalised over; None = over its valid, allowed edges.
+        norm: [rows] log-sum-exp of whatever the row is normalised over; None = over its valid,
+            allowed edges.
         acc: [rows] accumulated log-probability of each beam; -inf = a beam that is out.
         follow: the valid edges.
         width: how many are wanted, >= 1.
@@ -183,7 +210,8 @@ def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuatio
     peak = logits.amax(1)
     if bool((peak.isnan() | ~(norm < float("inf"))).any()):
         raise FloatingPointError("a logit is not a number")
-    bound = (peak - norm).add_(acc)  # rounds as the scores do, so none of a row's scores is above it
+    # rounds as the scores do, so none of a row's scores is above it
+    bound = (peak - norm).add_(acc)
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
     order = order[alive[order]]
@@ -228,7 +256,8 @@ class _Best:
             nothing = torch.empty(0, dtype=torch.int64, device=like.device)
             return Choices(like.new_empty(0), nothing, nothing)
         score, parent, edge = (torch.cat(column) for column in zip(*self._kept, strict=True))
-        order = torch.argsort(edge)  # edges of a level are distinct, and of one beam they ascend by code
+        # edges of a level are distinct, and of one beam they ascend by code
+        order = torch.argsort(edge)
         order = order[torch.argsort(parent[order], stable=True)]
         order = order[torch.argsort(score[order], descending=True, stable=True)][: self.width]
         return Choices(score[order], parent[order], edge[order])

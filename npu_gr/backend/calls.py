@@ -1,7 +1,8 @@
 """The arguments of a backend's attention and selection: one frozen value a call, documented here and nowhere else.
 
-Sizes: n new rows, p cached tokens before them, m tokens in all, c candidates, H heads, Dq and Dv widths of a head,
-P position buckets, r rows (beams), E edges of one trie level. To add an argument to an operation, add a field here.
+Sizes: n new rows, p cached tokens before them, m tokens in all, c candidates, H heads, Dq and Dv
+widths of a head, P position buckets, r rows (beams), E edges of one trie level. To add an argument
+to an operation, add a field here.
 
 The calls are NamedTuples: building one takes less than 2 us, measured on a busy CPU.
 """
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from npu_gr.backend.tiles import Slab, Tiles
 
-Over = Literal["row", "valid"]  # a row of logits is normalised over all its columns, or over its valid edges alone
+# a row of logits is normalised over all its columns, or over its valid edges alone
+Over = Literal["row", "valid"]
 
 
 class BiasTables(NamedTuple):
@@ -55,16 +57,22 @@ class HstuCall(NamedTuple):
     """
 
     q: Tensor  # [rows, H, Dq]
-    k: Tensor  # [rows, H, Dq]; hstu_causal takes k and v of no row where `cached` already holds all p + n tokens
+    # [rows, H, Dq]; hstu_causal takes k and v of no row where `cached` already holds all p + n
+    # tokens
+    k: Tensor
     v: Tensor  # [rows, H, Dv]
     cached: Sequence[Slab | Tiles]  # slabs in token order; empty where nothing is cached
     times: Tensor  # int64 [tokens] unix seconds; the position of a token is its index
     bias: BiasTables
     alpha: float  # factor on q k^T
-    query_time: int = 0  # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
-    row_times: Tensor | None = None  # hstu_causal only: int64 [rows] as which the rows ask; None = their own times
-    own_time: Tensor | None = None  # hstu_targets only: int64 [] of a candidate's own key; None = `query_time`
-    edges: Tensor | None = None  # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
+    # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
+    query_time: int = 0
+    # hstu_causal only: int64 [rows] as which the rows ask; None = their own times
+    row_times: Tensor | None = None
+    # hstu_targets only: int64 [] of a candidate's own key; None = `query_time`
+    own_time: Tensor | None = None
+    # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
+    edges: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -76,7 +84,9 @@ class PagedKV(NamedTuple):
     """The pages that hold, or are to hold, a request's tokens."""
 
     runs: Sequence[tuple[int, int]]  # (first page, number of pages) in token order
-    k: Tensor  # [layers, pages, page tokens, H, Dq] of all pages there are; of tiles [.., tiles, H, padded Dq * 64]
+    # [layers, pages, page tokens, H, Dq] of all pages there are; of tiles [.., tiles, H, padded Dq
+    # * 64]
+    k: Tensor
     v: Tensor  # [.., Dv], as k
     is_tiles: bool
 
@@ -143,7 +153,7 @@ class HstuWeights(NamedTuple):
     """What of a ranker a whole pass reads. `HstuPassCall` says what the settings mean."""
 
     layers: Sequence[HstuLayerWeights]
-    heads: Mapping[str, HstuHead]  # by `HstuWholeCall.answer`
+    heads: Mapping[str, HstuHead]  # by `FusedForwardCall.answer`
     num_heads: int
     qk_dim: int
     v_dim: int
@@ -153,24 +163,30 @@ class HstuWeights(NamedTuple):
     is_joined: bool
 
 
-class HstuWholeCall(NamedTuple):
-    """Arguments of `hstu_whole`: a batch, from its embeddings or rows to what is made of the final rows."""
+class FusedForwardCall(NamedTuple):
+    """Arguments of `fused_forward`: a batch, from its embeddings or rows to what is made of the final rows."""
 
-    owner: nn.Module  # the model, whose parameters and buffers the weights are; its modules stay, their tensors may not
+    # the model, whose parameters and buffers the weights are; its modules stay, their tensors may
+    # not
+    owner: nn.Module
     weights: Callable[[], HstuWeights]  # called where they have to be read anew
     dtype: torch.dtype  # of weights, keys and values
     segments: Sequence[HstuSegment]
     embeddings: (
         tuple[Tensor, Tensor] | None
     )  # items and actions [.., dim], the last action a candidate's; None = `rows`
-    rows: Callable[[], Tensor]  # fp32 [rows, dim] of every segment's new tokens, then candidates; called without those
+    # fp32 [rows, dim] of every segment's new tokens, then candidates; called without those
+    rows: Callable[[], Tensor]
     answer: str  # a head; another name = the final rows
 
 
 class HstuFindCall(NamedTuple):
-    """Arguments of `hstu_find`: NEXT of each request, the search, and what of each is scored. B = requests."""
+    """Arguments of `hstu_find`: NEXT of each request, the search, and what of each is scored.
 
-    next: HstuWholeCall  # NEXT is each segment's one candidate
+    B = requests.
+    """
+
+    next: FusedForwardCall  # NEXT is each segment's one candidate
     items: Tensor  # fp32 [>= I, dim], that u is compared with
     num_items: int  # I
     k: int  # most items to find, at least 1
@@ -183,7 +199,8 @@ class HstuFound(NamedTuple):
     """What `hstu_find` computed, on the host. s = all items that were scored, request after request."""
 
     vectors: npt.NDArray[np.float32]  # [B, dim] u
-    items: npt.NDArray[np.int64]  # [B, k] rows, best first, of equals the lower row; -1 where there is no more
+    # [B, k] rows, best first, of equals the lower row; -1 where there is no more
+    items: npt.NDArray[np.int64]
     num_scored: npt.NDArray[np.int64]  # [B] of the first ones
     logits: npt.NDArray[np.float32]  # [s, tasks]
     products: npt.NDArray[np.float32]  # [s] u with each
@@ -199,10 +216,12 @@ class HstuLayerCall(NamedTuple):
     is_last: bool  # only candidates go on
 
 
-class OrderTables(NamedTuple):
-    """What a fitted order reads of its catalogue. I = items, S = successors kept of an item, K = neighbours.
+class BlendTables(NamedTuple):
+    """What a fitted order reads of its catalogue.
 
-    Row I of `rest` and `shares` is that of a new item. `npu_gr/model/order.py` says what they mean.
+    I = items, S = successors kept of an item, K = neighbours.
+
+    Row I of `rest` and `shares` is that of a new item. `npu_gr/model/blend.py` says what they mean.
     """
 
     successors: npt.NDArray[np.int32]  # [I, S] item rows, ascending; -1 = padding
@@ -212,12 +231,13 @@ class OrderTables(NamedTuple):
     neighbours: npt.NDArray[np.int32]  # [I, K] as `successors`; K = 0: there are none
     similarity: npt.NDArray[np.float32]  # [I, K]
     decay: float  # of an event's weight, with each newer event
-    scale: float  # of a mean similarity, or of a sum, in a logarithm; 0 = no logarithm: it counts itself
+    # of a mean similarity, or of a sum, in a logarithm; 0 = no logarithm: it counts itself
+    scale: float
     is_summed: bool  # whether the sum of similarities counts, not their mean
     weights: tuple[float, ...]  # of retrieval, click, transitions, neighbours, popularity, seen
 
 
-class OrderCall(NamedTuple):
+class BlendCall(NamedTuple):
     """The candidates of one request, and what its fitted order knows of them."""
 
     recent: npt.NDArray[np.int64]  # [n] item rows of the last events, oldest first
@@ -229,10 +249,10 @@ class OrderCall(NamedTuple):
     seen: npt.NDArray[np.float32] | None
 
 
-class OrderSums(Protocol):
+class BlendSums(Protocol):
     """Sums of one order by a kernel of the host. Any thread may call."""
 
-    def __call__(self, call: OrderCall) -> npt.NDArray[np.float32]:
+    def __call__(self, call: BlendCall) -> npt.NDArray[np.float32]:
         """Sum the terms of each candidate: float32 [c]."""
         ...
 
@@ -255,9 +275,11 @@ class BeamCall(NamedTuple):
     shared: Sequence[Slab]  # slabs [m, Hkv, D] of the prefix; may be empty if num_slots > 0
     unshared: Slab  # k and v [W, S, Hkv, D], W >= r
     num_slots: int  # valid slots, 0..S; 0 = a row sees the prefix alone
-    ancestry: Tensor | None  # int64 [>= num_slots, r], row of `unshared` that holds slot s of each row; None = itself
+    # int64 [>= num_slots, r], row of `unshared` that holds slot s of each row; None = itself
+    ancestry: Tensor | None
     scale: float  # factor on q k^T
-    is_split: bool = True  # in two stages; one softmax over the concatenation is faster for short prefixes
+    # in two stages; one softmax over the concatenation is faster for short prefixes
+    is_split: bool = True
 
 
 class Continuations(NamedTuple):
@@ -273,7 +295,8 @@ class TopkCall(NamedTuple):
     """Arguments of `beam_topk`: the logits of each beam, and which of them may be chosen."""
 
     logits: Tensor  # fp32, bf16 (or fp64) [r, columns]
-    acc: Tensor  # fp32 (or fp64) [r], accumulated log-probability of each beam; -inf = a beam that is out
+    # fp32 (or fp64) [r], accumulated log-probability of each beam; -inf = a beam that is out
+    acc: Tensor
     follow: Continuations  # the valid edges
     width: int  # how many choices are wanted, >= 1
     over: Over = "row"  # what a row is normalised over
@@ -284,8 +307,9 @@ class TopkCall(NamedTuple):
 class Choices(NamedTuple):
     """The selected continuations in the total order: at most `width`, fewer where fewer edges are valid.
 
-    A device that must not wait for the number of choices returns `width` places. Places that no edge fills stand last,
-    with score -inf, parent 0 and edge 0; a beam with such a score is out in the next round.
+    A device that must not wait for the number of choices returns `width` places. Places that no
+    edge fills stand last, with score -inf, parent 0 and edge 0; a beam with such a score is out in
+    the next round.
     """
 
     score: Tensor  # fp32 (fp64) [w] accumulated log-probability; NaN = a logit was not a number

@@ -1,7 +1,8 @@
 """Check what this machine has for each backend, step by step, and say what to do about each missing piece.
 
-The checks change nothing and need no service. A piece that the machine lacks (no NPU on a CPU machine) is `missing`; a
-piece that is there and does not work is `broken`, and so is everything that a named backend needs and lacks.
+The checks change nothing and need no service. A piece that the machine lacks (no NPU on a CPU
+machine) is `missing`; a piece that is there and does not work is `broken`, and so is everything
+that a named backend needs and lacks.
 
 Parity compares every op of a backend with its slow definition, on a few hundred rows.
 """
@@ -53,7 +54,9 @@ class Finding(NamedTuple):
     section: str = ""  # of the report
 
 
-def device_findings(needed: BackendName | None, hstu_library: Path | None = None) -> dict[BackendName, list[Finding]]:
+def device_findings(
+    needed: BackendName | None, hstu_library: Path | None = None
+) -> dict[BackendName, list[Finding]]:
     """Check the CPU kernels, then the ways to a GPU and to an NPU, each up to the first step that fails.
 
     Args:
@@ -67,12 +70,16 @@ def device_findings(needed: BackendName | None, hstu_library: Path | None = None
     }
 
 
-def usable_backends(found: Mapping[BackendName, list[Finding]], needed: BackendName | None) -> list[BackendName]:
+def usable_backends(
+    found: Mapping[BackendName, list[Finding]], needed: BackendName | None
+) -> list[BackendName]:
     """Name the backends whose ops can be compared on this machine; `found` is from `device_findings`."""
     names: list[BackendName] = ["cpu"]
     if torch.cuda.is_available() or needed == "cuda":
         names.append("cuda")
-    if not any(each.name.startswith("NPU") and each.state is not FindingState.OK for each in found["npu"]):
+    if not any(
+        each.name.startswith("NPU") and each.state is not FindingState.OK for each in found["npu"]
+    ):
         names.append("npu")
     return names
 
@@ -81,10 +88,17 @@ def _cuda(is_needed: bool) -> Iterator[Finding]:
     """Check each step on the way to a GPU, up to the first that fails."""
     missing = FindingState.BROKEN if is_needed else FindingState.MISSING
     if torch.version.cuda is None:
-        remedy = "pip install torch from the index for your driver: https://pytorch.org/get-started/locally"
-        yield Finding("CUDA: torch", missing, f"torch {torch.__version__} is built without CUDA", remedy)
+        remedy = (
+            "pip install torch from the index for your driver: "
+            "https://pytorch.org/get-started/locally"
+        )
+        yield Finding(
+            "CUDA: torch", missing, f"torch {torch.__version__} is built without CUDA", remedy
+        )
         return
-    yield Finding("CUDA: torch", FindingState.OK, f"torch {torch.__version__}, for CUDA {torch.version.cuda}")
+    yield Finding(
+        "CUDA: torch", FindingState.OK, f"torch {torch.__version__}, for CUDA {torch.version.cuda}"
+    )
     if not torch.cuda.is_available():
         remedy = "nvidia-smi must show a GPU whose driver is new enough; in a container: --gpus all"
         yield Finding("CUDA: device", missing, "torch finds none", remedy)
@@ -104,9 +118,15 @@ def _native() -> Finding:
     try:
         found = load()
     except NativeError as error:
-        remedy = "pip install builds them where a C++ compiler is: apt-get install g++, then install again"
+        remedy = (
+            "pip install builds them where a C++ compiler is: apt-get install g++, then "
+            "install again"
+        )
         return Finding(
-            "CPU kernels", FindingState.MISSING, f"torch ops run instead, several times slower: {error}", remedy
+            "CPU kernels",
+            FindingState.MISSING,
+            f"torch ops run instead, several times slower: {error}",
+            remedy,
         )
     return Finding("CPU kernels", FindingState.OK, found.isa)
 
@@ -119,7 +139,8 @@ def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Findi
     try:
         npu = npu_device.find()
     except npu_device.NpuNotFound as error:
-        # torch_npu without a driver means that somebody wanted an NPU here; that does not fail the check of a CPU
+        # torch_npu without a driver means that somebody wanted an NPU here; that does not fail the
+        # check of a CPU
         yield Finding(f"NPU: {error.step}", missing, error.why, error.remedy)
         return
     yield Finding("NPU: torch_npu", FindingState.OK, npu.version)
@@ -133,12 +154,19 @@ def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Findi
         path = ascend_ops.library_path(npu.soc)
         ascend_ops.load_library(path)
     except ConfigError as error:
-        yield Finding("Ascend C operators", FindingState.MISSING, str(error), "SOC_VERSION=... ops/ascendc/build.sh")
+        yield Finding(
+            "Ascend C operators",
+            FindingState.MISSING,
+            str(error),
+            "SOC_VERSION=... ops/ascendc/build.sh",
+        )
     else:
         yield Finding("Ascend C operators", FindingState.OK, str(path))
         for op, wrong in disagreements(npu.device):
             state, remedy = (
-                (FindingState.BROKEN, "set `native: off`, and report this line") if wrong else (FindingState.OK, "")
+                (FindingState.BROKEN, "set `native: off`, and report this line")
+                if wrong
+                else (FindingState.OK, "")
             )
             yield Finding(f"Ascend C {op}", state, wrong or "as defined", remedy)
 
@@ -149,8 +177,15 @@ def _paged(npu: npu_device.Npu, library: Path) -> Finding:
     try:
         PagedHstu.load(library, npu.device, lambda array: torch.from_numpy(array).to(npu.device))
     except ConfigError as error:
-        return Finding(name, FindingState.BROKEN, str(error), "leave hstu_library out: our own attention runs instead")
-    return Finding(name, FindingState.OK, f"{library}: the newest schema, as defined in fp32 and bf16")
+        return Finding(
+            name,
+            FindingState.BROKEN,
+            str(error),
+            "leave hstu_library out: our own attention runs instead",
+        )
+    return Finding(
+        name, FindingState.OK, f"{library}: the newest schema, as defined in fp32 and bf16"
+    )
 
 
 def _triton(npu: npu_device.Npu) -> Finding:
@@ -164,8 +199,12 @@ def _triton(npu: npu_device.Npu) -> Finding:
     try:
         hstu_triton.load(npu.device)
     except ConfigError as error:
-        return Finding(name, FindingState.BROKEN, f"{found}: {error}", "leave `attention: triton` out")
-    return Finding(name, FindingState.OK, f"{found}: the kernel computes as defined in fp32 and bf16")
+        return Finding(
+            name, FindingState.BROKEN, f"{found}: {error}", "leave `attention: triton` out"
+        )
+    return Finding(
+        name, FindingState.OK, f"{found}: the kernel computes as defined in fp32 and bf16"
+    )
 
 
 def _driver() -> Finding:
@@ -173,17 +212,31 @@ def _driver() -> Finding:
     name = "Ascend driver"
     nodes = sorted(DEVICES.glob("davinci[0-9]*"))
     if not DRIVER.is_file():
-        remedy = f"install driver and firmware; in a container mount {DRIVER.parent} and /dev/davinci*"
+        remedy = (
+            f"install driver and firmware; in a container mount {DRIVER.parent} and /dev/davinci*"
+        )
         return Finding(name, FindingState.MISSING, f"no {DRIVER}", remedy)
-    lines = [line.strip() for line in DRIVER.read_text().splitlines() if line.lower().startswith("version")]
+    lines = [
+        line.strip()
+        for line in DRIVER.read_text().splitlines()
+        if line.lower().startswith("version")
+    ]
     found = f"{lines[0] if lines else DRIVER}, {len(nodes)} devices"
     if not nodes:
-        return Finding(name, FindingState.MISSING, found, "no /dev/davinci0: in a container pass the device nodes in")
+        return Finding(
+            name,
+            FindingState.MISSING,
+            found,
+            "no /dev/davinci0: in a container pass the device nodes in",
+        )
     return Finding(name, FindingState.OK, found)
 
 
 def _cann() -> str:
-    """Read the CANN version from the toolkit's own files; its environment must have been sourced."""
+    """Read the CANN version from the toolkit's own files.
+
+    Its environment must have been sourced.
+    """
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home:
         return "found, ASCEND_HOME_PATH is not set"
@@ -194,9 +247,17 @@ def _versions(torch_npu: str) -> Finding:
     """Check whether the native operators are made for this CANN and this torch_npu."""
     name = "Ascend C versions"
     cann = versions.cann_at(Path(os.environ.get("ASCEND_HOME_PATH", "/nowhere")))
-    known = f"CANN {versions.LEAST_CANN} to {versions.NEWEST_CANN}, each with its torch_npu: docs/ascend.md"
+    known = (
+        f"CANN {versions.LEAST_CANN} to {versions.NEWEST_CANN}, each with its torch_npu: "
+        "docs/ascend.md"
+    )
     if cann is None:
-        return Finding(name, FindingState.MISSING, "no file tells which CANN this is", f"source set_env.sh; {known}")
+        return Finding(
+            name,
+            FindingState.MISSING,
+            "no file tells which CANN this is",
+            f"source set_env.sh; {known}",
+        )
     try:
         warning = versions.check(cann, torch_npu)
     except versions.VersionError as error:
@@ -210,11 +271,22 @@ def _autoload() -> Finding:
     try:
         installed = version("torch-npu")
     except PackageNotFoundError:
-        return Finding(name, FindingState.OK, "torch-npu is not installed: torch loads no device's package by itself")
+        return Finding(
+            name,
+            FindingState.OK,
+            "torch-npu is not installed: torch loads no device's package by itself",
+        )
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        return Finding(name, FindingState.OK, f"torch-npu {installed} waits until backend npu asks for it")
-    remedy = "start by the command npu-gr, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before python imports torch"
-    return Finding(name, FindingState.BROKEN, f"torch imports torch-npu {installed} by itself", remedy)
+        return Finding(
+            name, FindingState.OK, f"torch-npu {installed} waits until backend npu asks for it"
+        )
+    remedy = (
+        "start by the command npu-gr, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before python "
+        "imports torch"
+    )
+    return Finding(
+        name, FindingState.BROKEN, f"torch imports torch-npu {installed} by itself", remedy
+    )
 
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}  # of the result's largest number
@@ -232,7 +304,11 @@ def compare(backend: Backend) -> list[Finding]:
             if state is FindingState.OK
             else "do not serve with it: report this line, and set `native: off` meanwhile"
         )
-        findings.append(Finding(f"{backend.name}: {name}", state, f"{impl}; {worst:.1%} of the tolerance", remedy))
+        findings.append(
+            Finding(
+                f"{backend.name}: {name}", state, f"{impl}; {worst:.1%} of the tolerance", remedy
+            )
+        )
     return findings
 
 
@@ -249,7 +325,9 @@ def _difference(run: Op, backend: Backend, dtype: torch.dtype) -> float:
 
 def _made(backend: Backend, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype).to(backend.device) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator).to(dtype).to(backend.device) for shape in shapes
+    ]
 
 
 def _times(backend: Backend, num: int) -> Tensor:
@@ -262,7 +340,9 @@ def _hstu(backend: Backend, dtype: torch.dtype) -> Tensor:
     past = [(past_k, past_k.flip(0))]
     times = _times(backend, 210)
     causal = backend.hstu_causal(HstuCall(q, k, q.flip(0), past, times, bias, 0.25))
-    targets = backend.hstu_targets(HstuCall(q, k, q.flip(0), past, times[:170], bias, 0.25, query_time=10**6))
+    targets = backend.hstu_targets(
+        HstuCall(q, k, q.flip(0), past, times[:170], bias, 0.25, query_time=10**6)
+    )
     return torch.cat([causal, targets])
 
 

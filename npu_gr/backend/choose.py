@@ -1,4 +1,7 @@
-"""Choose a backend by name, once, at start. A backend that cannot be used is an error: there is no silent fallback."""
+"""Choose a backend by name, once, at start.
+
+A backend that cannot be used is an error: there is no silent fallback.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,21 @@ def choose(
     Args:
         name: the configuration's `backend`.
         native: how our own kernels are used; `CPUBackend` and `NPUBackend` explain the modes.
-        hstu_library: path of the library with Huawei's operator for rankers without a relative bias; backend npu only.
-        attention: what is to run rankers' attention; "auto" leaves it open. Whether a ranker can run it is not checked.
+        hstu_library: path of the library with Huawei's operator for rankers without a relative
+            bias; backend npu only.
+        attention: what is to run rankers' attention; "auto" leaves it open. Whether a ranker can
+            run it is not checked.
 
     Raises:
-        ConfigError: no such backend, or its device, its package or its required kernels are missing.
+        ConfigError: no such backend, or its device, its package or its required kernels are
+            missing.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
     if attention not in (known := _ATTENTIONS.get(name, ("auto",))):
-        raise ConfigError(f"attention: {attention} is not for the backend {name}: one of {', '.join(known)}")
+        raise ConfigError(
+            f"attention: {attention} is not for the backend {name}: one of {', '.join(known)}"
+        )
     options: dict[str, Any] = {}
     has_kernels = name in ("cpu", "npu")
     if native == "require" and not has_kernels:

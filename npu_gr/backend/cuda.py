@@ -1,7 +1,9 @@
-"""NVIDIA devices: Triton kernels where triton is installed, else torch ops; a stream a thread. Not yet run by us.
+"""NVIDIA devices: Triton kernels where triton is installed, else torch ops; a stream a thread.
 
-What lies between two attentions of a decode step is a graph for each bucket of rows; the attentions read slabs at
-addresses that no graph can know, and are launched.
+Not yet run by us.
+
+What lies between two attentions of a decode step is a graph for each bucket of rows; the attentions
+read slabs at addresses that no graph can know, and are launched.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ class CUDABackend(StreamedOps):
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: the part of torch that knows the device; a test has one that only records."""
         if not cuda.is_available():
-            raise ConfigError("backend 'cuda' is configured but cannot be loaded: torch sees no CUDA device")
+            raise ConfigError(
+                "backend 'cuda' is configured but cannot be loaded: torch sees no CUDA device"
+            )
         device = torch.device("cuda", cuda.current_device()) if cuda is torch.cuda else cuda.device
         super().__init__(cuda, device, cuda.CUDAGraph)
         self._triton = _triton_ops()
         self._hstu: Any = self._triton.hstu.Attention() if self._triton else None
         self.kernels = "triton" if self._triton else "torch"
-        self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels)
+        self.ops = dict.fromkeys(
+            ("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels
+        )
         self.ops |= {"graphs": "cuda_graph"}
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:

@@ -1,9 +1,10 @@
 """Device graphs, CUDA's and Ascend's alike: many small launches are captured once a shape and replayed by one launch.
 
-A thread captures for itself, on its own stream. Its graphs share the buffers that they read and one pool of memory,
-where the scratch of one may be the result of another: a result is good until the thread's next call, no longer.
-A new graph is replayed and compared before it is used; one that cannot be captured, or gives something else, is never
-tried again. All graphs of an owner go when it does: its memory, which they know by address, is another's then.
+A thread captures for itself, on its own stream. Its graphs share the buffers that they read and one
+pool of memory, where the scratch of one may be the result of another: a result is good until the
+thread's next call, no longer. A new graph is replayed and compared before it is used; one that
+cannot be captured, or gives something else, is never tried again. All graphs of an owner go when it
+does: its memory, which they know by address, is another's then.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Captured:
 class Graphs(threading.local):
     """The graphs of this thread."""
 
-    def __init__(self, runtime: Any, make: Callable[[], Any], fell_back: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, runtime: Any, make: Callable[[], Any], fell_back: Callable[[str, str], None]
+    ) -> None:
         """Share one memory pool among the graphs of this thread.
 
         Args:
@@ -48,10 +51,16 @@ class Graphs(threading.local):
         self._fell_back = fell_back
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
-        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # owner -> work and signature -> graph; None = without
+        # owner -> work and signature -> graph; None = without
+        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def row_wise(self, owner: Any, what: Hashable, work: Work, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replay the graph of the next larger bucket; rows beyond the given ones hold values of an earlier call."""
+    def row_wise(
+        self, owner: Any, what: Hashable, work: Work, rows: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Replay the graph of the next larger bucket.
+
+        Rows beyond the given ones hold values of an earlier call.
+        """
         count = len(rows[0])
         bucket = next((bucket for bucket in BUCKETS if bucket >= count), None)
         if bucket is None:
@@ -59,12 +68,18 @@ class Graphs(threading.local):
         return tuple(out[:count] for out in self.run(owner, what, work, rows, bucket))
 
     def run(
-        self, owner: Any, what: Hashable, work: Work, inputs: Sequence[Tensor], num_rows: int | None = None
+        self,
+        owner: Any,
+        what: Hashable,
+        work: Work,
+        inputs: Sequence[Tensor],
+        num_rows: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute work(*inputs) by its graph, or directly where it cannot be captured.
 
         Args:
-            owner: the object whose memory the work reads beside the inputs; with `what` it names the work.
+            owner: the object whose memory the work reads beside the inputs; with `what` it names
+                the work.
             what: everything else that the launches depend on.
             work: launches only: no wait, no shape that depends on values.
             inputs: all on the device.
@@ -104,7 +119,9 @@ class Graphs(threading.local):
         try:
             with (
                 _capturing,
-                self._runtime.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+                self._runtime.graph(
+                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = work(*static)
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """The slow, obvious definition of every op: one dense [H, queries, keys] matrix and a brute-force mask.
 
-Everything else is tested against this file. It runs on the CPU in the dtype of its inputs, fp64 included.
+Everything else is tested against this file. It runs on the CPU in the dtype of its inputs, fp64
+included.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def dense_attention(
     distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
     asked = times if query_times is None else query_times
     bucket = bias_bucket(edges, asked[:, None] - times[None, :]).long()
-    logits = torch.einsum("ihd,jhd->hij", q, k) * alpha + bias.position[:, distance] + bias.time[:, bucket]
+    logits = (
+        torch.einsum("ihd,jhd->hij", q, k) * alpha
+        + bias.position[:, distance]
+        + bias.time[:, bucket]
+    )
     weights = torch.where(mask, silu(logits), torch.zeros((), dtype=q.dtype))
     return torch.einsum("hij,jhd->ihd", weights, v)
 
@@ -86,13 +91,23 @@ class ReferenceBackend(PlainOps):
     def hstu_causal(self, call: HstuCall) -> Tensor:
         keys, values = joined(natural(call.cached), call.k, call.v)
         num_past = len(keys) - len(call.q)
-        queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])  # cached rows ask nothing
+        # cached rows ask nothing
+        queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])
         positions = torch.arange(len(keys))
         asked = call.times.clone()
         if call.row_times is not None:
             asked[num_past:] = call.row_times
         out = dense_attention(
-            queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha, asked, call.edges
+            queries,
+            keys,
+            values,
+            positions,
+            call.times,
+            len(keys),
+            call.bias,
+            call.alpha,
+            asked,
+            call.edges,
         )
         return out[num_past:]
 
@@ -105,13 +120,18 @@ class ReferenceBackend(PlainOps):
         times = asked.clone()
         if call.own_time is not None:
             times[m:] = call.own_time
-        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges)[m:]
+        return dense_attention(
+            queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges
+        )[m:]
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
+    ) -> Tensor:
         keys, values = joined(past, k, v)
         first = len(keys) - len(q)
         rows = [
-            softmax_attention(row, keys[: first + i + 1], values[: first + i + 1], scale) for i, row in enumerate(q)
+            softmax_attention(row, keys[: first + i + 1], values[: first + i + 1], scale)
+            for i, row in enumerate(q)
         ]
         return torch.stack(rows)
 
@@ -120,10 +140,13 @@ class ReferenceBackend(PlainOps):
         out = []
         for row, query in enumerate(call.q):
             holders = [
-                row if call.ancestry is None else int(call.ancestry[slot, row]) for slot in range(call.num_slots)
+                row if call.ancestry is None else int(call.ancestry[slot, row])
+                for slot in range(call.num_slots)
             ]
             own_k, own_v = (
-                torch.stack([plane[holder, slot] for slot, holder in enumerate(holders)]) if holders else plane[0, :0]
+                torch.stack([plane[holder, slot] for slot, holder in enumerate(holders)])
+                if holders
+                else plane[0, :0]
                 for plane in call.unshared
             )
             out.append(softmax_attention(query, *joined(call.shared, own_k, own_v), call.scale))
@@ -135,8 +158,12 @@ class ReferenceBackend(PlainOps):
         codes = call.codes or slice(None)
         wide = call.logits.to(accumulator(call.logits.dtype)) * call.scale
         found = []
-        for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):
-            edges = [e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]]
+        for row, (lo, degree) in enumerate(
+            zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)
+        ):
+            edges = [
+                e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]
+            ]
             values = wide[row, codes][follow.code[edges].long()]
             norm = (wide[row] if call.over == "row" else values).logsumexp(0)
             if bool(norm.isnan()) or bool(norm == float("inf")):
@@ -151,7 +178,13 @@ class ReferenceBackend(PlainOps):
         )
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float = 1.0,
     ) -> Choices:
         """Compute the whole product."""
         wide = accumulator(hidden.dtype)
@@ -167,7 +200,9 @@ class ReferenceBackend(PlainOps):
         order = order.masked_fill(best == -torch.inf, -1)
         short = max(0, k - len(items))
         pad = torch.nn.functional.pad
-        return Best(pad(best[:, :k], (0, short), value=-torch.inf), pad(order[:, :k], (0, short), value=-1))
+        return Best(
+            pad(best[:, :k], (0, short), value=-torch.inf), pad(order[:, :k], (0, short), value=-1)
+        )
 
     def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
         """Multiply the rows with the query."""

@@ -1,4 +1,6 @@
-"""A device with queues of its own: a stream a thread, another for copies, graphs. CUDA and Ascend alike.
+"""A device with queues of its own: a stream a thread, another for copies, graphs.
+
+CUDA and Ascend alike.
 
 A copy follows what its thread queued before, and only who needs the bytes waits for it.
 """

@@ -1,10 +1,12 @@
 """Keys and values as the native HSTU kernels read them: tiles of 64 tokens, every head's part contiguous.
 
-Widths are padded, Dq to a multiple of 2 and Dv to a multiple of 16. In fp32 a tile's keys lie transposed,
-[H][Dq][64], and its values as they are, [H][64][Dv]; in bf16 both in pairs, [H][Dq / 2][64][2] over two dims and
-[H][32][Dv][2] over two tokens. `pack` and `unpack` are the definition; `ops/cpu/pack_kv.h` is the fast one.
+Widths are padded, Dq to a multiple of 2 and Dv to a multiple of 16. In fp32 a tile's keys lie
+transposed, [H][Dq][64], and its values as they are, [H][64][Dv]; in bf16 both in pairs, [H][Dq /
+2][64][2] over two dims and [H][32][Dv][2] over two tokens. `pack` and `unpack` are the definition;
+`ops/cpu/pack_kv.h` is the fast one.
 
-Invariant: values behind the last written token of a tile are zero, so that a weight of zero never meets a NaN.
+Invariant: values behind the last written token of a tile are zero, so that a weight of zero never
+meets a NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _VALUE_UNITS = 16
 
 
 class Tiles(NamedTuple):
-    """Consecutive tiles of one layer; the first begins at a multiple of 64 tokens of its user's history."""
+    """Consecutive tiles of one layer.
+
+    The first begins at a multiple of 64 tokens of its user's history.
+    """
 
     k: Tensor  # [tiles, H, padded Dq * 64]
     v: Tensor  # [tiles, H, padded Dv * 64]
@@ -49,7 +54,9 @@ def empty(num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.
     """
     dq, dv = padded(qk_dim, v_dim)
     k = torch.empty(num_tiles, num_heads, dq * TILE_TOKENS, dtype=dtype)
-    return Tiles(k, torch.empty(num_tiles, num_heads, dv * TILE_TOKENS, dtype=dtype), 0, qk_dim, v_dim)
+    return Tiles(
+        k, torch.empty(num_tiles, num_heads, dv * TILE_TOKENS, dtype=dtype), 0, qk_dim, v_dim
+    )
 
 
 def _in_order(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -62,7 +69,10 @@ def _in_order(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def pack(into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-    """Write rows k [n, H, Dq], v [n, H, Dv] at tokens first_token..; zero the values behind them in their last tile."""
+    """Write rows k [n, H, Dq], v [n, H, Dv] at tokens first_token...
+
+    Zero the values behind them in their last tile.
+    """
     keys, values = _in_order(into)
     units = keys.shape[-1]
     width = keys.shape[3] * units
@@ -70,7 +80,9 @@ def pack(into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         tile, token = divmod(first_token + row, TILE_TOKENS)
         wide = torch.nn.functional.pad(k[row], (0, width - into.qk_dim))
         keys[tile, token] = wide.unflatten(1, (-1, units)).to(keys.dtype)
-        values[tile, token // units, token % units] = torch.nn.functional.pad(v[row], (0, values.shape[4] - into.v_dim))
+        values[tile, token // units, token % units] = torch.nn.functional.pad(
+            v[row], (0, values.shape[4] - into.v_dim)
+        )
     if len(k):
         tile, token = divmod(first_token + len(k), TILE_TOKENS)
         for behind in range(token, TILE_TOKENS if token else 0):

@@ -1,9 +1,10 @@
 """The ops from plain torch, chunked: no N x N tensor, no copy of cached keys, work only where the mask allows.
 
-Shared by every device; a device that has something better overrides the op. Sums over key chunks accumulate in
-fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
+Shared by every device; a device that has something better overrides the op. Sums over key chunks
+accumulate in fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
 
-`SingleStream` is the device under them, the host: everything in order. `streams.py` has devices with queues.
+`SingleStream` is the device under them, the host: everything in order. `streams.py` has devices
+with queues.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from npu_gr.backend.best_items import Best, Hidden, edges_of, select, top_k
 from npu_gr.backend.calls import (
     BeamCall,
     BiasTables,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
     HstuPassCall,
     HstuShape,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab, Tiles, natural, pack
@@ -97,8 +98,9 @@ class PlainOps(SingleStream):
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """Fork in two passes, without a second slab.
 
-        The first pass writes the rows whose parent stands behind them, the second pass the others. No row that the
-        first pass has overwritten is read afterwards, *because parents do not decrease*.
+        The first pass writes the rows whose parent stands behind them, the second pass the others.
+        No row that the first pass has overwritten is read afterwards, *because parents do not
+        decrease*.
         """
         row = torch.arange(len(parent), device=parent.device)
         for moves in (parent > row, parent < row):
@@ -134,7 +136,7 @@ class PlainOps(SingleStream):
         """Have no kernels for whole layers."""
         return None
 
-    def hstu_whole(self, call: HstuWholeCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """Have no kernels for whole passes."""
         return None
 
@@ -142,12 +144,13 @@ class PlainOps(SingleStream):
         """Have no kernel for it."""
         return None
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Have no kernel for it."""
         return None
 
 
-ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
+# query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
+ROWS = 256
 COLUMNS = 2048
 GATHERED_EDGES = 1 << 14  # dots at once, where the head is read at valid edges alone
 CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend op was tested with
@@ -156,9 +159,9 @@ CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend o
 def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first token, k [H, Dq, m], v [H, m, Dv]) of every chunk of at most COLUMNS keys.
 
-    Chunks begin at multiples of COLUMNS whatever the slabs are, so that cached and full inference round the same
-    partial sums; in bf16 they would differ otherwise. A chunk inside one slab is a view; one that spans several is a
-    copy.
+    Chunks begin at multiples of COLUMNS whatever the slabs are, so that cached and full inference
+    round the same partial sums; in bf16 they would differ otherwise. A chunk inside one slab is a
+    view; one that spans several is a copy.
     """
     first = 0
     parts: list[Slab] = []
@@ -180,12 +183,21 @@ def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]
 
 
 def _joined(parts: list[Slab]) -> Slab:
-    k, v = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+    k, v = (
+        parts[0]
+        if len(parts) == 1
+        else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+    )
     return k.permute(1, 2, 0), v.transpose(0, 1)
 
 
 def block_bias(
-    bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor, edges: Tensor | None
+    bias: BiasTables,
+    first_row: int,
+    first_column: int,
+    rows_at: Tensor,
+    columns_at: Tensor,
+    edges: Tensor | None,
 ) -> Tensor:
     """Look up the bias of a block of history rows.
 
@@ -202,7 +214,8 @@ def block_bias(
     delta = rows_at[:, None] - columns_at[None, :]
     block = bias.time.index_select(1, bias_bucket(edges, delta).flatten()).view(-1, *delta.shape)
     if first_row - (first_column + len(columns_at) - 1) >= buckets - 1:
-        return block.add_(bias.position[:, -1, None, None])  # far from the diagonal: one number a head
+        # far from the diagonal: one number a head
+        return block.add_(bias.position[:, -1, None, None])
     row = torch.arange(first_row, first_row + len(rows_at), device=delta.device)
     column = torch.arange(first_column, first_column + len(columns_at), device=delta.device)
     distance = (row[:, None] - column[None, :]).clamp_(0, buckets - 1)
@@ -210,9 +223,12 @@ def block_bias(
 
 
 class AttentionStage(NamedTuple):
-    """Softmax attention over some of the keys, not yet normalised; all in the accumulator's dtype, base e.
+    """Softmax attention over some of the keys, not yet normalised.
 
-    Source: staged attention of xGR, arXiv:2512.11529. A stage without keys is left out, so no maximum is -inf.
+    All in the accumulator's dtype, base e.
+
+    Source: staged attention of xGR, arXiv:2512.11529. A stage without keys is left out, so no
+    maximum is -inf.
     """
 
     peak: Tensor  # [Hkv, g * rows, 1] largest score
@@ -224,7 +240,9 @@ class AttentionStage(NamedTuple):
         peak = torch.maximum(self.peak, other.peak)
         a = (self.peak - peak).exp_()
         b = (other.peak - peak).exp_()
-        return AttentionStage(peak, a * self.total + b * other.total, a * self.output + b * other.output)
+        return AttentionStage(
+            peak, a * self.total + b * other.total, a * self.output + b * other.output
+        )
 
 
 def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,7 +276,9 @@ def own_tokens(call: BeamCall) -> Slab:
         if call.ancestry is None:
             held = plane[: len(call.q), : call.num_slots]
         else:
-            held = plane[call.ancestry[: call.num_slots].T, torch.arange(call.num_slots, device=plane.device)]
+            held = plane[
+                call.ancestry[: call.num_slots].T, torch.arange(call.num_slots, device=plane.device)
+            ]
         planes.append(held.permute(2, 0, 1, 3).to(accumulator(plane.dtype)))
     return planes[0], planes[1]
 
@@ -266,24 +286,29 @@ def own_tokens(call: BeamCall) -> Slab:
 def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """[Hkv, g * rows, slots] of folded queries against each row's own keys [Hkv, rows, slots, D].
 
-    A product and a sum rather than a GEMM: rows x heads matrices of one to three keys are too small for one.
+    A product and a sum rather than a GEMM: rows x heads matrices of one to three keys are too small
+    for one.
     """
     grouped = queries.unflatten(1, (-1, keys.shape[1]))
-    return torch.stack([(grouped * k[:, None]).sum(-1) for k in keys.unbind(2)], dim=-1).flatten(1, 2)
+    return torch.stack([(grouped * k[:, None]).sum(-1) for k in keys.unbind(2)], dim=-1).flatten(
+        1, 2
+    )
 
 
 def own_output(weights: Tensor, values: Tensor) -> Tensor:
     """[Hkv, g * rows, D] of weights [Hkv, g * rows, slots] on each row's own values [Hkv, rows, slots, D]."""
     grouped = weights.unflatten(1, (-1, values.shape[1]))
-    parts = [w[..., None] * v[:, None] for w, v in zip(grouped.unbind(-1), values.unbind(2), strict=True)]
+    parts = [
+        w[..., None] * v[:, None] for w, v in zip(grouped.unbind(-1), values.unbind(2), strict=True)
+    ]
     return torch.stack(parts).sum(0).flatten(1, 2)
 
 
 class Products:
     """Products of queries and weights with cached keys and values, the result in the accumulator's dtype.
 
-    Where the device multiplies half numbers with sums and results in fp32, the KV is read as it is stored; elsewhere a
-    copy of it is widened first.
+    Where the device multiplies half numbers with sums and results in fp32, the KV is read as it is
+    stored; elsewhere a copy of it is widened first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -339,7 +364,10 @@ def merged_with_own(call: BeamCall, done: AttentionStage | None) -> Tensor:
 
 
 def joint_attention(call: BeamCall, products: Products) -> Tensor:
-    """Compute it in one stage, from the scores of all keys side by side; the shared keys are never copied per row."""
+    """Compute it in one stage, from the scores of all keys side by side.
+
+    The shared keys are never copied per row.
+    """
     q = call.q
     queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
     k, v = own_tokens(call)
@@ -382,7 +410,9 @@ class TorchOps(PlainOps):
             queries = q[r0:r1].transpose(0, 1)
             for c0, keys, values in column_chunks([*slabs, (k[:r1], v[:r1])]):
                 columns = slice(c0, c0 + keys.shape[2])
-                block = block_bias(call.bias, rows.start, c0, asked[r0:r1], times[columns], call.edges)
+                block = block_bias(
+                    call.bias, rows.start, c0, asked[r0:r1], times[columns], call.edges
+                )
                 logits = torch.baddbmm(block, queries, keys, alpha=call.alpha)
                 weights = silu(logits, inplace=True)
                 if columns.stop > rows.start + 1:  # the block touches the diagonal
@@ -402,7 +432,10 @@ class TorchOps(PlainOps):
         out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
-        row = bias.position[:, distance] + bias.time[:, bias_bucket(call.edges, call.query_time - call.times).long()]
+        row = (
+            bias.position[:, distance]
+            + bias.time[:, bias_bucket(call.edges, call.query_time - call.times).long()]
+        )
         for keys_from, keys, values in column_chunks(natural(call.cached)):
             part = row[:, None, keys_from : keys_from + keys.shape[2]]
             for r0 in range(0, len(q), CANDIDATE_ROWS):
@@ -411,15 +444,21 @@ class TorchOps(PlainOps):
                 out[:, r0 : r0 + CANDIDATE_ROWS] += torch.bmm(silu(logits, inplace=True), values)
         return out.transpose(0, 1).to(q.dtype)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
+    ) -> Tensor:
         """Give each chunk of query rows only the keys that it may see, so that a mask is ROWS x keys."""
         heads = k.shape[1]
-        if past and len(q) == 1:  # it sees everything: the slabs are read where they are, and not joined
+        # it sees everything: the slabs are read where they are, and not joined
+        if past and len(q) == 1:
             nothing = k.new_empty(1, 0, *k.shape[1:]), v.new_empty(1, 0, *v.shape[1:])
-            return staged_attention(BeamCall(q, [*past, (k, v)], nothing, 0, None, scale), self.products)
+            return staged_attention(
+                BeamCall(q, [*past, (k, v)], nothing, 0, None, scale), self.products
+            )
         keys, values = _joined([*past, (k, v)])
         first = len(values[0]) - len(q)  # keys before the first query's own
-        # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query heads
+        # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query
+        # heads
         queries = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         group = queries.shape[1]
         k_all = keys.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
@@ -438,7 +477,11 @@ class TorchOps(PlainOps):
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        return staged_attention(call, self.products) if call.is_split else joint_attention(call, self.products)
+        return (
+            staged_attention(call, self.products)
+            if call.is_split
+            else joint_attention(call, self.products)
+        )
 
     def beam_topk(self, call: TopkCall) -> Choices:
         wide = call.logits.to(accumulator(call.logits.dtype))
@@ -448,11 +491,19 @@ class TorchOps(PlainOps):
         return select(level, norm, call.acc.to(wide.dtype), call.follow, call.width)
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float = 1.0,
     ) -> Choices:
         """Compute the products in chunks; a code that no edge reads stays at -inf."""
         wide = accumulator(hidden.dtype)
-        logits = torch.full((len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device)
+        logits = torch.full(
+            (len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device
+        )
         row, edge = edges_of(follow, torch.arange(len(hidden), device=hidden.device))
         code = follow.code[edge].long()
         for at in range(0, len(row), GATHERED_EDGES):

@@ -1,12 +1,14 @@
-"""Build a `Trie` from item ids and their semantic IDs, insert items into it, or remove some. Vectorised.
+"""Build a `Trie` from item ids and their semantic IDs, insert items into it, or remove some.
 
-To build, one sort puts the semantic IDs (SIDs) in order. If a SID and its row number fit together into 63 bits
-(three levels of 8,192 codes and 16 M items do), it is one in-place sort of integers: several times faster than
-sorting rows of codes.
+Vectorised.
 
-To insert or remove, each table is copied once, nothing is sorted again: level by level, the edges of a small trie
-of the new items are inserted at their places among the old ones. The result equals the trie that `build_trie`
-makes of the same items (tests/catalogue/test_merge.py).
+To build, one sort puts the semantic IDs (SIDs) in order. If a SID and its row number fit together
+into 63 bits (three levels of 8,192 codes and 16 M items do), it is one in-place sort of integers:
+several times faster than sorting rows of codes.
+
+To insert or remove, each table is copied once, nothing is sorted again: level by level, the edges
+of a small trie of the new items are inserted at their places among the old ones. The result equals
+the trie that `build_trie` makes of the same items (tests/catalogue/test_merge.py).
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | No
         sids: [N, L] integer codes. Several items may share a SID.
         item_ids: int64 [N], distinct, not negative.
         codebooks: the codes of each of the L levels.
-        order: float32 [N], finite; of the items that share a SID the highest score comes first. None: all are equal.
+        order: float32 [N], finite; of the items that share a SID the highest score comes first.
+            None: all are equal.
 
     Raises:
-        CatalogueError: names the first bad record, counted from 1 (row 0 is record 1), and the reason.
+        CatalogueError: names the first bad record, counted from 1 (row 0 is record 1), and the
+            reason.
     """
     _check(sids, item_ids, codebooks, order)
     rows, column = _sorted_rows(sids, codebooks)
@@ -95,7 +99,9 @@ def _check(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | None) 
         codes = sids[:, level]
         if int(codes.min()) < 0 or int(codes.max()) >= count:
             row = int(np.argmax((codes < 0) | (codes >= count)))
-            raise CatalogueError(f"record {row + 1}: code {codes[row]} of level {level}, which has 0..{count - 1}")
+            raise CatalogueError(
+                f"record {row + 1}: code {codes[row]} of level {level}, which has 0..{count - 1}"
+            )
     if order is not None and not np.isfinite(order).all():
         row = int(np.argmin(np.isfinite(order)))
         raise CatalogueError(f"record {row + 1}: order score {order[row]} is not finite")
@@ -105,7 +111,8 @@ def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int]
     """Sort the rows by SID.
 
     Returns:
-        The rows in ascending order of SID, [N], and a function: level -> its codes in that order, [N].
+        The rows in ascending order of SID, [N], and a function: level -> its codes in that order,
+        [N].
     """
     bits = [max(1, (count - 1).bit_length()) for count in codebooks.code_count]
     if sum(bits) > _KEY_BITS:
@@ -129,7 +136,10 @@ def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int]
 
 
 def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> None:
-    """Sort the rows of items that share a SID by order score and item id (T4), in place; no other row moves."""
+    """Sort the rows of items that share a SID by order score and item id (T4), in place.
+
+    No other row moves.
+    """
     shared = ~begins
     shared[:-1] |= shared[1:]
     at = np.flatnonzero(shared)
@@ -138,8 +148,8 @@ def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> 
     mine = rows[at]
     ranked = np.argsort(item_ids[mine])
     if order is not None:
-        # The bits of a float, read as an integer, ascend with it once those of a negative float are inverted.
-        # Adding 0.0 turns -0.0 into 0.0: the two are equal scores.
+        # The bits of a float, read as an integer, ascend with it once those of a negative float are
+        # inverted. Adding 0.0 turns -0.0 into 0.0: the two are equal scores.
         bits = (order[mine].astype(np.float32) + np.float32(0.0)).view(np.int32)
         ranked = _stable_sort(~np.where(bits < 0, bits ^ _MAX_INT32, bits), ranked)
     rows[at] = mine[_stable_sort(np.cumsum(begins[at], dtype=np.int32), ranked)]
@@ -148,7 +158,8 @@ def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> 
 def _stable_sort(keys: I32, ranked: I64) -> I64:
     """Sort `ranked` by the keys of its elements; elements of equal keys keep their order.
 
-    One integer holds key and rank, because sorting integers in place is several times faster than a stable argsort.
+    One integer holds key and rank, because sorting integers in place is several times faster than a
+    stable argsort.
 
     Args:
         keys: int32 [n], n up to 2**32; `keys[i]` belongs to element i.
@@ -169,7 +180,9 @@ def _by_id(leaf_item: I64, item_ids: I64) -> I64:
     if repeated.any():
         item_id = ascending[int(np.argmax(repeated))]
         first, second = np.flatnonzero(item_ids == item_id)[:2]
-        raise CatalogueError(f"record {second + 1}: item {item_id} is already in record {first + 1}")
+        raise CatalogueError(
+            f"record {second + 1}: item {item_id} is already in record {first + 1}"
+        )
     return by_id
 
 
@@ -189,7 +202,8 @@ class Inserted(NamedTuple):
     """A trie with more items. M = new items."""
 
     trie: Trie
-    before: I64  # [M] for np.insert: the place in the old `leaf_item` that each item of the new trie goes before
+    # [M] for np.insert: the place in the old `leaf_item` that each item of the new trie goes before
+    before: I64
 
 
 def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> Inserted:
@@ -197,12 +211,14 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
 
     Args:
         old: not empty.
-        order: float32 [N] order scores by place in `old.leaf_item`; None if and only if `new_order` is.
+        order: float32 [N] order scores by place in `old.leaf_item`; None if and only if `new_order`
+            is.
         new: not empty, of the same codebooks, without an item of `old`.
         new_order: float32 [M] by place in `new.leaf_item`.
     """
     assert old.codebooks == new.codebooks
-    # The number that each state of the level has in the merged trie. Both tries have the one root, state 0.
+    # The number that each state of the level has in the merged trie. Both tries have the one root,
+    # state 0.
     of_old = of_new = np.zeros(1, np.int64)
     num_states = 1
     indptr = []
@@ -210,14 +226,17 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
     for level in range(old.num_levels):
         old_parent = _parents(old.indptr[level], of_old)
         new_parent = _parents(new.indptr[level], of_new)
-        # (parent, code) as one integer: ascending in both tries (T1, T2), so a binary search finds each new edge.
+        # (parent, code) as one integer: ascending in both tries (T1, T2), so a binary search finds
+        # each new edge.
         count = old.codebooks.code_count[level]
         keys = old_parent * count + old.token[level]
         new_keys = new_parent * count + new.token[level]
         at = np.searchsorted(keys, new_keys)
         fresh = keys[np.minimum(at, len(keys) - 1)] != new_keys
         before = at[fresh]
-        degree = np.bincount(old_parent, minlength=num_states) + np.bincount(new_parent[fresh], minlength=num_states)
+        degree = np.bincount(old_parent, minlength=num_states) + np.bincount(
+            new_parent[fresh], minlength=num_states
+        )
         indptr.append(_from_degrees(degree))
         token.append(np.insert(old.token[level], before, new.token[level][fresh]))
         of_old = np.arange(len(keys)) + np.cumsum(np.bincount(before, minlength=len(keys) + 1))[:-1]
@@ -231,11 +250,16 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
     degree[of_new] += np.diff(new.leaf_ptr)
     leaf_item = np.insert(old.leaf_item, items_before, new.leaf_item)
     by_id = _merged_by_id(old, new, items_before)
-    return Inserted(_trie(old, indptr, token, _from_degrees(degree), leaf_item, by_id), items_before)
+    return Inserted(
+        _trie(old, indptr, token, _from_degrees(degree), leaf_item, by_id), items_before
+    )
 
 
 def restrict(trie: Trie, kept: Mask) -> Trie:
-    """Remove all other items. `kept` is bool [N] in the order of `trie.leaf_item`, with at least one True."""
+    """Remove all other items.
+
+    `kept` is bool [N] in the order of `trie.leaf_item`, with at least one True.
+    """
     valid = allow_mask(trie, kept).valid
     alive: Mask = np.ones(1, np.bool_)  # states of the level that stay; the root does
     indptr = []
@@ -255,7 +279,9 @@ def _parents(pointers: Pointers, merged: I64) -> I64:
     return parents
 
 
-def _places_before(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None, of_old: I64, of_new: I64) -> I64:
+def _places_before(
+    old: Trie, order: F32 | None, new: Trie, new_order: F32 | None, of_old: I64, of_new: I64
+) -> I64:
     """Find the place of each new item by T4: one binary search within its leaf, for all new items at once."""
     leaf = np.repeat(of_new, np.diff(new.leaf_ptr))
     own = np.searchsorted(of_old, leaf)  # the old leaf of the same SID, or the next one
@@ -293,6 +319,11 @@ def _from_degrees(degree: I64) -> Pointers:
 
 
 def _trie(
-    like: Trie, indptr: list[Pointers], token: list[Table], leaf_ptr: Pointers, leaf_item: I64, by_id: I64
+    like: Trie,
+    indptr: list[Pointers],
+    token: list[Table],
+    leaf_ptr: Pointers,
+    leaf_item: I64,
+    by_id: I64,
 ) -> Trie:
     return freeze(Trie(like.codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id))

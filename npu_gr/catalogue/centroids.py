@@ -1,11 +1,13 @@
 """Semantic IDs for items that come after the training: by the centroids that it left beside the catalogue.
 
     vector   the item's values of the features that the codes were made of, as training has those of an item that it
-             never saw in a history: a part of unit length for each feature, and all of them together of unit length
+             never saw in a history: a part of unit length for each feature, and all of them
+             together of unit length
     codes    level by level the nearest centroid of what the levels before have left over, of those with a free semantic
              ID below them; so a new item never shares one, as no trained item does
 
-A file `centroids.safetensors` beside the catalogue's; codes that were not made by centroids have none.
+A file `centroids.safetensors` beside the catalogue's; codes that were not made by centroids have
+none.
 
 Source: residual quantisation of items, as in TIGER (arXiv:2305.05065).
 """
@@ -47,10 +49,14 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Centroids:
-    """The centroids of each level, and what a vector is made of. L = levels, d = width of a vector."""
+    """The centroids of each level, and what a vector is made of.
+
+    L = levels, d = width of a vector.
+    """
 
     levels: tuple[F32, ...]  # L x [codes, d]
-    features: tuple[CodedFeature, ...]  # the last places of a vector; those before them are of an item's neighbours
+    # the last places of a vector; those before them are of an item's neighbours
+    features: tuple[CodedFeature, ...]
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -59,7 +65,11 @@ class Centroids:
             ValueError: they are no centroids.
         """
         widths = {level.shape[1] for level in self.levels if level.ndim == 2}
-        if not self.levels or len(widths) != 1 or any(level.ndim != 2 or not len(level) for level in self.levels):
+        if (
+            not self.levels
+            or len(widths) != 1
+            or any(level.ndim != 2 or not len(level) for level in self.levels)
+        ):
             raise ValueError("levels: need [codes, d] of one d each")
         if not all(np.isfinite(level).all() for level in self.levels):
             raise ValueError("levels: need finite numbers")
@@ -76,7 +86,10 @@ class Centroids:
         return tuple(len(level) for level in self.levels)
 
     def vector(self, features: Features) -> F32:
-        """Make the vector of an item without neighbours, [d]; zeros where none of its values is known."""
+        """Make the vector of an item without neighbours, [d].
+
+        Zeros where none of its values is known.
+        """
         made = np.zeros(self.levels[0].shape[1], np.float32)
         place = len(made) - self._num_coded
         for feature in self.features:
@@ -92,7 +105,10 @@ class Centroids:
     def save(self, folder: Path) -> None:
         """Write the file. Raises OSError."""
         notes = msgspec.json.encode(_Notes(features=list(self.features))).decode()
-        tensors = {f"levels.{number}": np.ascontiguousarray(level) for number, level in enumerate(self.levels)}
+        tensors = {
+            f"levels.{number}": np.ascontiguousarray(level)
+            for number, level in enumerate(self.levels)
+        }
         try:
             save_file(tensors, folder / FILE, {_NOTES: notes})
         except SafetensorError as error:
@@ -111,7 +127,9 @@ class Centroids:
         try:
             with safe_open(path, framework="numpy") as file:
                 notes = msgspec.json.decode((file.metadata() or {}).get(_NOTES, "{}"), type=_Notes)
-                levels = tuple(file.get_tensor(f"levels.{number}") for number in range(len(file.keys())))
+                levels = tuple(
+                    file.get_tensor(f"levels.{number}") for number in range(len(file.keys()))
+                )
             if notes.format != 1 or any(level.dtype != np.float32 for level in levels):
                 raise ValueError("is not of this version")
             return cls(levels, tuple(notes.features))
@@ -131,7 +149,8 @@ class SidMaker:
         """
         self._trie = trie
         self._centroids = centroids
-        self._given: dict[tuple[int, ...], int] = {}  # beginning -> semantic IDs of this change that begin so
+        # beginning -> semantic IDs of this change that begin so
+        self._given: dict[tuple[int, ...], int] = {}
 
     def all_of(self, items: Sequence[NewItem]) -> list[tuple[int, ...]]:
         """Return the semantic ID of each item: what it brings, and then, in order, those of the others.
@@ -157,21 +176,27 @@ class SidMaker:
             features: of the item.
 
         Raises:
-            CatalogueError: there are no centroids, no feature that counts is known, or none is free.
+            CatalogueError: there are no centroids, no feature that counts is known, or none is
+                free.
         """
         centroids = self._centroids
         if centroids is None:
-            raise CatalogueError(f"add[{row}].sid: is missing, and there is no {FILE} beside the catalogue to make it")
+            raise CatalogueError(
+                f"add[{row}].sid: is missing, and there is no {FILE} beside the "
+                "catalogue to make it"
+            )
         if centroids.code_count != self._trie.codebooks.code_count:
             raise CatalogueError(
-                f"add[{row}].sid: is missing, and {FILE} has {centroids.code_count} codes, the catalogue "
+                f"add[{row}].sid: is missing, and {FILE} has {centroids.code_count} codes, the "
+                "catalogue "
                 f"{self._trie.codebooks.code_count}"
             )
         rest = centroids.vector(features)
         if not rest.any():
             names = ", ".join(feature.name for feature in centroids.features) or "none"
             raise CatalogueError(
-                f"add[{row}].features: a semantic ID is made of a known value of one of {names} at least; or give a sid"
+                f"add[{row}].features: a semantic ID is made of a known value of one of {names} at "
+                "least; or give a sid"
             )
         sid: list[int] = []
         for level, table in enumerate(centroids.levels):

@@ -1,12 +1,13 @@
 """Turn the items that a request may be answered with into the trie's edges that its beams may follow.
 
-An edge is valid if and only if an allowed item lies below it. Selection masks the other edges before its top-k, so
-that no beam is spent on a path whose items are all denied.
+An edge is valid if and only if an allowed item lies below it. Selection masks the other edges
+before its top-k, so that no beam is spent on a path whose items are all denied.
 
 There are two ways to find the valid edges:
   from a mask          (of attributes, of withdrawn items) computes every edge from the leaves up: the time and memory
                        of the whole trie
-  from a list of items visits only the states above those items: allowing takes O(items x levels); denying also reads
+  from a list of items visits only the states above those items: allowing takes O(items x levels);
+  denying also reads
                        the children of each state that loses one of them
 """
 
@@ -21,16 +22,19 @@ from npu_gr.catalogue.records import Column
 from npu_gr.catalogue.trie import Mask, Trie, owner, spread
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
-# numpy's kind of a column -> the types that a value searched in it may have. Compared with type(), which tells True
-# from 1; isinstance does not.
+# numpy's kind of a column -> the types that a value searched in it may have. Compared with type(),
+# which tells True from 1; isinstance does not.
 _TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "f": (int, float), "U": (str,)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
-    """The allowed items and the valid edges, as masks over the trie's tables. Never changed in place."""
+    """The allowed items and the valid edges, as masks over the trie's tables.
+
+    Never changed in place.
+    """
 
     allowed: Mask  # [N] in the order of `Trie.leaf_item`
     valid: tuple[Mask, ...]  # L x [n_{l+1}] edges of level l, in the order of `Trie.token[l]`
@@ -47,7 +51,10 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exclusion:
-    """Denied items and the edges that no longer lead to an allowed one; indices are ascending and distinct."""
+    """Denied items and the edges that no longer lead to an allowed one.
+
+    Indices are ascending and distinct.
+    """
 
     places: I64  # into `Trie.leaf_item`
     edges: tuple[I64, ...]  # L x indices into `Trie.token[l]`
@@ -55,15 +62,22 @@ class Exclusion:
 
 def allow_all(trie: Trie) -> Filter:
     """Allow every item of the trie."""
-    return Filter(np.ones(trie.num_items, np.bool_), tuple(np.ones(len(codes), np.bool_) for codes in trie.token))
+    return Filter(
+        np.ones(trie.num_items, np.bool_),
+        tuple(np.ones(len(codes), np.bool_) for codes in trie.token),
+    )
 
 
 def allow_mask(trie: Trie, allowed: Mask) -> Filter:
-    """Allow the items of a mask, bool [N] in the order of `trie.leaf_item`; the filter keeps the mask itself."""
+    """Allow the items of a mask, bool [N] in the order of `trie.leaf_item`.
+
+    The filter keeps the mask itself.
+    """
     below = allowed
     valid = []
     for pointers in (trie.leaf_ptr, *reversed(trie.indptr[1:])):
-        # Every state has a child (T3), so no range is empty: reduceat would return an empty range's first element.
+        # Every state has a child (T3), so no range is empty: reduceat would return an empty range's
+        # first element.
         below = np.logical_or.reduceat(below, pointers[:-1]) if len(below) else below
         valid.append(below)
     return Filter(allowed, tuple(reversed(valid)))
@@ -72,7 +86,8 @@ def allow_mask(trie: Trie, allowed: Mask) -> Filter:
 def allow_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Filter:
     """Allow only some items.
 
-    Visits the paths to these items alone; the rest of the masks is zeroed memory that is never touched.
+    Visits the paths to these items alone; the rest of the masks is zeroed memory that is never
+    touched.
 
     Args:
         trie: the catalogue.
@@ -101,17 +116,19 @@ def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Exclu
     Args:
         trie: the catalogue.
         item_ids: [n] external ids; those that the catalogue lacks, and repeated ones, are ignored.
-        within: the filter that the exclusion will be applied to (`Filter.without`); None: `allow_all`.
+        within: the filter that the exclusion will be applied to (`Filter.without`); None:
+            `allow_all`.
     """
-    # a history has thousands of items: looking them up in order touches each part of the tables once
+    # a history has thousands of items: looking them up in order touches each part of the tables
+    # once
     places = np.unique(trie.places(np.unique(item_ids)))
     places = places[places >= 0]
     off = places
     edges = []
     allowed = within.allowed if within else None
     for level in range(trie.num_levels, 0, -1):
-        # `off` holds items in the first round, edges of this level later. The state above each is an edge of the
-        # level above, and goes off too if nothing below it is left.
+        # `off` holds items in the first round, edges of this level later. The state above each is
+        # an edge of the level above, and goes off too if nothing below it is left.
         pointers = trie.leaf_ptr if level == trie.num_levels else trie.indptr[level]
         states = np.unique(owner(pointers, off))
         lo = pointers[states].astype(np.int64)
@@ -129,7 +146,9 @@ def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Exclu
     return Exclusion(places, tuple(reversed(edges)))
 
 
-def attribute_in(attributes: Mapping[str, Column], name: str, values: Sequence[bool | int | float | str]) -> Mask:
+def attribute_in(
+    attributes: Mapping[str, Column], name: str, values: Sequence[bool | int | float | str]
+) -> Mask:
     """Find the items whose attribute has one of the values.
 
     Args:
@@ -144,12 +163,17 @@ def attribute_in(attributes: Mapping[str, Column], name: str, values: Sequence[b
         Unprocessable: no such attribute, or a value of another kind than the attribute's.
     """
     if name not in attributes:
-        raise Unprocessable(f"filter: no attribute {quoted(name)}; there are {', '.join(attributes) or 'none'}")
+        raise Unprocessable(
+            f"filter: no attribute {quoted(name)}; there are {', '.join(attributes) or 'none'}"
+        )
     column = attributes[name]
     for value in values:
         if type(value) not in _TYPES[column.dtype.kind]:
-            raise Unprocessable(f"filter: {quoted(value)} is not of the kind of attribute {quoted(name)}")
+            raise Unprocessable(
+                f"filter: {quoted(value)} is not of the kind of attribute {quoted(name)}"
+            )
     found = np.zeros(len(column), np.bool_)
     for value in values:
-        found |= column == value  # one pass a value, where np.isin would sort; a request names few values
+        # one pass a value, where np.isin would sort; a request names few values
+        found |= column == value
     return found

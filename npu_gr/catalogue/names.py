@@ -1,9 +1,10 @@
 """Tables of names, as files beside a checkpoint.
 
-`ItemNames`: what the company calls each item, and the title that a person reads. An id below 2^62 is its own name
-(`core/names.py`), so an entry is needed only for hashed ids and for titles.
+`ItemNames`: what the company calls each item, and the title that a person reads. An id below 2^62
+is its own name (`core/names.py`), so an entry is needed only for hashed ids and for titles.
 
-The actions of a generator: a Hugging Face folder has no place for their names. A ranker's checkpoint has them itself.
+The actions of a generator: a Hugging Face folder has no place for their names. A ranker's
+checkpoint has them itself.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ class _Texts:
     @classmethod
     def read(cls, tensors: dict[str, npt.NDArray[np.generic]], what: str, count: int) -> _Texts:
         raw, ends = tensors[f"{what}s"], tensors[f"{what}_ends"]
-        if raw.ndim != 1 or ends.shape != (count + 1,) or raw.dtype != np.uint8 or ends.dtype != np.int64:
+        if (
+            raw.ndim != 1
+            or ends.shape != (count + 1,)
+            or raw.dtype != np.uint8
+            or ends.dtype != np.int64
+        ):
             raise ValueError(f"{what}s do not fit the ids")
         if ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) < 0).any():
             raise ValueError(f"{what}_ends must ascend from 0 to the end")
@@ -113,9 +119,15 @@ class ItemNames:
             first, second = names[order[twice[0]]], names[order[twice[0] + 1]]
             if first == second:
                 raise DataError(f"item names: {first!r} stands there twice")
-            raise DataError(f"item names: {first!r} and {second!r} have the same id; rename one of them")
+            raise DataError(
+                f"item names: {first!r} and {second!r} have the same id; rename one of them"
+            )
         titles = titles or [""] * len(names)
-        return cls(ids, _Texts.of([names[place] for place in order]), _Texts.of([titles[place] for place in order]))
+        return cls(
+            ids,
+            _Texts.of([names[place] for place in order]),
+            _Texts.of([titles[place] for place in order]),
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -165,7 +177,9 @@ class ItemNames:
 
     @classmethod
     def load(cls, folder: Path) -> ItemNames | None:
-        """Read `FILE` of a folder; None = there is none. A table that is in memory already is not made again.
+        """Read `FILE` of a folder; None = there is none.
+
+        A table that is in memory already is not made again.
 
         Raises:
             DataError: it is broken.
@@ -178,9 +192,16 @@ class ItemNames:
                 return known
             tensors = load(raw)
             ids = tensors["ids"]
-            if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
+            if (
+                ids.dtype != np.int64
+                or ids.ndim != 1
+                or (np.diff(ids) <= 0).any()
+                or (ids < 0).any()
+            ):
                 raise ValueError("ids must be int64, ascending and not negative")
-            found = cls(ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids)))
+            found = cls(
+                ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids))
+            )
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -190,9 +211,13 @@ class ItemNames:
 
 
 def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
-    """Name each id by the first table that has it: [n] -> n names; an id that none has is its own name."""
+    """Name each id by the first table that has it: [n] -> n names.
+
+    An id that none has is its own name.
+    """
     names: list[str | int] = ids.tolist()
-    left = np.flatnonzero(is_hashed(ids))  # a plain number is its own name, whatever the tables have
+    # a plain number is its own name, whatever the tables have
+    left = np.flatnonzero(is_hashed(ids))
     for table in tables:
         entries = table.find(ids[left])
         known = entries >= 0

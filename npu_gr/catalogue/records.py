@@ -1,16 +1,19 @@
-"""Read files of items and their semantic IDs (SIDs). A file with any bad record is refused as a whole.
+"""Read files of items and their semantic IDs (SIDs).
+
+A file with any bad record is rejected as a whole.
 
 The suffix tells the format:
   .jsonl, .jsonl.gz, .jsonl.zst   a line: {"item_id": 1, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": true}}
-                                  `order` and `attributes` may be left out; any other key is an error, so that a
-                                  misspelt one is noticed. Blank lines are skipped.
+                                  `order` and `attributes` may be left out; any other key is an
+                                  error, so that a misspelt one is noticed. Blank lines are skipped.
   .parquet                        columns `item_id`, `sid` (a list of integers) and maybe `order`; every further
                                   column is an attribute. Needs npu_gr[parquet].
   .bin                            xLLM: {int64 item; int32 t0, t1, t2}, little endian, 20 bytes a record
-A line may also have `features`, by name a value or a list of values: what a ranker knows of an item that it was not
-trained with, beside its codes. Items differ in which they have, and Parquet has none.
-Every record has as many codes as the first, an order score if and only if the first has one, and the attributes of the
-first, each of one kind (true or false, number, text): filters would have to guess the values that are left out.
+A line may also have `features`, by name a value or a list of values: what a ranker knows of an item
+that it was not trained with, beside its codes. Items differ in which they have, and Parquet has
+none. Every record has as many codes as the first, an order score if and only if the first has one,
+and the attributes of the first, each of one kind (true or false, number, text): filters would have
+to guess the values that are left out.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.lines import read_lines
 from npu_gr.core.names import item_id
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
-Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
+# bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
+Column = npt.NDArray[Any]
 FeatureValue = str | int | float
 Features = Mapping[str, FeatureValue | list[FeatureValue]]  # by name; of one item
 Place = Callable[[int], str]  # row -> "<file>, line <n>" or the like, for a message
@@ -43,13 +47,19 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """The records of a catalogue, in the order of the file. N = number of items, L = codes of a SID."""
+    """The records of a catalogue, in the order of the file.
 
-    item_ids: I64  # [N] not negative; `build_trie` refuses repeated ones
-    sids: I32  # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID has
+    N = number of items, L = codes of a SID.
+    """
+
+    item_ids: I64  # [N] not negative; `build_trie` rejects repeated ones
+    # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID
+    # has
+    sids: I32
     order: F32 | None  # [N] finite
     attributes: dict[str, Column]  # by name, [N] each
-    features: dict[int, Features] = field(default_factory=dict)  # by item id; items without any are not there
+    # by item id; items without any are not there
+    features: dict[int, Features] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.item_ids)
@@ -59,7 +69,9 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """One item, as a line of JSONL has it."""
 
     item_id: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
-    sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_CODE)]], msgspec.Meta(min_length=1)]
+    sid: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_CODE)]], msgspec.Meta(min_length=1)
+    ]
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = {}
     features: dict[str, FeatureValue | list[FeatureValue]] = {}
@@ -115,11 +127,13 @@ def as_items(records: Sequence[Record], place: Place) -> Items:
     for row, record in enumerate(records):
         if difference := _difference(record, records[0]):
             raise DataError(f"{place(row)}: {difference}")
-    has_order = records[0].order is not None
+    has_blend = records[0].order is not None
     return Items(
         np.array([record.item_id for record in records], np.int64),
         np.array([record.sid for record in records], np.int32),
-        _order(np.array([record.order for record in records], np.float64), place) if has_order else None,
+        _order(np.array([record.order for record in records], np.float64), place)
+        if has_blend
+        else None,
         {
             name: _json_column(name, [record.attributes[name] for record in records], place)
             for name in records[0].attributes
@@ -133,7 +147,11 @@ def _difference(record: Record, first: Record) -> str:
     if len(record.sid) != len(first.sid):
         return f"a SID of {len(record.sid)} codes, the first record has {len(first.sid)}"
     if (record.order is None) != (first.order is None):
-        return "an order score, the first record has none" if first.order is None else "no order score"
+        return (
+            ("an order score, the first record has none")
+            if first.order is None
+            else "no order score"
+        )
     if record.attributes.keys() != first.attributes.keys():
         name = min(record.attributes.keys() ^ first.attributes.keys())
         has = "no" if name in first.attributes else "an"
@@ -150,13 +168,18 @@ def _json_column(name: str, values: list[bool | int | float | str], place: Place
         kind = numbers if type(values[0]) in numbers else (type(values[0]),)
         row = next(row for row, value in enumerate(values) if type(value) not in kind)
         raise DataError(
-            f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, the first record has {quoted(values[0])}"
+            f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, the first record "
+            f"has {quoted(values[0])}"
         )
     try:
-        return np.array(values, {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[types.pop()])
+        return np.array(
+            values, {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[types.pop()]
+        )
     except OverflowError as error:
         row = next(row for row, value in enumerate(values) if abs(int(value)) > _MAX_INT64)
-        raise DataError(f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, too large") from error
+        raise DataError(
+            f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, too large"
+        ) from error
 
 
 def _read_xllm(path: Path) -> Items:
@@ -180,7 +203,8 @@ def _read_parquet(path: Path) -> Items:
     except ImportError as error:
         raise DataError(f"{path}: Parquet needs pip install 'npu_gr[parquet]'") from error
     try:
-        with pq.ParquetFile(path) as file:  # read_table would turn folders such as day=1 into columns
+        # read_table would turn folders such as day=1 into columns
+        with pq.ParquetFile(path) as file:
             table = file.read()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: {error}") from error
@@ -204,7 +228,9 @@ def _read_parquet(path: Path) -> Items:
             return column.to_numpy().astype(np.str_)  # type: ignore[no-any-return]
         if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
             return column.to_numpy()  # type: ignore[no-any-return]
-        raise DataError(f"{path}: column {name!r} holds {kind}, want integers, numbers, text, or true and false")
+        raise DataError(
+            f"{path}: column {name!r} holds {kind}, want integers, numbers, text, or true and false"
+        )
 
     def integers(name: str, column: Any, per_record: int = 1) -> Column:
         if not pa.types.is_integer(column.type):
@@ -213,7 +239,11 @@ def _read_parquet(path: Path) -> Items:
 
     def sids(column: Any) -> I32:
         kind = column.type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        if not (
+            pa.types.is_list(kind)
+            or pa.types.is_large_list(kind)
+            or pa.types.is_fixed_size_list(kind)
+        ):
             raise DataError(f"{path}: column 'sid' holds {kind}, want lists of integers")
         lengths = values("sid", pc.list_value_length(column))
         if not len(lengths):
@@ -223,8 +253,12 @@ def _read_parquet(path: Path) -> Items:
             raise DataError(f"{place(0)}: a SID without codes")
         if (lengths != num_levels).any():
             row = int(np.argmax(lengths != num_levels))
-            raise DataError(f"{place(row)}: a SID of {lengths[row]} codes, the first record has {num_levels}")
-        return _codes(integers("sid", pc.list_flatten(column), num_levels).reshape(-1, num_levels), place)
+            raise DataError(
+                f"{place(row)}: a SID of {lengths[row]} codes, the first record has {num_levels}"
+            )
+        return _codes(
+            integers("sid", pc.list_flatten(column), num_levels).reshape(-1, num_levels), place
+        )
 
     order = None
     if "order" in names:
@@ -234,7 +268,12 @@ def _read_parquet(path: Path) -> Items:
         order = _order(scores.astype(np.float64), place)
     extra = [name for name in names if name not in ("item_id", "sid", "order")]
     attributes = {name: _widened(name, values(name, table[name]), place) for name in extra}
-    return Items(_item_ids(integers("item_id", table["item_id"]), place), sids(table["sid"]), order, attributes)
+    return Items(
+        _item_ids(integers("item_id", table["item_id"]), place),
+        sids(table["sid"]),
+        order,
+        attributes,
+    )
 
 
 def _by_record(path: Path) -> Place:
@@ -242,34 +281,44 @@ def _by_record(path: Path) -> Place:
 
 
 def _item_ids(found: Column, place: Place) -> I64:
-    _refuse((found < 0) | (found > _MAX_INT64), lambda row: f"{place(row)}: item id {found[row]} is out of range")
+    _reject(
+        (found < 0) | (found > _MAX_INT64),
+        lambda row: f"{place(row)}: item id {found[row]} is out of range",
+    )
     return found.astype(np.int64)
 
 
 def _codes(found: Column, place: Place) -> I32:
     bad: Mask = (found < 0) | (found > _MAX_CODE)
-    _refuse(
-        np.logical_or.reduce(bad, axis=1), lambda row: f"{place(row)}: code {found[row][bad[row]][0]} is out of range"
+    _reject(
+        np.logical_or.reduce(bad, axis=1),
+        lambda row: f"{place(row)}: code {found[row][bad[row]][0]} is out of range",
     )
     return found.astype(np.int32)
 
 
 def _order(found: npt.NDArray[np.float64], place: Place) -> F32:
-    with np.errstate(over="ignore"):  # a score beyond float32 becomes infinite, and is refused below
+    # a score beyond float32 becomes infinite, and is rejected below
+    with np.errstate(over="ignore"):
         order = found.astype(np.float32)
-    _refuse(~np.isfinite(order), lambda row: f"{place(row)}: order score {found[row]} is out of range")
+    _reject(
+        ~np.isfinite(order), lambda row: f"{place(row)}: order score {found[row]} is out of range"
+    )
     return order
 
 
 def _widened(name: str, found: Column, place: Place) -> Column:
     """Widen a column of any width and sign to bool, int64, float64 or str."""
     if found.dtype.kind in "iu":
-        _refuse(found > _MAX_INT64, lambda row: f"{place(row)}: attribute {name!r} is {found[row]}, too large")
+        _reject(
+            found > _MAX_INT64,
+            lambda row: f"{place(row)}: attribute {name!r} is {found[row]}, too large",
+        )
         return found.astype(np.int64)
     return found.astype(np.float64) if found.dtype.kind == "f" else found
 
 
-def _refuse(bad: Mask, message: Place) -> None:
+def _reject(bad: Mask, message: Place) -> None:
     if bad.any():
         raise DataError(message(int(np.argmax(bad))))
 

@@ -1,10 +1,10 @@
 """The catalogue of semantic IDs as an immutable trie: the codes that may follow a path, and the items at its end.
 
-Source: valid-path filtering as in xGR (arXiv:2512.11529), with the CSR tables of xLLM and the state ids carried along
-each beam of STATIC (arXiv:2602.22647).
+Source: valid-path filtering as in xGR (arXiv:2512.11529), with the CSR tables of xLLM and the state
+ids carried along each beam of STATIC (arXiv:2602.22647).
 
-A semantic ID (SID) is L codes, one a level. Level 0 has one state, the root; level L has the leaves, one for each
-distinct SID:
+A semantic ID (SID) is L codes, one a level. Level 0 has one state, the root; level L has the
+leaves, one for each distinct SID:
 
     state of level l --- edge e of level l: code token[l][e] ---> state e of level l + 1
     edges of state s:  indptr[l][s] .. indptr[l][s + 1] - 1
@@ -36,7 +36,9 @@ U16 = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.bool_]
 Pointers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
-DEAD = -1  # the state of a beam that has no valid continuation, and the leaf of an item that the catalogue lacks
+# the state of a beam that has no valid continuation, and the leaf of an item that the catalogue
+# lacks
+DEAD = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,19 @@ class Codebooks:
 
     def __post_init__(self) -> None:
         if not self.code_count or len(self.code_count) != len(self.vocab_base):
-            raise CatalogueError(f"{len(self.code_count)} code counts and {len(self.vocab_base)} vocabulary bases")
+            raise CatalogueError(
+                f"{len(self.code_count)} code counts and {len(self.vocab_base)} vocabulary bases"
+            )
         for level, (count, base) in enumerate(zip(self.code_count, self.vocab_base, strict=True)):
             if not 1 <= count <= 2**31 or base < 0:
                 raise CatalogueError(f"level {level}: {count} codes from token {base} on")
 
     @classmethod
     def stacked(cls, code_count: Sequence[int], first_token: int = 0) -> Codebooks:
-        """Give the levels adjacent token ranges; code 0 of the first level is token `first_token`."""
+        """Give the levels adjacent token ranges.
+
+        Code 0 of the first level is token `first_token`.
+        """
         bases = [first_token]
         for count in code_count[:-1]:
             bases.append(bases[-1] + count)
@@ -81,7 +88,10 @@ class LeafItems(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trie:
-    """One catalogue, made by `build_trie`. Never changed in place. n_l = states of level l, N = items, L = levels."""
+    """One catalogue, made by `build_trie`.
+
+    Never changed in place. n_l = states of level l, N = items, L = levels.
+    """
 
     codebooks: Codebooks
     indptr: tuple[Pointers, ...]  # L x [n_l + 1] first edge of each state of level l
@@ -103,16 +113,23 @@ class Trie:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tables together."""
-        return sum(table.nbytes for table in (*self.indptr, *self.token, self.leaf_ptr, self.leaf_item, self.by_id))
+        return sum(
+            table.nbytes
+            for table in (*self.indptr, *self.token, self.leaf_ptr, self.leaf_item, self.by_id)
+        )
 
     def width(self, level: int) -> I8:
         """Compute the degree class of each state of `level`: [n_l], the least w with degree <= 2**w."""
         below = np.maximum(np.diff(self.indptr[level]) - 1, 0)
-        widths: I8 = np.frexp(below.astype(np.float64))[1].astype(np.int8)  # the exponent of an integer: its bit length
+        # the exponent of an integer: its bit length
+        widths: I8 = np.frexp(below.astype(np.float64))[1].astype(np.int8)
         return widths
 
     def children(self, level: int, states: I64) -> Children:
-        """Find the edges of `level` that leave each of its given states. [n] -> [n]; a `DEAD` state has none."""
+        """Find the edges of `level` that leave each of its given states. [n] -> [n].
+
+        A `DEAD` state has none.
+        """
         return _ranges(self.indptr[level], states)
 
     def parent(self, level: int, states: I64) -> I64:
@@ -129,12 +146,15 @@ class Trie:
             states = self.parent(level, states)
         return codes
 
-    def items_of(self, leaves: I64, limit_per_sid: int | None = None, allowed: Mask | None = None) -> LeafItems:
+    def items_of(
+        self, leaves: I64, limit_per_sid: int | None = None, allowed: Mask | None = None
+    ) -> LeafItems:
         """List the items of each leaf, in the order of T4.
 
         Args:
             leaves: [n] leaf states; a `DEAD` one has no items.
-            limit_per_sid: most items of each leaf; the first allowed ones are taken. None = no limit.
+            limit_per_sid: most items of each leaf; the first allowed ones are taken. None = no
+                limit.
             allowed: [N] by place in `leaf_item`; None allows all.
         """
         lo, counts = _ranges(self.leaf_ptr, leaves)
@@ -143,7 +163,8 @@ class Trie:
         places = spread(lo, counts)
         if allowed is not None:
             keep = allowed[places]
-            kept_before = np.concatenate(([0], np.cumsum(keep)))  # allowed items before each place, over all leaves
+            # allowed items before each place, over all leaves
+            kept_before = np.concatenate(([0], np.cumsum(keep)))
             ends = np.cumsum(counts)
             starts = ends - counts
             if limit_per_sid is not None:
@@ -157,7 +178,9 @@ class Trie:
         """Look up the place of each item in `leaf_item`, -1 if the catalogue lacks it. [n] -> [n]."""
         if not self.num_items:
             return np.full(len(item_ids), -1, np.int64)
-        at = np.searchsorted(self.leaf_item, item_ids, sorter=self.by_id).clip(max=self.num_items - 1)
+        at = np.searchsorted(self.leaf_item, item_ids, sorter=self.by_id).clip(
+            max=self.num_items - 1
+        )
         places = self.by_id[at]
         return np.where(self.leaf_item[places] == item_ids, places, -1)
 
@@ -180,19 +203,23 @@ class Trie:
 
 def owner(pointers: Pointers, elements: I64) -> I64:
     """Find the state in whose range each element lies, by binary search; -1 for element -1. [n_l + 1], [n] -> [n]."""
-    # In the pointers' own type: given two types, numpy would first copy the whole table into the wider one.
+    # In the pointers' own type: given two types, numpy would first copy the whole table into the
+    # wider one.
     return np.searchsorted(pointers, elements.astype(pointers.dtype), side="right") - 1
 
 
 def spread(lo: I64, counts: I64) -> I64:
     """List lo[i] .. lo[i] + counts[i] - 1 for each i, one range after the other. [n], [n] -> [counts.sum()]."""
     ends = np.cumsum(counts)
-    numbers: I64 = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(lo - (ends - counts), counts)
+    numbers: I64 = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(
+        lo - (ends - counts), counts
+    )
     return numbers
 
 
 def _ranges(pointers: Pointers, states: I64) -> Children:
-    # A dead state reads pointers[0], which exists even where no state does, for both ends: its degree is 0.
+    # A dead state reads pointers[0], which exists even where no state does, for both ends: its
+    # degree is 0.
     alive = states != DEAD
     first = np.where(alive, states, 0)
     lo = pointers[first].astype(np.int64)

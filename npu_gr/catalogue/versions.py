@@ -1,11 +1,14 @@
 """Versions of a catalogue: one is served, the one before it is kept, and a request sees one from start to end.
 
-A change makes a new snapshot, which `Catalogue.publish` puts into service. Nothing that a request holds is written:
+A change makes a new snapshot, which `Catalogue.publish` puts into service. Nothing that a request
+holds is written:
   withdraw, restore   share the trie and copy the filter, one byte an item and an edge: tens of milliseconds at ten
                       million items
   add                 merges the new items in and removes the withdrawn ones: each table is copied once, nothing is
-                      sorted again: three seconds at ten million items, in a thread beside the event loop
-Reference counting frees the arrays of a version that is neither served nor kept once no request holds it.
+                      sorted again: three seconds at ten million items, in a thread beside the event
+                      loop
+Reference counting frees the arrays of a version that is neither served nor kept once no request
+holds it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.lifetime import Published
 from npu_gr.core.served import CatalogueInfo
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.text_format import cut, quoted
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,21 +42,30 @@ class Snapshot:
     trie: Trie
     order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
-    features: Mapping[int, Features]  # by item id: what a ranker may know of an item that it was not trained with
+    # by item id: what a ranker may know of an item that it was not trained with
+    features: Mapping[int, Features]
     content: str  # digest of the fields above
     names: ItemNames = EMPTY  # of items that came by text or with a title; no part of the digests
-    removed: I64 = field(default_factory=lambda: np.empty(0, np.int64))  # ids withdrawn, then dropped; ascending
-    available: Filter | None = None  # allows all but the withdrawn items; None: nothing is withdrawn
-    version: str  # digest of `content` and of the withdrawn items; `content` itself if there are none
+    # ids withdrawn, then dropped; ascending
+    removed: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    # allows all but the withdrawn items; None: nothing is withdrawn
+    available: Filter | None = None
+    # digest of `content` and of the withdrawn items; `content` itself if there are none
+    version: str
 
     @property
     def num_items(self) -> int:
         """Number of items that are not withdrawn."""
-        return int(np.count_nonzero(self.available.allowed)) if self.available else self.trie.num_items
+        return (
+            int(np.count_nonzero(self.available.allowed)) if self.available else self.trie.num_items
+        )
 
     @property
     def item_ids(self) -> I64:
-        """Ids of the items that are not withdrawn, ascending; ten million take tens of milliseconds."""
+        """Ids of the items that are not withdrawn, ascending.
+
+        Ten million take tens of milliseconds.
+        """
         places = self.trie.by_id
         if self.available is not None:
             places = places[self.available.allowed[places]]
@@ -92,9 +104,14 @@ def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
     sids = items.sids if len(items) else np.empty((0, len(codebooks)), np.int32)
     trie = build_trie(sids, items.item_ids, codebooks, items.order)
     rows = np.empty(len(items), np.int64)
-    rows[trie.by_id] = np.argsort(items.item_ids)  # seconds at ten million items; looking each up takes a minute
-    attributes = {name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)}
-    return _snapshot(trie, None if items.order is None else items.order[rows], attributes, items.features)
+    # seconds at ten million items; looking each up takes a minute
+    rows[trie.by_id] = np.argsort(items.item_ids)
+    attributes = {
+        name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)
+    }
+    return _snapshot(
+        trie, None if items.order is None else items.order[rows], attributes, items.features
+    )
 
 
 def _snapshot(
@@ -109,7 +126,14 @@ def _snapshot(
     if features:
         hasher.update(orjson.dumps(sorted(features.items()), option=orjson.OPT_SORT_KEYS))
     content = hasher.hexdigest()
-    return Snapshot(trie=trie, order=order, attributes=attributes, features=features, content=content, version=content)
+    return Snapshot(
+        trie=trie,
+        order=order,
+        attributes=attributes,
+        features=features,
+        content=content,
+        version=content,
+    )
 
 
 def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
@@ -138,15 +162,19 @@ def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
 
 
 def add(snapshot: Snapshot, items: Items) -> Snapshot:
-    """Merge items into the trie and remove the withdrawn ones from it. A withdrawn item may return on another SID.
+    """Merge items into the trie and remove the withdrawn ones from it.
+
+    A withdrawn item may return on another SID.
 
     Args:
         snapshot: the version to change.
-        items: with an order score and attributes if and only if the snapshot's items have them, of the same kinds.
+        items: with an order score and attributes if and only if the snapshot's items have them, of
+            the same kinds.
 
     Raises:
-        CatalogueError: an item is there already, the columns differ from the snapshot's, or the items do not make a
-            trie (see `build_trie`). Record numbers count the records of `items`, from 1.
+        CatalogueError: an item is there already, the columns differ from the snapshot's, or the
+            items do not make a trie (see `build_trie`). Record numbers count the records of
+            `items`, from 1.
     """
     added = _added(snapshot, items)
     if added is snapshot:
@@ -167,17 +195,29 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
     repeated = (places >= 0) & kept[places]
     if repeated.any():
         row = int(np.argmax(repeated))
-        raise CatalogueError(f"record {row + 1}: item {items.item_ids[row]} is already in the catalogue")
+        raise CatalogueError(
+            f"record {row + 1}: item {items.item_ids[row]} is already in the catalogue"
+        )
     if items.sids.shape[1] != trie.num_levels:
-        raise CatalogueError(f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}")
+        raise CatalogueError(
+            f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}"
+        )
     _check_columns(snapshot, items)
     base = snapshot if kept.all() else _restricted(snapshot, kept)
     more = make_snapshot(items, trie.codebooks)
     merged, before = insert(base.trie, base.order, more.trie, more.order)
-    order = None if base.order is None or more.order is None else np.insert(base.order, before, more.order)
+    order = (
+        None
+        if base.order is None or more.order is None
+        else np.insert(base.order, before, more.order)
+    )
     attributes = {
         name: _narrowed(
-            np.insert(column.astype(np.result_type(column, more.attributes[name])), before, more.attributes[name])
+            np.insert(
+                column.astype(np.result_type(column, more.attributes[name])),
+                before,
+                more.attributes[name],
+            )
         )
         for name, column in base.attributes.items()
     }
@@ -191,20 +231,31 @@ def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Sna
         DataError: an item is named twice, or two names have one id.
     """
     added = ItemNames.make(names, titles)
-    kept = snapshot.names.ids[(snapshot.trie.places(snapshot.names.ids) >= 0) & (added.find(snapshot.names.ids) < 0)]
+    kept = snapshot.names.ids[
+        (snapshot.trie.places(snapshot.names.ids) >= 0) & (added.find(snapshot.names.ids) < 0)
+    ]
     entries = snapshot.names.find(kept)
-    table = ItemNames.make([*snapshot.names.names_at(entries), *names], [*snapshot.names.titles_at(entries), *titles])
+    table = ItemNames.make(
+        [*snapshot.names.names_at(entries), *names], [*snapshot.names.titles_at(entries), *titles]
+    )
     return replace(snapshot, names=table)
 
 
 def _check_columns(snapshot: Snapshot, items: Items) -> None:
-    if (items.order is None) != (snapshot.order is None) or items.attributes.keys() != snapshot.attributes.keys():
-        theirs = ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes)) or "none"
+    if (items.order is None) != (
+        snapshot.order is None
+    ) or items.attributes.keys() != snapshot.attributes.keys():
+        theirs = (
+            ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes))
+            or "none"
+        )
         raise CatalogueError(f"columns {cut(_columns(items))}, those of the catalogue are {theirs}")
     for name, column in items.attributes.items():
         was = snapshot.attributes[name].dtype
         if column.dtype.kind != was.kind and (column.dtype.kind, was.kind) != ("i", "f"):
-            raise CatalogueError(f"attribute {quoted(name)} of type {column.dtype}, that of the catalogue is {was}")
+            raise CatalogueError(
+                f"attribute {quoted(name)} of type {column.dtype}, that of the catalogue is {was}"
+            )
 
 
 def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
@@ -229,17 +280,21 @@ class Catalogue:
         self._turn = threading.Lock()  # from the check of a new version to its publication
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Serve this version from now on, and keep the one served until now. A version that is served stays so.
+        """Serve this version from now on, and keep the one served until now.
+
+        A version that is served stays so.
 
         Raises:
-            CatalogueError: the version has other codebooks than the served one, which the model was trained with;
-                nothing was changed.
+            CatalogueError: the version has other codebooks than the served one, which the model was
+                trained with; nothing was changed.
         """
         with self._turn:
             if not self._published.is_empty:
                 served = self._published.current
                 if snapshot.trie.codebooks != served.trie.codebooks:
-                    raise CatalogueError(f"{snapshot.trie.codebooks}, the catalogue has {served.trie.codebooks}")
+                    raise CatalogueError(
+                        f"{snapshot.trie.codebooks}, the catalogue has {served.trie.codebooks}"
+                    )
                 if snapshot.version == served.version:
                     return
             self._published.publish(snapshot)

@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, VALUE_COLUMN, load_config, run_async
+from npu_gr.cli.options import (
+    API_KEY,
+    AS_JSON,
+    CONFIG,
+    FILE,
+    SET,
+    VALUE_COLUMN,
+    load_config,
+    run_async,
+)
 
 if TYPE_CHECKING:
-    from npu_gr.features.checksum import Found
-    from npu_gr.features.load import Loaded
+    from npu_gr.history_store.checksum import Found
+    from npu_gr.history_store.load import Loaded
     from npu_gr.tools.erase_check import Searched
 
 PATIENCE_S = 60.0  # for a service that has no room, or restarts
@@ -23,12 +32,18 @@ SHOWN = 20  # lines about damage
 
 
 @click.command(short_help="Load a log into the history store.")
-@click.option("--config", "config_path", type=FILE, help="YAML configuration: whose store is filled.")
+@click.option(
+    "--config", "config_path", type=FILE, help="YAML configuration: whose store is filled."
+)
 @click.option("--url", help="Load through the service at this address instead.")
 @SET
 @click.argument("log", type=FILE)
 @click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
-@click.option("--replace", is_flag=True, help="Each user of the log gets exactly the log's events; others stay.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Each user of the log gets exactly the log's events; others stay.",
+)
 @VALUE_COLUMN
 @API_KEY
 def load(
@@ -43,17 +58,23 @@ def load(
 ) -> None:
     """Load an interaction LOG into the history store: what is there already is not added again.
 
-    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which actions there are, and
-    which features of events are loaded; events that are there already gain those that they lack. If a service has the
-    embedded store, the events go through it, at the address of the configuration. What ends in the middle is completed
-    by the same command.
+    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which
+    actions there are, and which features of events are loaded; events that are there already gain
+    those that they lack. If a service has the embedded store, the events go through it, at the
+    address of the configuration. What ends in the middle is completed by the same command.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from npu_gr.core.history import Mode
     from npu_gr.dataset import read_log
-    from npu_gr.features.load import features_loaded, load_interactions
+    from npu_gr.history_store.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
@@ -63,10 +84,19 @@ def load(
     async def work(stack: ExitStack) -> Loaded:
         async with open_target(config, url, api_key, PATIENCE_S) as target:
             found = ", ".join(features_loaded(interactions, target.model.features))
-            click.echo(f"loading into {target.about}{found and f'; features of events: {found}'}", err=True)
-            columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            click.echo(
+                f"loading into {target.about}{found and f'; features of events: {found}'}", err=True
+            )
+            columns = (
+                TextColumn("events"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             console = Console(stderr=True)
-            bars = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
+            bars = stack.enter_context(
+                Progress(*columns, console=console, disable=not console.is_terminal)
+            )
             task = bars.add_task("", total=len(interactions))
             return await load_interactions(
                 target.store,
@@ -80,7 +110,11 @@ def load(
 
     with ExitStack() as stack:
         done = asyncio.run(work(stack))
-    told = f"{done.num_replaced} replaced" if replace else f"{done.num_known} events were already there"
+    told = (
+        (f"{done.num_replaced} replaced")
+        if replace
+        else f"{done.num_known} events were already there"
+    )
     if done.num_filled:
         told += f", of which {done.num_filled} gained features"
     click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")
@@ -89,23 +123,39 @@ def load(
 @click.command(short_help="Write events from Kafka into the history store, each once.")
 @click.option("--brokers", required=True, help="Kafka's: host:port, separated by commas.")
 @click.option("--topic", "topics", required=True, multiple=True, help="Repeat it for several.")
-@click.option("--group", default="npu_gr", show_default=True, help="The consumer group: its members share the topics.")
-@click.option("--config", "config_path", type=FILE, help="YAML configuration: whose store is filled.")
+@click.option(
+    "--group",
+    default="npu_gr",
+    show_default=True,
+    help="The consumer group: its members share the topics.",
+)
+@click.option(
+    "--config", "config_path", type=FILE, help="YAML configuration: whose store is filled."
+)
 @click.option("--url", help="Write through the service at this address instead.")
 @SET
 @API_KEY
 @click.option("--tenant", default="", help="Of all users.")
 @click.option(
-    "--user", help="Field with the user, e.g. user_id or payload.user; by default guessed, as the next three."
+    "--user",
+    help="Field with the user, e.g. user_id or payload.user; by default guessed, as the "
+    "next three.",
 )
 @click.option("--item", help="Field with the item.")
 @click.option("--event", help="Field with what was done; needed unless the model has one action.")
 @click.option("--time", help="Field with the time; without one the broker's time counts.")
 @click.option(
-    "--feature", "features", multiple=True, help="Feature of events, NAME or NAME=FIELD; repeat it for several."
+    "--feature",
+    "features",
+    multiple=True,
+    help="Feature of events, NAME or NAME=FIELD; repeat it for several.",
 )
 @click.option(
-    "--dead-letters", default="dead-letters.jsonl", show_default=True, type=FILE, help="For what is no event."
+    "--dead-letters",
+    default="dead-letters.jsonl",
+    show_default=True,
+    type=FILE,
+    help="For what is no event.",
 )
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus here.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
@@ -133,35 +183,49 @@ def consume(
 ) -> None:
     """Write events from topics of Kafka into the history store, each once, until SIGTERM.
 
-    A message is a JSON object of one event. Offsets are committed once the store has acknowledged; a message that is
-    read again counts once. What is no event goes to the dead letters. While the store has no room it waits.
+    A message is a JSON object of one event. Offsets are committed once the store has acknowledged;
+    a message that is read again counts once. What is no event goes to the dead letters. While the
+    store has no room it waits.
     """
-    from npu_gr.tools.consume import ConsumeConfig, consume
     from npu_gr.tools.consume_message import Fields
     from npu_gr.tools.ingest import open_target
+    from npu_gr.tools.kafka_ingest import ConsumeConfig, consume
 
     config = None if config_path is None else load_config(config_path, overrides)
-    of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
-    fields = Fields(**{name: kafka.pop(name) for name in ("user", "item", "event", "time")}, features=of_events)
+    of_events = {
+        name: field or name for name, _, field in (told.partition("=") for told in features)
+    }
+    fields = Fields(
+        **{name: kafka.pop(name) for name in ("user", "item", "event", "time")}, features=of_events
+    )
     where = ConsumeConfig(fields=fields, **kafka)
-    done = run_async(lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S)))
+    done = run_async(
+        lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S))
+    )
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
 
 
 @click.command(short_help="Find damage in a history store, and save what is whole.")
 @click.argument("where")
-@click.option("--repair", "out", type=FILE, metavar="NEW", help="Save every whole entry into this file, a new one.")
+@click.option(
+    "--repair",
+    "out",
+    type=FILE,
+    metavar="NEW",
+    help="Save every whole entry into this file, a new one.",
+)
 @click.option("--verbose", is_flag=True, help="Name the users, and every place.")
 def store(where: str, out: Path | None, verbose: bool) -> None:
     """Read every entry of WHERE, a file or redis://..., and compare it with its checksum.
 
-    An embedded store must not be in use. With --repair its whole entries are saved into a new file, and WHERE is only
-    read: a user who lost events keeps the others, and idempotency keys are not saved. Exit code: 0 = no damage, 1 =
-    damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
+    An embedded store must not be in use. With --repair its whole entries are saved into a new file,
+    and WHERE is only read: a user who lost events keeps the others, and idempotency keys are not
+    saved. Exit code: 0 = no damage, 1 = damage, 2 = cannot be read at all. Users are named by a
+    hash, or with --verbose.
     """
     from npu_gr.core.calling import calling_files
-    from npu_gr.features.embedded_check import check, repair
-    from npu_gr.features.redis import check_redis
+    from npu_gr.history_store.embedded_check import check, repair
+    from npu_gr.history_store.redis import check_redis
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
@@ -169,13 +233,17 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
             raise click.UsageError("--repair: of a file; Redis has its own replicas and backups")
         done = repair(Path(where), out)
         click.echo(
-            f"saved {done.num_users} users with {done.num_events} events into {out}; lost {done.num_lost} events"
+            f"saved {done.num_users} users with {done.num_events} events into {out}; lost "
+            f"{done.num_lost} events"
         )
         _show(done.bad_users, done.damage, verbose)
         sys.exit(1 if done.num_lost or done.bad_users or done.damage else 0)
-    found: Found = run_async(lambda: check_redis(where, calling_files())) if is_url else check(Path(where))
+    found: Found = (
+        run_async(lambda: check_redis(where, calling_files())) if is_url else check(Path(where))
+    )
     click.echo(
-        f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} events; "
+        f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} "
+        "events; "
         f"{found.num_unchecked} entries are older than the checksums"
     )
     _show(found.bad_users, found.damage, verbose)
@@ -183,7 +251,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
 
 
 def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
-    from npu_gr.features.checksum import hashed
+    from npu_gr.history_store.checksum import hashed
 
     if bad_users:
         click.echo(f"{len(bad_users)} users have damaged entries:")
@@ -198,7 +266,10 @@ def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
 
 def _user(key: bytes) -> list[str]:
     length = int.from_bytes(key[:4], "big")
-    return [part.decode("utf-8", "backslashreplace") for part in (key[4 : 4 + length], key[4 + length :])]
+    return [
+        part.decode("utf-8", "backslashreplace")
+        for part in (key[4 : 4 + length], key[4 + length :])
+    ]
 
 
 @click.command("erase-check", short_help="Search everywhere for a user who was erased.")
@@ -222,8 +293,8 @@ def erase_check(
 ) -> None:
     """Search the files of an instance, logs, and the memory of processes for USER, who was erased.
 
-    Run it where the files are. It says where something is left, never what. Exit code: 0 = nothing was found, 1 =
-    something was, 2 = nothing was found, but a place could not be searched.
+    Run it where the files are. It says where something is left, never what. Exit code: 0 = nothing
+    was found, 1 = something was, 2 = nothing was found, but a place could not be searched.
     """
     import msgspec
 
@@ -245,5 +316,8 @@ def erase_check(
         click.echo(msgspec.json.encode({"exit_code": code, "places": found}))
     else:
         for one in found:
-            click.echo(f"{one.verdict:<12}  {one.place:<10}  {one.what}" + (f"  ({one.note})" if one.note else ""))
+            click.echo(
+                f"{one.verdict:<12}  {one.place:<10}  "
+                f"{one.what}" + (f"  ({one.note})" if one.note else "")
+            )
     sys.exit(code)

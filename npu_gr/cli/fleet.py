@@ -16,10 +16,18 @@ from npu_gr.cli.options import API_KEY, CONFIG, FILE, SET, load_config
 if TYPE_CHECKING:
     from npu_gr.route.fan_out import Answered, Change
 
-_TENANT = click.option("--tenant", default="", help="Of the user, where the key is for every tenant.")
-_RELOADS = {"models": "/v1/models/reload", "catalog": "/v1/catalog/reload", "match": "/v1/match/reload"}
+_TENANT = click.option(
+    "--tenant", default="", help="Of the user, where the key is for every tenant."
+)
+_RELOADS = {
+    "models": "/v1/models/reload",
+    "catalog": "/v1/catalog/reload",
+    "match": "/v1/match/reload",
+}
 _ROLLBACKS = {"catalog": "/v1/catalog/rollback", "match": "/v1/match/rollback"}
-_ROUTER = click.option("--config", "config_path", required=True, type=FILE, help="YAML configuration of the router.")
+_ROUTER = click.option(
+    "--config", "config_path", required=True, type=FILE, help="YAML configuration of the router."
+)
 
 
 @click.group()
@@ -35,8 +43,13 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("user")
 @_TENANT
 @_shared
-def erase(user: str, tenant: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
-    """Erase USER at every instance. Exit code 1: an instance has not done it, and is named; ask again."""
+def erase(
+    user: str, tenant: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None
+) -> None:
+    """Erase USER at every instance.
+
+    Exit code 1: an instance has not done it, and is named; ask again.
+    """
     from npu_gr.core.kinds import ERASE
 
     query = f"?{urlencode({'tenant': tenant})}" if tenant else ""
@@ -69,7 +82,12 @@ def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: 
 
 
 def _tell_all(
-    config_path: Path, overrides: tuple[str, ...], api_key: str | None, method: str, target: str, body: bytes = b""
+    config_path: Path,
+    overrides: tuple[str, ...],
+    api_key: str | None,
+    method: str,
+    target: str,
+    body: bytes = b"",
 ) -> None:
     """Send a change to every instance, and print what each answered."""
     from npu_gr.core.calling import calling_headers
@@ -86,7 +104,9 @@ def _tell_all(
         sys.exit(1)
 
 
-async def _ask(config_path: Path, overrides: tuple[str, ...], change: Change) -> dict[str, Answered]:
+async def _ask(
+    config_path: Path, overrides: tuple[str, ...], change: Change
+) -> dict[str, Answered]:
     from npu_gr.route.config import load
     from npu_gr.route.discovery import find
     from npu_gr.route.fan_out import Way, ask_all
@@ -98,9 +118,13 @@ async def _ask(config_path: Path, overrides: tuple[str, ...], change: Change) ->
 @fleet.command("ray", short_help="Run instances on a Ray cluster.")
 @CONFIG
 @SET
-@click.option("--instances", required=True, type=click.IntRange(1), help="At least so many, one a device.")
+@click.option(
+    "--instances", required=True, type=click.IntRange(1), help="At least so many, one a device."
+)
 @click.option("--max-instances", type=click.IntRange(1), help="Autoscale up to so many.")
-@click.option("--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"]))
+@click.option(
+    "--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"])
+)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8090, show_default=True)
 def ray(

@@ -12,7 +12,9 @@ import click
 
 from npu_gr.cli.options import FILE
 
-KEY_FILE = click.option("--file", "path", required=True, type=FILE, help="The key file: server.api_keys_file.")
+KEY_FILE = click.option(
+    "--file", "path", required=True, type=FILE, help="The key file: server.api_keys_file."
+)
 PREFIX = "ngr_"  # by which scanners for leaked secrets know a key
 MAX_CHARACTERS = 512
 SCOPES = ("infer", "ingest", "erase", "observe", "admin")  # of `Scope`, whose module loads numpy
@@ -20,19 +22,42 @@ SCOPES = ("infer", "ingest", "erase", "observe", "admin")  # of `Scope`, whose m
 
 @click.group()
 def keys() -> None:
-    """Make, list and revoke API keys. Who reads the file has new keys, and forgets revoked ones, within a second."""
+    """Make, list and revoke API keys.
+
+    Who reads the file has new keys, and forgets revoked ones, within a second.
+    """
 
 
 @keys.command("new", short_help="Make a key, add it to the file, and print it.")
 @click.argument("name")
 @KEY_FILE
-@click.option("--tenant", required=True, help="Whose data it is for; '*' = the tenant that each request names.")
-@click.option("--scope", "scopes", required=True, multiple=True, type=click.Choice(SCOPES), help="Repeatable.")
+@click.option(
+    "--tenant",
+    required=True,
+    help="Whose data it is for; '*' = the tenant that each request names.",
+)
+@click.option(
+    "--scope", "scopes", required=True, multiple=True, type=click.Choice(SCOPES), help="Repeatable."
+)
 @click.option("--rate-per-s", type=float, help="Requests a second; without it there is no limit.")
-@click.option("--expires", help="Day (UTC) or time with a zone, e.g. 2027-01-31 or 2027-01-31T12:00:00Z.")
-@click.option("--from-stdin", is_flag=True, help="Read the key from standard input instead of making one.")
-def new_key(name: str, path: Path, scopes: tuple[str, ...], expires: str | None, from_stdin: bool, **more: Any) -> None:
-    """Make a key called NAME, add it to the file, and print it. It is shown this once: the file has its hash alone."""
+@click.option(
+    "--expires", help="Day (UTC) or time with a zone, e.g. 2027-01-31 or 2027-01-31T12:00:00Z."
+)
+@click.option(
+    "--from-stdin", is_flag=True, help="Read the key from standard input instead of making one."
+)
+def new_key(
+    name: str,
+    path: Path,
+    scopes: tuple[str, ...],
+    expires: str | None,
+    from_stdin: bool,
+    **more: Any,
+) -> None:
+    """Make a key called NAME, add it to the file, and print it.
+
+    It is shown this once: the file has its hash alone.
+    """
     from npu_gr.core.settings import from_table
     from npu_gr.server.auth.edit import add_key
     from npu_gr.server.auth.keys import KeyEntry, hash_of
@@ -66,7 +91,9 @@ def list_keys(path: Path) -> None:
         rows.append((key.name, f"{key.sha256[:8]}...", tenant, ",".join(key.scopes), rate, end))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        click.echo(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 @keys.command("revoke")
@@ -79,7 +106,10 @@ def revoke(name: str, path: Path) -> None:
     num_left = revoke_key(path, name)
     click.echo(f"revoked {name!r}; {path} has {num_left} more", err=True)
     if num_left == 0:
-        click.echo("no key is left: every call is refused, and no instance starts with this file", err=True)
+        click.echo(
+            "no key is left: every call is rejected, and no instance starts with this file",
+            err=True,
+        )
 
 
 def _from_stdin() -> str:
@@ -93,9 +123,13 @@ def _from_stdin() -> str:
 
     key = sys.stdin.buffer.read(MAX_CHARACTERS + 3).rstrip(b"\r\n").decode(errors="replace")
     if not MIN_CHARACTERS <= len(key) <= MAX_CHARACTERS:
-        raise ConfigError(f"the key on standard input needs {MIN_CHARACTERS} to {MAX_CHARACTERS} characters")
+        raise ConfigError(
+            f"the key on standard input needs {MIN_CHARACTERS} to {MAX_CHARACTERS} characters"
+        )
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError("the key on standard input may have printable ASCII characters alone, and no blank")
+        raise ConfigError(
+            "the key on standard input may have printable ASCII characters alone, and no blank"
+        )
     return key
 
 
@@ -110,7 +144,9 @@ def _future(text: str) -> datetime:
     try:
         end = datetime.fromisoformat(text)
     except ValueError:
-        raise ConfigError(f"--expires: {text!r} is neither 2027-01-31 nor 2027-01-31T12:00:00Z") from None
+        raise ConfigError(
+            f"--expires: {text!r} is neither 2027-01-31 nor 2027-01-31T12:00:00Z"
+        ) from None
     if len(text) == len("2027-01-31"):
         end = end.replace(tzinfo=UTC)
     if end.tzinfo is None:

@@ -1,4 +1,7 @@
-"""npu-gr: the group of all commands. One module a command group; commands import what they need, late."""
+"""npu-gr: the group of all commands.
+
+One module a command group; commands import what they need, late.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.simulate import simulate
-from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, judge
+from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, evaluate
 from npu_gr.cli.train import import_, train
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.logs import close_logs, set_up_logs
@@ -33,8 +36,10 @@ GONE = {
     "init": "npu-gr config > serve.yaml; each trainer writes one that serves its model",
     "monitor": "npu-gr demo --monitor",
     "proto": "the Open Inference Protocol's own .proto file",
-    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, docs/own-data.md has queries",
-    "replay convert ratings": "npu-gr replay convert sql, a query for DuckDB; npu-gr demo replays ratings",
+    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, "
+    "docs/own-data.md has queries",
+    "replay convert ratings": "npu-gr replay convert sql, a query for DuckDB; npu-gr demo replays "
+    "ratings",
     "replay convert log": "zstd and gzip pack and unpack a log; npu-gr replay reads both",
     "record purge": "npu-gr record --purge FOLDER",
     "record run": "npu-gr record",
@@ -66,13 +71,18 @@ class _Group(click.Group):
             if (error.name or "").partition(".")[0] != "torch":
                 raise
             close_logs()
-            click.echo(f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'", err=True)
+            click.echo(
+                f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'",
+                err=True,
+            )
             sys.exit(2)
 
 
 @click.group(cls=_Group)
 @click.version_option(__version__)
-@click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
+@click.option(
+    "--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"])
+)
 @CALLING_TLS
 def main(log_level: str, **calling: str | None) -> None:
     """Generative recommendation under a P99 deadline."""
@@ -85,6 +95,6 @@ for _command in (
     *(prepare, serve, route, check_config, config, keys, fleet),
     *(train, import_, load, consume, store, replay, record, erase_check),
     *(simulate, calibrate, doctor, build_ops),
-    *(dashboards, judge, demo),
+    *(dashboards, evaluate, demo),
 ):
     main.add_command(_command)

@@ -1,6 +1,7 @@
 """What several command groups share: options, argument types, and how a command loads and runs things.
 
-Nothing here imports torch, numpy or aiohttp: `npu-gr --help` must be quick. Commands import what they need, late.
+Nothing here imports torch, numpy or aiohttp: `npu-gr --help` must be quick. Commands import what
+they need, late.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ THREAD_COUNT = click.IntRange(1)
 
 API_KEY = click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-CONFIG = click.option("--config", "config_path", required=True, type=FILE, help="YAML configuration.")
+CONFIG = click.option(
+    "--config", "config_path", required=True, type=FILE, help="YAML configuration."
+)
 SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. kv.hbm_bytes=1000000."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one setting, e.g. kv.hbm_bytes=1000000.",
 )
 _CALLING_TLS = (
-    ("--ca", "NPU_GR_CA", "PEM: whom calls to https and rediss trust; by default whom the system trusts."),
+    (
+        "--ca",
+        "NPU_GR_CA",
+        "PEM: whom calls to https and rediss trust; by default whom the system trusts.",
+    ),
     ("--cert", "NPU_GR_CERT", "PEM: the certificate that they show."),
     ("--cert-key", "NPU_GR_CERT_KEY", "PEM: its key."),
 )
@@ -40,13 +51,17 @@ VALUE_COLUMN = click.option(
 def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (an option, as the others are)
     """Add the options of commands that call an instance at https; `npu_gr.core.calling` reads them."""
     for name, variable, text in reversed(_CALLING_TLS):
-        command = click.option(name, variable.lower(), type=click.Path(), help=f"{text} Also from {variable}.")(command)
+        command = click.option(
+            name, variable.lower(), type=click.Path(), help=f"{text} Also from {variable}."
+        )(command)
     return command
 
 
 def names_of(_: click.Context, __: click.Parameter, given: str | None) -> tuple[str, ...] | None:
     """Split the value of an option at commas; None = it is not given."""
-    return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
+    return (
+        None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
+    )
 
 
 class RunByDefault(click.Group):

@@ -1,4 +1,7 @@
-"""npu-gr replay [run | compare | convert] and npu-gr record. Commands import what they need, late."""
+"""npu-gr replay [run | compare | convert] and npu-gr record.
+
+Commands import what they need, late.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,13 @@ def replay() -> None:
 @replay.command("run", short_help="Replay a query log open loop.")
 @click.argument("log", type=FILE)
 @click.option("--url", "base_url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; repeat it for a sweep.  [1]")
+@click.option(
+    "--speed",
+    "speeds",
+    multiple=True,
+    type=float,
+    help="Log seconds a second; repeat it for a sweep.  [1]",
+)
 @click.option(
     "--rate",
     "rates",
@@ -36,19 +45,42 @@ def replay() -> None:
     type=float,
     help="Ranks a second instead of the log's times; repeat it for a sweep.",
 )
-@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--closed", type=int, help="Keep so many requests in flight, the next when one is over; no arrivals.")
-@click.option("--signal-lead-ms", type=float, help="Signal so long before a rank whose signal the log lacks.  [50]")
-@click.option("--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median).")
+@click.option(
+    "--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"])
+)
+@click.option(
+    "--closed",
+    type=int,
+    help="Keep so many requests in flight, the next when one is over; no arrivals.",
+)
+@click.option(
+    "--signal-lead-ms",
+    type=float,
+    help="Signal so long before a rank whose signal the log lacks.  [50]",
+)
+@click.option(
+    "--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median)."
+)
 @click.option("--rank-delay-p99-ms", type=float, help="P99 of that delay, log-normal.")
 @click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
-@click.option("--histories", default="logged", show_default=True, type=click.Choice(["logged", "whole", "delta"]))
+@click.option(
+    "--histories",
+    default="logged",
+    show_default=True,
+    type=click.Choice(["logged", "whole", "delta"]),
+)
 @click.option("--start", "start_s", default=0.0, help="Log seconds to leave out at the start.")
 @click.option("--limit", type=click.IntRange(1), help="Replay so many records, oldest first.")
-@click.option("--sample-users", default=1.0, show_default=True, help="Replay this share of the users.")
+@click.option(
+    "--sample-users", default=1.0, show_default=True, help="Replay this share of the users."
+)
 @click.option("--duration", "duration_s", type=float, help="Send for so many seconds.")
 @click.option(
-    "--warmup", "warmup_s", default=0.0, show_default=True, help="Leave the first seconds of sending out of the report."
+    "--warmup",
+    "warmup_s",
+    default=0.0,
+    show_default=True,
+    help="Leave the first seconds of sending out of the report.",
 )
 @click.option("--timeout-ms", default=1000.0, show_default=True)
 @click.option("--slo-ms", default=50.0, show_default=True)
@@ -58,7 +90,10 @@ def replay() -> None:
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of tables.")
 @API_KEY
 def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> None:
-    """Replay a query LOG open loop; latency counts from the time each request was due. Ctrl-C reports what there is."""
+    """Replay a query LOG open loop; latency counts from the time each request was due.
+
+    Ctrl-C reports what there is.
+    """
     from rich.console import Console
 
     from npu_gr.replay.page import page
@@ -139,7 +174,12 @@ def _progress() -> Iterator[Any]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+    )
     with Bars(*columns, console=Console(file=sys.stderr), transient=True) as bars:
 
         class ShowProgress:
@@ -161,12 +201,22 @@ def _progress() -> Iterator[Any]:
 @click.option("--slo-ms", default=50.0, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
 @click.option(
-    "--max-drift", type=float, help="Exit 1 if a score differs by more, in standard deviations of its request."
+    "--max-drift",
+    type=float,
+    help="Exit 1 if a score differs by more, in standard deviations of its request.",
 )
-@click.option("--max-p99-ratio", type=float, help="Exit 1 if P99 of B / A is surely (95 %) over this.")
+@click.option(
+    "--max-p99-ratio", type=float, help="Exit 1 if P99 of B / A is surely (95 %) over this."
+)
 @AS_JSON
 def compare_command(
-    a: Path, b: Path, slo_ms: float, seed: int, max_drift: float | None, max_p99_ratio: float | None, as_json: bool
+    a: Path,
+    b: Path,
+    slo_ms: float,
+    seed: int,
+    max_drift: float | None,
+    max_p99_ratio: float | None,
+    as_json: bool,
 ) -> None:
     """Compare runs A and B of one log: folders of `replay --out`, files of answers, or recorded logs."""
     import msgspec
@@ -185,7 +235,10 @@ def compare_command(
         click.echo(f"npu-gr: drift {drift.max_drift:.3e} is not within {max_drift:g}", err=True)
         sys.exit(1)
     if max_p99_ratio is not None and not p99.low <= max_p99_ratio:
-        click.echo(f"npu-gr: P99 ratio {p99.ratio:.3f} ({p99.low:.3f} at least) is over {max_p99_ratio:g}", err=True)
+        click.echo(
+            f"npu-gr: P99 ratio {p99.ratio:.3f} ({p99.low:.3f} at least) is over {max_p99_ratio:g}",
+            err=True,
+        )
         sys.exit(1)
 
 
@@ -197,12 +250,14 @@ def convert() -> None:
 @convert.command("sql", short_help="Records of any file, by a query for DuckDB.")
 @click.argument("query", type=FILE)
 @click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
-@click.option("--checkpoint", type=FILE, help="The model's actions, where histories have them by name.")
+@click.option(
+    "--checkpoint", type=FILE, help="The model's actions, where histories have them by name."
+)
 def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     """Make a query log of the rows of QUERY, a file with SQL for DuckDB.
 
-    It reads access logs, JSON lines, CSV, Parquet and databases; a row is a request, its columns the fields of a
-    record. docs/own-data.md has queries for nginx and Envoy.
+    It reads access logs, JSON lines, CSV, Parquet and databases; a row is a request, its columns
+    the fields of a record. docs/own-data.md has queries for nginx and Envoy.
     """
     from npu_gr.replay.convert import SqlSource
     from npu_gr.replay.files import in_time_order, write
@@ -214,7 +269,10 @@ def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     source = SqlSource(text, None if checkpoint is None else _actions(checkpoint))
     num_records = write(out, in_time_order(f"{query}: row", enumerate(source, 1)))
     kinds = ", ".join(f"{num} {kind}" for kind, num in source.kinds.most_common())
-    click.echo(f"{num_records} records in {out}: {kinds}\n\nnext: npu-gr replay {out} --url http://127.0.0.1:8080")
+    click.echo(
+        f"{num_records} records in {out}: {kinds}\n\nnext: npu-gr replay {out} --url "
+        "http://127.0.0.1:8080"
+    )
 
 
 def _actions(checkpoint: Path) -> ActionNames:
@@ -225,22 +283,44 @@ def _actions(checkpoint: Path) -> ActionNames:
 
 
 @click.command(short_help="Record a service's requests, or purge recordings.")
-@click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Admin address of an instance.")
-@click.option("--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option(
-    "--sample", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of the users."
+    "--url",
+    default="http://127.0.0.1:8081",
+    show_default=True,
+    help="Admin address of an instance.",
+)
+@click.option(
+    "--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True)
+)
+@click.option(
+    "--sample",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Of the users.",
 )
 @click.option("--status", is_flag=True, help="Only show the recorder's status.")
-@click.option("--purge", "folder", type=FILE, help="Instead remove erased users' records from this folder, now.")
+@click.option(
+    "--purge",
+    "folder",
+    type=FILE,
+    help="Instead remove erased users' records from this folder, now.",
+)
 @API_KEY
-def record(url: str, seconds: float, sample: float, status: bool, folder: Path | None, api_key: str | None) -> None:
-    """Record a running service's requests into its `record.folder`. Ctrl-C ends the recording early.
+def record(
+    url: str, seconds: float, sample: float, status: bool, folder: Path | None, api_key: str | None
+) -> None:
+    """Record a running service's requests into its `record.folder`.
 
-    The service's configuration needs a section `record`, which also says whether identities are hashed.
+    Ctrl-C ends the recording early.
 
-    With --purge, an instance may be writing in the folder: readers leave the records of an erased user out at once,
-    and an instance removes them by itself within some hours. Exit code: 0 = all are removed, 1 = a file could not be
-    written anew, 2 = nothing could be done, 3 = a file that is being written may hold some.
+    The service's configuration needs a section `record`, which also says whether identities are
+    hashed.
+
+    With --purge, an instance may be writing in the folder: readers leave the records of an erased
+    user out at once, and an instance removes them by itself within some hours. Exit code: 0 = all
+    are removed, 1 = a file could not be written anew, 2 = nothing could be done, 3 = a file that is
+    being written may hold some.
     """
     from npu_gr.replay.remote import record_for, show_status
     from npu_gr.replay.run import stop_on_interrupt
@@ -272,7 +352,8 @@ def _purge(folder: Path) -> NoReturn:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
     click.echo(
-        f"{done.num_files} files read, {done.num_rewritten} written anew: {done.num_removed} records removed, "
+        f"{done.num_files} files read, {done.num_rewritten} written anew: {done.num_removed} "
+        "records removed, "
         f"{done.num_unreadable} lines that were no records; {done.num_left} names are left"
     )
     for message in done.failed:

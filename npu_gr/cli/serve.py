@@ -29,9 +29,14 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 @click.command(short_help="Run HAProxy in front of the instances.")
 @CONFIG
 @SET
-@click.option("--print", "prints", is_flag=True, help="Print HAProxy's file as it would be written, and end.")
+@click.option(
+    "--print", "prints", is_flag=True, help="Print HAProxy's file as it would be written, and end."
+)
 def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
-    """Run HAProxy in front of the instances: by user, a rank where its signal went. SIGTERM drains and stops it."""
+    """Run HAProxy in front of the instances: by user, a rank where its signal went.
+
+    SIGTERM drains and stops it.
+    """
     from npu_gr.route.process import run, shown
 
     if prints:
@@ -43,12 +48,17 @@ def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
 @click.command("check-config", short_help="Check a configuration and all that it names.")
 @CONFIG
 @SET
-@click.option("--syntax-only", is_flag=True, help="Open nothing that it names: for machines without the files.")
+@click.option(
+    "--syntax-only",
+    is_flag=True,
+    help="Open nothing that it names: for machines without the files.",
+)
 def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: bool) -> None:
     """Check the configuration of an instance or a router, and everything that it names.
 
-    Prints it whole, defaults included, and where each other value came from; then, on standard error, what was found.
-    Exit code 0, or 1: a start would refuse something that it names, or 2: the configuration itself is wrong.
+    Prints it whole, defaults included, and where each other value came from; then, on standard
+    error, what was found. Exit code 0, or 1: a start would reject something that it names, or 2:
+    the configuration itself is wrong.
     """
     from npu_gr.tools.check_config import examine, is_well, read, shown, table
 
@@ -65,8 +75,15 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
 
 @click.command(short_help="Print a configuration to begin with, or its schema.")
 @click.argument("kind", default="instance", type=click.Choice(["instance", "router", "simulation"]))
-@click.option("--schema", "what", flag_value="schema", help="Print its JSON Schema instead, for editors and for CI.")
-@click.option("--reference", "what", flag_value="reference", help="Print docs/configuration.md instead.")
+@click.option(
+    "--schema",
+    "what",
+    flag_value="schema",
+    help="Print its JSON Schema instead, for editors and for CI.",
+)
+@click.option(
+    "--reference", "what", flag_value="reference", help="Print docs/configuration.md instead."
+)
 def config(kind: str, what: str | None) -> None:
     """Print a configuration of KIND with every key and its meaning: npu-gr config > serve.yaml.
 
@@ -77,7 +94,10 @@ def config(kind: str, what: str | None) -> None:
     if what == "reference":
         click.echo(config_docs.reference(), nl=False)
     else:
-        click.echo(config_docs.schema_text(kind) if what == "schema" else config_docs.example(kind), nl=False)
+        click.echo(
+            config_docs.schema_text(kind) if what == "schema" else config_docs.example(kind),
+            nl=False,
+        )
 
 
 def _serve(work: Callable[[], Any]) -> None:

@@ -1,4 +1,7 @@
-"""npu-gr simulate [run | fit-users | fit-device]. Each command imports what it needs when it runs."""
+"""npu-gr simulate [run | fit-users | fit-device].
+
+Each command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,35 @@ def simulate() -> None:
 
 
 @simulate.command("run", short_help="Simulate instances behind the router.")
-@click.option("--config", "config_path", required=True, type=FILE, help="Settings, as in configs/simulate.yaml.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
-@click.option("--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users.")
+@click.option(
+    "--config",
+    "config_path",
+    required=True,
+    type=FILE,
+    help="Settings, as in configs/simulate.yaml.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one setting, e.g. qps=2000.",
+)
+@click.option(
+    "--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users."
+)
 @click.option(
     "--signal-lead-ms",
     default=50.0,
     show_default=True,
     help="With --log: how long a signal precedes its rank, if the log has no signals.",
 )
-@click.option("--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG.")
-@click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
+@click.option(
+    "--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG."
+)
+@click.option(
+    "--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate."
+)
 @click.option("--out", type=FILE, help="Write simulation.json into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def run_command(
@@ -59,7 +80,8 @@ def run_command(
     from npu_gr.simulate.fleet import FleetResult, as_dict, render, search
     from npu_gr.simulate.fleet import simulate as play
 
-    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # an overloaded fleet fails often; the result counts it
+    # an overloaded fleet fails often; the result counts it
+    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)
     config = load(config_path, SimulateConfig, overrides)
     if calibration is not None:
         config = calibrated(config, calibration)
@@ -74,7 +96,9 @@ def run_command(
     settings = msgspec.to_builtins(msgspec.structs.replace(config, device=profile))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "simulation.json").write_text(json.dumps(as_dict(runs, found, settings), indent=2) + "\n")
+        (out / "simulation.json").write_text(
+            json.dumps(as_dict(runs, found, settings), indent=2) + "\n"
+        )
         click.echo(f"report in {out}", err=True)
     if as_json:
         click.echo(json.dumps(as_dict(runs, found, settings), indent=2))
@@ -82,7 +106,9 @@ def run_command(
         wide_console(150).print(render(runs, found))
 
 
-def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[TrafficRequest]]:
+def _traffic(
+    config: SimulateConfig, log: Path | None, signal_lead_ms: float
+) -> Callable[[], Iterator[TrafficRequest]]:
     from npu_gr.replay.files import QueryLog
     from npu_gr.replay.plan import ReplayOptions
     from npu_gr.simulate.config import UsersConfig
@@ -91,13 +117,18 @@ def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) ->
 
     if log is not None:
         options = ReplayOptions(
-            base_url="http://simulated", rate=config.qps, signal_lead_s=signal_lead_ms * 1e-3, seed=config.seed
+            base_url="http://simulated",
+            rate=config.qps,
+            signal_lead_s=signal_lead_ms * 1e-3,
+            seed=config.seed,
         )
         return lambda: iter(requests_of(QueryLog(log), options))
     if config.users is None:
         raise ConfigError("users: needed where --log names no query log")
     users = _section(config.users, UsersConfig)
-    return lambda: signals_and_ranks(visits(users, config.qps, config.duration_s, config.seed), users.candidates)
+    return lambda: signals_and_ranks(
+        visits(users, config.qps, config.duration_s, config.seed), users.candidates
+    )
 
 
 def _section(given: S | str, kind: type[S]) -> S:
@@ -110,9 +141,13 @@ def _section(given: S | str, kind: type[S]) -> S:
 @simulate.command("fit-users", short_help="Fit the model of users to a query log.")
 @click.argument("log", type=FILE)
 @click.option(
-    "--num-users", type=click.IntRange(1), help="Size of the whole population; default: the users of the LOG."
+    "--num-users",
+    type=click.IntRange(1),
+    help="Size of the whole population; default: the users of the LOG.",
 )
-@click.option("--out", required=True, type=FILE, help="Write YAML for the key `users` into this file.")
+@click.option(
+    "--out", required=True, type=FILE, help="Write YAML for the key `users` into this file."
+)
 def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     """Fit the model of users to a query LOG: popularity, returns, lengths and growth of histories."""
     from npu_gr.replay.files import QueryLog
@@ -145,9 +180,18 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     type=click.IntRange(60),
     help="Replay at most so many records of the LOG.",
 )
-@click.option("--warmup", "warmup_s", default=3.0, show_default=True, help="Seconds at the start that do not count.")
 @click.option(
-    "--kv-token-bytes", required=True, type=click.IntRange(2), help="Bytes of keys and values of one token, all layers."
+    "--warmup",
+    "warmup_s",
+    default=3.0,
+    show_default=True,
+    help="Seconds at the start that do not count.",
+)
+@click.option(
+    "--kv-token-bytes",
+    required=True,
+    type=click.IntRange(2),
+    help="Bytes of keys and values of one token, all layers.",
 )
 @click.option(
     "--copy-bytes-per-s",
@@ -155,11 +199,20 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     type=float,
     help="Bandwidth from DRAM to HBM; the service logs it at its start.",
 )
-@click.option("--max-history-tokens", default=16_384, show_default=True, help="Longest history of the model.")
-@click.option("--out", required=True, type=FILE, help="Write YAML for the key `device` into this file.")
+@click.option(
+    "--max-history-tokens", default=16_384, show_default=True, help="Longest history of the model."
+)
+@click.option(
+    "--out", required=True, type=FILE, help="Write YAML for the key `device` into this file."
+)
 @API_KEY
 def fit_device_command(
-    log: Path, out: Path, kv_token_bytes: int, copy_bytes_per_s: float, max_history_tokens: int, **played: Any
+    log: Path,
+    out: Path,
+    kv_token_bytes: int,
+    copy_bytes_per_s: float,
+    max_history_tokens: int,
+    **played: Any,
 ) -> None:
     """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
     import uvloop

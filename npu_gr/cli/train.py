@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     Presets = Mapping[str, msgspec.Struct]
 
-# of npu_gr.model.imported.families, which loads torch
+# of npu_gr.model.convert.families, which loads torch
 FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
-ITEM_FEATURES = click.option("--item-features", default="", callback=names_of, help="Its columns, comma-separated.")
+ITEM_FEATURES = click.option(
+    "--item-features", default="", callback=names_of, help="Its columns, comma-separated."
+)
 THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT)
 
 
@@ -97,13 +99,18 @@ def train() -> None:
 @THREADS
 @click.pass_context
 def train_all(
-    context: click.Context, data: Path, out: Path, preset: str, overrides: tuple[str, ...], threads: int
+    context: click.Context,
+    data: Path,
+    out: Path,
+    preset: str,
+    overrides: tuple[str, ...],
+    threads: int,
 ) -> None:
     """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
 
-    Models are trained side by side. What was made from the same data and options before is not made again, so after an
-    interruption the same command goes on; until it ends, what was served stays. At the end DATA is loaded into the
-    history store, as npu-gr load does.
+    Models are trained side by side. What was made from the same data and options before is not made
+    again, so after an interruption the same command goes on; until it ends, what was served stays.
+    At the end DATA is loaded into the history store, as npu-gr load does.
     """
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
@@ -111,7 +118,10 @@ def train_all(
     try:
         train_site(data, out, overrides, threads, wide_console(), preset)
     except KeyboardInterrupt:
-        click.echo("\nwhat is finished is kept, and the same command goes on; what was served stays", err=True)
+        click.echo(
+            "\nwhat is finished is kept, and the same command goes on; what was served stays",
+            err=True,
+        )
         raise
     context.invoke(load, config_path=out / SERVE, log=data)
     click.echo(next_commands(data, out))
@@ -122,7 +132,11 @@ def train_all(
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
-@click.option("--codes", type=FILE, help="Semantic IDs of the generator beside it: new items are scored by theirs.")
+@click.option(
+    "--codes",
+    type=FILE,
+    help="Semantic IDs of the generator beside it: new items are scored by theirs.",
+)
 @click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick"]))
 @click.option(
     "--budget-s",
@@ -147,7 +161,8 @@ def train_rank(
 ) -> None:
     """Train an HSTU ranker on a LOG, which also retrieves, and print its figures beside the baselines'.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl
+    or .json.
     """
     import torch
     from rich.console import Console
@@ -162,7 +177,9 @@ def train_rank(
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
-    data = read_training_data(log, value_column=value_column, items=items, columns=list(item_features))
+    data = read_training_data(
+        log, value_column=value_column, items=items, columns=list(item_features)
+    )
     log_of_items = build_log(data.interactions, data.features, options.split)
     given = None if codes is None else RankerCodes(*[read_codes(codes, log_of_items.item_ids)] * 2)
     console = Console()
@@ -204,14 +221,14 @@ def train_generate(
 ) -> None:
     """Train a semantic-ID generator on an interaction LOG, and print its figures beside the baselines'.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl, or .json
-    {"user": [item, ...]}. Without it: MovieLens-100K of the package recbole.
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl,
+    or .json {"user": [item, ...]}. Without it: MovieLens-100K of the package recbole.
     """
     import torch
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import movielens_100k
+    from npu_gr.history_store.interactions import movielens_100k
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import train_generator
     from npu_gr.train.options import read_training_data
@@ -220,7 +237,9 @@ def train_generate(
     torch.set_num_threads(threads)
     options = override(_generate_presets()[preset], overrides)
     source = log or movielens_100k()
-    data = read_training_data(source, value_column=value_column, items=items, columns=list(item_features))
+    data = read_training_data(
+        source, value_column=value_column, items=items, columns=list(item_features)
+    )
     prepare(out)
     console = Console()
     with training_progress(console) as show:
@@ -243,18 +262,18 @@ def train_retrieve(
 ) -> None:
     """Make vectors for /v1/match of one LOG, and print their figures.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
-    An item's vector says what leads to it; a user's says what the newest events lead to. `train match` is for two logs
-    of users in common.
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl
+    or .json. An item's vector says what leads to it; a user's says what the newest events lead to.
+    `train match` is for two logs of users in common.
     """
     import torch
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.matching.vectors import save
     from npu_gr.train.options import how_to_match, read_training_data
     from npu_gr.train.retrieve import RetrieveOptions, train_retriever
     from npu_gr.train.steps import training_progress
+    from npu_gr.vector_search.vectors import save
 
     torch.set_num_threads(threads)
     options = override(RetrieveOptions(), overrides)
@@ -272,11 +291,19 @@ def train_retrieve(
 @train.command("match", epilog=LISTED, short_help="Train vectors of two domains that share users.")
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
-@click.option("--test", type=FILE, help="Test edges of the target; without it, one edge of each user is held out.")
+@click.option(
+    "--test",
+    type=FILE,
+    help="Test edges of the target; without it, one edge of each user is held out.",
+)
 @click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
 @_override(_match_presets)
-@click.option("--density", default=1.0, show_default=True, help="Share of the target's edges to train on.")
-@click.option("--num-validation", default=2000, show_default=True, help="Validate on at most so many users.")
+@click.option(
+    "--density", default=1.0, show_default=True, help="Share of the target's edges to train on."
+)
+@click.option(
+    "--num-validation", default=2000, show_default=True, help="Validate on at most so many users."
+)
 @click.option("--user-column", default="user_id", show_default=True)
 @click.option("--item-column", default="item_id", show_default=True)
 @click.option("--tenant", default="", show_default=True, help="Of all users in the files.")
@@ -310,7 +337,9 @@ def train_match(
     run_training(domains, out, overrides, density, num_validation, Console())
 
 
-def _settings(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+def _settings(
+    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, Any]:
     found = {}
     for one in given:
         key, equals, value = one.partition("=")
@@ -325,20 +354,51 @@ def _settings(_context: click.Context, _option: click.Parameter, given: tuple[st
 
 @click.command("import", short_help="Convert a checkpoint that another project trained.")
 @click.argument("folder", type=FILE)
-@click.option("--from", "family", required=True, type=click.Choice(FAMILIES), help="Whose code trained it.")
+@click.option(
+    "--from", "family", required=True, type=click.Choice(FAMILIES), help="Whose code trained it."
+)
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @click.option("--name", default="", help="Of the model; else the folder's.")
-@click.option("--item-ids", type=FILE, help="Ids of the items in the order of their rows, one a line; else numbers.")
 @click.option(
-    "--actions", default="", callback=names_of, metavar="NAMES", help="Names of the actions, comma-separated."
+    "--item-ids",
+    type=FILE,
+    help="Ids of the items in the order of their rows, one a line; else numbers.",
 )
-@click.option("--tasks", default="", callback=names_of, metavar="NAMES", help="Names of the tasks, comma-separated.")
 @click.option(
-    "--set", "settings", callback=_settings, multiple=True, metavar="KEY=VALUE", help="A setting that FOLDER lacks."
+    "--actions",
+    default="",
+    callback=names_of,
+    metavar="NAMES",
+    help="Names of the actions, comma-separated.",
 )
-@click.option("--trusted", is_flag=True, help="Read a distributed checkpoint, which may run its author's code.")
+@click.option(
+    "--tasks",
+    default="",
+    callback=names_of,
+    metavar="NAMES",
+    help="Names of the tasks, comma-separated.",
+)
+@click.option(
+    "--set",
+    "settings",
+    callback=_settings,
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting that FOLDER lacks.",
+)
+@click.option(
+    "--trusted",
+    is_flag=True,
+    help="Read a distributed checkpoint, which may run its author's code.",
+)
 def import_(
-    folder: Path, family: str, out: Path, name: str, item_ids: Path | None, trusted: bool, **given: Any
+    folder: Path,
+    family: str,
+    out: Path,
+    name: str,
+    item_ids: Path | None,
+    trusted: bool,
+    **given: Any,
 ) -> None:
     """Convert FOLDER, with one HSTU checkpoint and its configuration, into a checkpoint that `serve` reads.
 
@@ -346,8 +406,8 @@ def import_(
     """
     import numpy as np
 
-    from npu_gr.model.imported.families import convert
-    from npu_gr.model.imported.source import GivenNames
+    from npu_gr.model.convert.families import convert
+    from npu_gr.model.convert.source import GivenNames
     from npu_gr.model.weights import Checkpoint, save
 
     ids = None
@@ -355,15 +415,24 @@ def import_(
         try:
             ids = np.array(item_ids.read_text().split(), np.int64)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"--item-ids {item_ids}: must be whole numbers, one a line: {error}") from error
+            raise ConfigError(
+                f"--item-ids {item_ids}: must be whole numbers, one a line: {error}"
+            ) from error
         if len(np.unique(ids)) != len(ids) or (ids < 0).any():
             raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
     made = convert(
-        family, folder, GivenNames(ids, given["actions"], given["tasks"]), given["settings"], is_trusted=trusted
+        family,
+        folder,
+        GivenNames(ids, given["actions"], given["tasks"]),
+        given["settings"],
+        is_trusted=trusted,
     )
     shape = made.model.config
     checkpoint = Checkpoint(
-        model=made.model, item_ids=made.item_ids, name=name or folder.resolve().name, action_names=shape.actions
+        model=made.model,
+        item_ids=made.item_ids,
+        name=name or folder.resolve().name,
+        action_names=shape.actions,
     )
     version = save(checkpoint, out)
     for note in made.notes:

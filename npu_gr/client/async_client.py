@@ -45,22 +45,29 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECO
 from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.tls import ClientTlsConfig
-from npu_gr.server.codec.erase import EraseBody
-from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
-from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, RankFeatures, RequestFeatures, SignalFeatures, UserBody
-from npu_gr.server.codec.generate import GenerateBody, GenerateOut
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
-from npu_gr.server.codec.match import MatchBody, MatchOut
-from npu_gr.server.codec.media import JSON, MSGPACK
-from npu_gr.server.codec.rank import RankBody
-from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
-from npu_gr.server.codec.signal import SignalBody, SignalOut
+from npu_gr.server.schemas.erase import EraseBody
+from npu_gr.server.schemas.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.schemas.fields import (
+    MOST_ITEMS,
+    ItemOut,
+    RankFeatures,
+    RequestFeatures,
+    SignalFeatures,
+    UserBody,
+)
+from npu_gr.server.schemas.generate import GenerateBody, GenerateOut
+from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
+from npu_gr.server.schemas.match import MatchBody, MatchOut
+from npu_gr.server.schemas.media import JSON, MSGPACK
+from npu_gr.server.schemas.rank import RankBody
+from npu_gr.server.schemas.recommend import RecommendBody, RecommendOut
+from npu_gr.server.schemas.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
 MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
-_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
+_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is rejected it does without
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -86,9 +93,11 @@ class _Calls:
 
         Args:
             base_url: of an instance, a router or a gateway.
-            api_key: that calls show. Without it and without a file: of the environment, NPU_GR_API_KEY.
-            api_key_file: holds the key, and is read again when the key is refused.
-            tls: for https. None = what NPU_GR_CA, NPU_GR_CERT and NPU_GR_CERT_KEY name, or whom the system trusts.
+            api_key: that calls show. Without it and without a file: of the environment,
+                NPU_GR_API_KEY.
+            api_key_file: holds the key, and is read again when the key is rejected.
+            tls: for https. None = what NPU_GR_CA, NPU_GR_CERT and NPU_GR_CERT_KEY name, or whom the
+                system trusts.
             tenant: of all users, where the key does not say it.
             timeout_s: of a call.
             max_connections: at once.
@@ -102,7 +111,11 @@ class _Calls:
         self.tenant = tenant
         self.timeout_s = _checked_timeout(timeout_s)
         self._channel = Channel(
-            base_url, ApiKey(api_key, api_key_file), tls or calling_files(), max_connections, max_attempts
+            base_url,
+            ApiKey(api_key, api_key_file),
+            tls or calling_files(),
+            max_connections,
+            max_attempts,
         )
 
     async def __aenter__(self) -> Self:
@@ -135,7 +148,9 @@ class _Calls:
 
     async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
         """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""
-        return await self._channel.send(call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S))
+        return await self._channel.send(
+            call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S)
+        )
 
     def _user(self, user: Name, tenant: str | None) -> dict[str, Any]:
         return {"user_id": str(user), "tenant": self.tenant if tenant is None else tenant}
@@ -145,11 +160,14 @@ class _Calls:
 
 
 class AsyncClient(_Calls):
-    """Calls one service: `async with AsyncClient("http://...") as client`. Belongs to the event loop that opens it.
+    """Calls one service: `async with AsyncClient("http://...") as client`.
 
-    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every method raises
-    the errors of `npu_gr.core.errors`: RequestError and what is below it (the caller's fault; `error.field` names the
-    field), Overloaded (`error.retry_after_s`), Unavailable and Unreachable, DeadlineExceeded, BadAnswer.
+    Belongs to the event loop that opens it.
+
+    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every
+    method raises the errors of `npu_gr.core.errors`: RequestError and what is below it (the
+    caller's fault; `error.field` names the field), Overloaded (`error.retry_after_s`), Unavailable
+    and Unreachable, DeadlineExceeded, BadAnswer.
 
     `tenant` is only for a key of every tenant, or a service without keys; None = the client's.
     """
@@ -179,8 +197,8 @@ class AsyncClient(_Calls):
             base: the fingerprint of an earlier answer, which `history` continues.
             timestamp: when the candidates are shown; None = now.
             top_k: answer the best so many, too.
-            unknown_items: candidates that the ranker does not know have no score, or the rank fails; None = as the
-                instance has it.
+            unknown_items: candidates that the ranker does not know have no score, or the rank
+                fails; None = as the instance has it.
             features: of the user, the request and the candidates; None = all are missing.
             fields: what to say of them beside their names: "title".
             model_version: None = the current one.
@@ -226,7 +244,8 @@ class AsyncClient(_Calls):
         Args:
             user, history, base, fields, model_version: as of `rank`.
             num_items: at most.
-            beam_width, normalise, temperature: of the search; None = the service's; scores are log-probabilities.
+            beam_width, normalise, temperature: of the search; None = the service's; scores are
+                log-probabilities.
             exclude_seen: leave out the items of the history; None = as the service is configured.
             allow_items: only these; None = all.
             deny_items: none of these.
@@ -314,13 +333,14 @@ class AsyncClient(_Calls):
             num_items: at most.
             num_candidates: ranked at most; None = as the service is configured.
             exclude_seen: leave out the items of the history; None = as the service is configured.
-            unknown_items: that the ranker does not know come last, without a score, or are dropped; None = as the
-                service is configured.
+            unknown_items: that the ranker does not know come last, without a score, or are dropped;
+                None = as the service is configured.
             deny_items: none of these.
             context: for the service's hook.
             sources: only these of the configured ones; None = all.
             features: of the user and the request; None = all are missing.
-            order: fitted, rank, fused or retrieval (nothing is ranked); None = as the service is configured.
+            order: fitted, rank, fused or retrieval (nothing is ranked); None = as the service is
+                configured.
         """
         body = RecommendBody(
             **self._user(user, tenant),
@@ -397,7 +417,9 @@ class AsyncClient(_Calls):
             timeout_s=timeout_s,
             **of_both,
         )
-        return AsyncRelayCall(signal, partial(self.rank, user, **of_both), history, features, self.timeout_s)
+        return AsyncRelayCall(
+            signal, partial(self.rank, user, **of_both), history, features, self.timeout_s
+        )
 
     async def events(
         self,
@@ -413,8 +435,8 @@ class AsyncClient(_Calls):
         Args:
             user: as the company knows the user.
             events: oldest first.
-            idempotency_key: events that come with one key of a user are appended once; None = a key of this call,
-                so that its own retries append once.
+            idempotency_key: events that come with one key of a user are appended once; None = a key
+                of this call, so that its own retries append once.
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
         key = {IDEMPOTENCY_KEY: checked_key(idempotency_key)}
@@ -433,15 +455,18 @@ class AsyncClient(_Calls):
 
         Args:
             events: user -> events, oldest first.
-            mode: append them; merge: add only those that are not there, in time order; replace all that is there.
-            idempotency_key: for append, as of `events`. With one, the same call may be made again after it failed.
+            mode: append them; merge: add only those that are not there, in time order; replace all
+                that is there.
+            idempotency_key: for append, as of `events`. With one, the same call may be made again
+                after it failed.
 
         Returns:
             User -> how many events the store keeps now, or why nothing was written.
 
         Raises:
             TooLarge: the events of one user do not fit into a request; nothing was sent.
-            Unprocessable: beside what `events` refuses, one user under two names: 7 and "7"; nothing was sent.
+            Unprocessable: beside what `events` rejects, one user under two names: 7 and "7";
+                nothing was sent.
         """
         if mode == "append" or idempotency_key is not None:
             idempotency_key = checked_key(idempotency_key)
@@ -457,7 +482,9 @@ class AsyncClient(_Calls):
             raise BadAnswer(f"the answers tell of {len(results)} users of {len(events)}")
         return dict(zip(events, results, strict=True))
 
-    async def erase(self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None) -> tuple[str, ...]:
+    async def erase(
+        self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None
+    ) -> tuple[str, ...]:
         """Forget a user.
 
         Returns:
@@ -467,7 +494,9 @@ class AsyncClient(_Calls):
         # a user called ".." must not become a step in the path
         path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
         query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-        call = SafeCall(method=ERASE.method, path=path + query, headers=placing_headers(str(user), tenant))
+        call = SafeCall(
+            method=ERASE.method, path=path + query, headers=placing_headers(str(user), tenant)
+        )
         reply = await self._channel.send(call, self._time(timeout_s))
         return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
 
@@ -483,7 +512,9 @@ class AsyncClient(_Calls):
         Returns:
             Of each id, then of each name.
         """
-        asked = [f"ids={one}" for one in ids] + [f"name={quote(str(one), safe='')}" for one in listed(names, "names")]
+        asked = [f"ids={one}" for one in ids] + [
+            f"name={quote(str(one), safe='')}" for one in listed(names, "names")
+        ]
         until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
         found: list[ItemOut] = []
         for part in parts(asked, MOST_ITEMS, MAX_QUERY):
@@ -493,7 +524,9 @@ class AsyncClient(_Calls):
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """List the models in service, and those that drain."""
-        reply = await self._channel.send(SafeCall(method="GET", path="/v1/models"), self._time(timeout_s))
+        reply = await self._channel.send(
+            SafeCall(method="GET", path="/v1/models"), self._time(timeout_s)
+        )
         return read(reply, _Models).models
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:

@@ -1,7 +1,10 @@
-"""`Client`: `AsyncClient` for programs without an event loop. One thread of its own runs the loop of all calls.
+"""`Client`: `AsyncClient` for programs without an event loop.
 
-So there is one implementation, any number of threads may share a client and its connections, and a signal is on its way
-while the program does something else. A call costs two hand-overs between threads.
+One thread of its own runs the loop of all calls.
+
+So there is one implementation, any number of threads may share a client and its connections, and a
+signal is on its way while the program does something else. A call costs two hand-overs between
+threads.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import NpuGrError
-from npu_gr.server.codec.signal import SignalOut
+from npu_gr.server.schemas.signal import SignalOut
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +53,9 @@ class Loop:
         """
         if self._process != os.getpid():
             work.close()
-            raise RuntimeError("a client does not survive a fork: make it in the process that uses it")
+            raise RuntimeError(
+                "a client does not survive a fork: make it in the process that uses it"
+            )
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -73,7 +78,8 @@ class Loop:
                 return
             self._is_closed = True
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
-        if threading.current_thread() is not self._thread:  # which may be the one that collects a forgotten client
+        # which may be the one that collects a forgotten client
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -109,7 +115,9 @@ def waiting(
     return call
 
 
-def like(method: Callable[Concatenate[Any, P], Any]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+def like(
+    method: Callable[Concatenate[Any, P], Any],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
     """Make a method that takes the arguments of another one."""
 
     def named(call: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
@@ -129,7 +137,10 @@ class Client:
 
     @like(AsyncClient.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Read the files and start the thread; connect to nobody yet. The arguments are those of `AsyncClient`."""
+        """Read the files and start the thread; connect to nobody yet.
+
+        The arguments are those of `AsyncClient`.
+        """
         self._inner = AsyncClient(*args, **kwargs)
         self._loop = Loop()
         self._loop.run(self._inner.__aenter__())
@@ -160,7 +171,10 @@ class Client:
 
     @like(AsyncClient.relay)
     def relay(self, *args: Any, **kwargs: Any) -> RelayCall:
-        """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`; see `AsyncClient`."""
+        """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`.
+
+        See `AsyncClient`.
+        """
         return RelayCall(self, self._inner.relay(*args, **kwargs))
 
 

@@ -4,7 +4,8 @@
     in all      at most `max_attempts`, and within the call's own `timeout_s`; nothing is begun that could not end in it
     back-off    what Retry-After says, or else a random time that doubles; over the client, one retry in five calls
 
-aiohttp does the rest: pooled connections that are kept open, and cancellation that closes the one in use.
+aiohttp does the rest: pooled connections that are kept open, and cancellation that closes the one
+in use.
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ from npu_gr.core.errors import (
     Unreachable,
     UnsupportedMedia,
 )
+from npu_gr.core.text_format import cut
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
-from npu_gr.core.words import cut
-from npu_gr.server.codec.media import JSON
 from npu_gr.server.http import REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
+from npu_gr.server.schemas.media import JSON
 
 MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
 BACK_OFF_S = 0.05  # the first wait is at most this long
 IDLE_S = 30.0  # connections are closed after it; a service waits longer
 RETRIES_PER_CALL = 0.2  # in the long run, so that callers do not keep down what is overloaded
 RETRIES_AT_ONCE = 10.0
-AGAIN = frozenset({408, 429, 502, 503})  # statuses after which the same call may be answered; 503: Unreachable, too
+# statuses after which the same call may be answered; 503: Unreachable, too
+AGAIN = frozenset({408, 429, 502, 503})
 
 
 class ApiKey:
@@ -69,15 +71,22 @@ class ApiKey:
         if text is not None and file is not None:
             raise ConfigError("api_key, api_key_file: give one of them")
         self._file = file
-        self.text = None if text is None and file is None else self._checked(self._read() if text is None else text)
+        self.text = (
+            None
+            if text is None and file is None
+            else self._checked(self._read() if text is None else text)
+        )
 
-    def differs_from(self, refused: str | None) -> bool:
-        """Read the file again. Returns whether it has another key than the refused one; an unreadable file has none."""
+    def differs_from(self, rejected: str | None) -> bool:
+        """Read the file again.
+
+        Returns whether it has another key than the rejected one; an unreadable file has none.
+        """
         try:
             self.text = self._checked(self._read())
         except ConfigError:
             return False
-        return self.text != refused
+        return self.text != rejected
 
     @property
     def is_of_file(self) -> bool:
@@ -93,7 +102,10 @@ class ApiKey:
 
     def _checked(self, text: str) -> str:
         if not (text and text.isascii() and text.isprintable()):
-            raise ConfigError(f"{'api_key' if self._file is None else f'api_key_file: {self._file}'}: holds no key")
+            raise ConfigError(
+                f"{'api_key' if self._file is None else f'api_key_file: {self._file}'}: holds "
+                "no key"
+            )
         return text
 
 
@@ -121,7 +133,12 @@ class Channel:
     """The connections to one address. Belongs to one event loop, from `open` to `close`."""
 
     def __init__(
-        self, base_url: str, key: ApiKey, tls: ClientTlsConfig, max_connections: int, max_attempts: int
+        self,
+        base_url: str,
+        key: ApiKey,
+        tls: ClientTlsConfig,
+        max_connections: int,
+        max_attempts: int,
     ) -> None:
         """Connect to nobody yet.
 
@@ -139,8 +156,15 @@ class Channel:
             url = URL(base_url)
         except ValueError as error:
             raise ConfigError(f"base_url: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host or url.query_string or url.user is not None:
-            raise ConfigError("base_url: expected http://host:port or https://host, without a user or a query")
+        if (
+            url.scheme not in ("http", "https")
+            or not url.host
+            or url.query_string
+            or url.user is not None
+        ):
+            raise ConfigError(
+                "base_url: expected http://host:port or https://host, without a user or a query"
+            )
         for name, number in (("max_connections", max_connections), ("max_attempts", max_attempts)):
             if number < 1:
                 raise ConfigError(f"{name}: {number}: at least 1")
@@ -159,7 +183,9 @@ class Channel:
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(
                 connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_read=None, sock_connect=None),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, connect=None, sock_read=None, sock_connect=None
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # nothing of ours is compressed, and a bomb stays small
                 headers={"Accept-Encoding": "identity", "User-Agent": "npu_gr"},
@@ -180,7 +206,8 @@ class Channel:
             timeout_s: for all of it.
 
         Raises:
-            NpuGrError: what the service answered last. Unreachable: nobody answered. BadAnswer: somebody else did.
+            NpuGrError: what the service answered last. Unreachable: nobody answered. BadAnswer:
+                somebody else did.
             DeadlineExceeded: the time is over, here or at the service.
         """
         loop = asyncio.get_running_loop()
@@ -195,12 +222,15 @@ class Channel:
                     attempt += 1
                     key = self._key.text
                     try:
-                        return await self._attempt(call, {**headers, **calling_headers(key)}, until_at - loop.time())
+                        return await self._attempt(
+                            call, {**headers, **calling_headers(key)}, until_at - loop.time()
+                        )
                     except NpuGrError as error:
                         failure = error
                     if not await self._is_worth_another(call, failure, attempt, key):
                         raise failure
-                    # S311: spread, so that callers who were refused together do not come back together
+                    # S311: spread, so that callers who were rejected together do not come back
+                    # together
                     spread_s = random.uniform(0, BACK_OFF_S * 2 ** (attempt - 1))  # noqa: S311
                     wait_s = max(failure.retry_after_s or 0.0, spread_s)
                     if loop.time() + wait_s >= until_at:
@@ -210,9 +240,13 @@ class Channel:
                     await asyncio.sleep(wait_s)
         except TimeoutError:
             before = "" if failure is None else f"; before that: {failure}"
-            raise DeadlineExceeded(f"{self.url}{call.path}: no answer within {timeout_s:g} s{before}") from failure
+            raise DeadlineExceeded(
+                f"{self.url}{call.path}: no answer within {timeout_s:g} s{before}"
+            ) from failure
 
-    async def _is_worth_another(self, call: SafeCall, failure: NpuGrError, attempt: int, key: str | None) -> bool:
+    async def _is_worth_another(
+        self, call: SafeCall, failure: NpuGrError, attempt: int, key: str | None
+    ) -> bool:
         if isinstance(failure, Unauthorized):
             return self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
         return failure.status in call.again and attempt < self._max_attempts and self._retries >= 1
@@ -238,11 +272,16 @@ class Channel:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise Unreachable(f"{self.url}: {str(error) or type(error).__name__}") from error
         except aiohttp.ClientError as error:
-            raise BadAnswer(f"{self.url}{call.path}: {str(error) or type(error).__name__}") from error
+            raise BadAnswer(
+                f"{self.url}{call.path}: {str(error) or type(error).__name__}"
+            ) from error
         if 200 <= status < 300:
             return Reply(status, media, body)
         if status < 400:
-            raise BadAnswer(f"{self.url}{call.path}: the answer was {status}, to {cut(answered.get('Location', ''))!r}")
+            raise BadAnswer(
+                f"{self.url}{call.path}: the answer was {status}, to "
+                f"{cut(answered.get('Location', ''))!r}"
+            )
         raise from_answer(status, answered, body)
 
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from npu_gr.client.wire import Behaviours, Features, Names, Ranked, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
-from npu_gr.server.codec.signal import SignalOut
+from npu_gr.server.schemas.signal import SignalOut
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ class AsyncRelayCall:
             features: of the user.
             timeout_s: of a rank that names none.
         """
-        self.signalled: SignalOut | None = None  # the signal's answer; None = none yet, or it failed
+        # the signal's answer; None = none yet, or it failed
+        self.signalled: SignalOut | None = None
         self.failure: NpuGrError | None = None  # of the signal
         self._send_signal = signal
         self._rank = rank

@@ -24,16 +24,16 @@ from npu_gr.client.channel import Reply
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unprocessable
 from npu_gr.core.names import item_ids, value_name
-from npu_gr.core.words import quoted
-from npu_gr.server.codec import fields
-from npu_gr.server.codec.events import MAX_KEY, PRINTABLE
-from npu_gr.server.codec.fields import RankFeatures, RequestFeatures, SignalFeatures
-from npu_gr.server.codec.generate import GenerateOut
-from npu_gr.server.codec.ingest import UserEvents
-from npu_gr.server.codec.match import MatchOut
-from npu_gr.server.codec.media import JSON, MSGPACK
-from npu_gr.server.codec.rank import RankOut
-from npu_gr.server.codec.recommend import RecommendOut
+from npu_gr.core.text_format import quoted
+from npu_gr.server.schemas import fields
+from npu_gr.server.schemas.events import MAX_KEY, PRINTABLE
+from npu_gr.server.schemas.fields import RankFeatures, RequestFeatures, SignalFeatures
+from npu_gr.server.schemas.generate import GenerateOut
+from npu_gr.server.schemas.ingest import UserEvents
+from npu_gr.server.schemas.match import MatchOut
+from npu_gr.server.schemas.media import JSON, MSGPACK
+from npu_gr.server.schemas.rank import RankOut
+from npu_gr.server.schemas.recommend import RecommendOut
 
 Name = str | int
 Names = Sequence[Name] | npt.NDArray[Any]
@@ -54,7 +54,8 @@ class Behaviours:
     """Behaviours of a user, oldest first, as columns of one length, with the names that the company has for them."""
 
     items: Names  # "SKU-0042-C" or 42; an array of int64 may hold ids
-    actions: Sequence[str | float] | npt.NDArray[Any]  # "purchase"; 5 or 4.5 where ratings are the actions
+    # "purchase"; 5 or 4.5 where ratings are the actions
+    actions: Sequence[str | float] | npt.NDArray[Any]
     timestamps: Times  # with a zone, or unix seconds; datetime64 is UTC
     features: Mapping[str, Column] = field(default_factory=dict)  # of each event
 
@@ -77,15 +78,21 @@ class Behaviours:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Features:
-    """What a ranker reads of a user, a request and its candidates; `models()` says what it knows. Absent = missing."""
+    """What a ranker reads of a user, a request and its candidates; `models()` says what it knows.
 
-    user: Mapping[str, Cell] | None = None  # a part of the history; None = those of the base, if there is one
+    Absent = missing.
+    """
+
+    # a part of the history; None = those of the base, if there is one
+    user: Mapping[str, Cell] | None = None
     request: Mapping[str, Cell] = field(default_factory=dict)  # hour, page, device
     cross: Mapping[str, Column] = field(default_factory=dict)  # name -> a value for each candidate
 
 
 def feature_columns(columns: Mapping[str, Column], field: str) -> dict[str, Any]:
-    """Make columns of a body: an array of floats becomes raw float32, in which NaN is missing; all else a list.
+    """Make columns of a body: an array of floats becomes raw float32, in which NaN is missing.
+
+    All else a list.
 
     Raises:
         Unprocessable: names the feature and what is wrong with it.
@@ -121,11 +128,16 @@ def item_column(names: Names, field: str) -> bytes:
 
 
 def ids_of(names: Names, field: str) -> I64:
-    """Return the ids of names: [n] -> int64 [n]. Raises Unprocessable, with the field and the place."""
+    """Return the ids of names: [n] -> int64 [n].
+
+    Raises Unprocessable, with the field and the place.
+    """
     if isinstance(names, np.ndarray) and names.dtype.kind in "iu":
         _flat(names, field)
         if names.size and not 0 <= int(names.min()) <= int(names.max()) < 2**63:
-            raise Unprocessable(f"{field}: an id is 0 to 2^63 - 1, got {names.min()} to {names.max()}")
+            raise Unprocessable(
+                f"{field}: an id is 0 to 2^63 - 1, got {names.min()} to {names.max()}"
+            )
         return names.astype(np.int64, copy=False)
     try:
         return item_ids(listed(names, field))
@@ -134,17 +146,24 @@ def ids_of(names: Names, field: str) -> I64:
 
 
 def listed(names: Names, field: str) -> list[Name]:
-    """Return names as a list of texts and integers. Raises Unprocessable, with the field and the place."""
+    """Return names as a list of texts and integers.
+
+    Raises Unprocessable, with the field and the place.
+    """
     if isinstance(names, str):
         raise Unprocessable(f"{field}: one text, where a list of names belongs")
-    items: list[Any] = _flat(names, field).tolist() if isinstance(names, np.ndarray) else list(names)
+    items: list[Any] = (
+        _flat(names, field).tolist() if isinstance(names, np.ndarray) else list(names)
+    )
     for place, name in enumerate(items):
         if type(name) is str or type(name) is int:
             continue
         if isinstance(name, np.integer | np.str_):
             items[place] = name.item()
         else:
-            raise Unprocessable(f"{field}: index {place}: {quoted(name)} is no name: it is a text or an integer")
+            raise Unprocessable(
+                f"{field}: index {place}: {quoted(name)} is no name: it is a text or an integer"
+            )
     return items
 
 
@@ -170,11 +189,16 @@ def second(moment: Time, field: str) -> int:
 
 
 def seconds(times: Times, field: str) -> I64:
-    """Return times as whole unix seconds, rounded down: [n] -> int64 [n]. Raises Unprocessable, with the field."""
+    """Return times as whole unix seconds, rounded down: [n] -> int64 [n].
+
+    Raises Unprocessable, with the field.
+    """
     try:
         found = times if isinstance(times, np.ndarray) else np.array(list(times))
     except ValueError as error:
-        raise Unprocessable(f"{field}: a list within the list, where a column has times alone") from error
+        raise Unprocessable(
+            f"{field}: a list within the list, where a column has times alone"
+        ) from error
     if not _flat(found, field).size:
         return np.empty(0, np.int64)
     match found.dtype.kind:
@@ -186,20 +210,27 @@ def seconds(times: Times, field: str) -> I64:
             return np.floor(found).astype(np.int64)
         case "M":
             if np.isnat(found).any():
-                raise Unprocessable(f"{field}: index {int(np.isnat(found).argmax())}: no time (NaT)")
+                raise Unprocessable(
+                    f"{field}: index {int(np.isnat(found).argmax())}: no time (NaT)"
+                )
             return found.astype("datetime64[s]").astype(np.int64)
         case "O":
-            return np.array([_unix(moment, place, field) for place, moment in enumerate(found)], np.int64)
+            return np.array(
+                [_unix(moment, place, field) for place, moment in enumerate(found)], np.int64
+            )
         case _:
             raise Unprocessable(
-                f"{field}: {quoted(found[0].item())} is no time: unix seconds, or a datetime with a zone"
+                f"{field}: {quoted(found[0].item())} is no time: unix seconds, or a datetime with "
+                "a zone"
             )
 
 
 def _unix(moment: object, place: int, field: str) -> int:
     if isinstance(moment, datetime):
         if moment.utcoffset() is None:
-            raise Unprocessable(f"{field}: index {place}: {moment.isoformat()} has no time zone; e.g. tzinfo=UTC")
+            raise Unprocessable(
+                f"{field}: index {place}: {moment.isoformat()} has no time zone; e.g. tzinfo=UTC"
+            )
         return int(moment.timestamp() // 1)
     if isinstance(moment, int | float) and not isinstance(moment, bool):
         if not abs(moment) < _MOST_S:
@@ -210,7 +241,9 @@ def _unix(moment: object, place: int, field: str) -> int:
 
 def _flat(values: npt.NDArray[Any], field: str) -> npt.NDArray[Any]:
     if values.ndim != 1:
-        raise Unprocessable(f"{field}: an array of {values.ndim} dimensions, where a column has one")
+        raise Unprocessable(
+            f"{field}: an array of {values.ndim} dimensions, where a column has one"
+        )
     return values
 
 
@@ -222,7 +255,10 @@ def _raw(values: I64) -> bytes:
 
 
 def parts(pieces: Sequence[L], most: int, most_long: int) -> Iterator[list[L]]:
-    """Cut pieces into parts: of so many pieces, and so long together, at most; a longer piece is alone."""
+    """Cut pieces into parts: of so many pieces, and so long together, at most.
+
+    A longer piece is alone.
+    """
     part: list[L] = []
     length = 0
     for one in pieces:
@@ -240,12 +276,17 @@ def checked_key(idempotency_key: str | None) -> str:
     if idempotency_key is None:
         return uuid.uuid4().hex
     if not re.fullmatch(PRINTABLE, idempotency_key):
-        raise Unprocessable(f"idempotency_key: {quoted(idempotency_key)}: 1 to {MAX_KEY} printable ASCII characters")
+        raise Unprocessable(
+            f"idempotency_key: {quoted(idempotency_key)}: 1 to {MAX_KEY} printable ASCII characters"
+        )
     return idempotency_key
 
 
 def feature_body(features: Features | None, cls: type[F]) -> F | msgspec.UnsetType:
-    """Make the part of a body. Raises Unprocessable where the call has no place for some of them."""
+    """Make the part of a body.
+
+    Raises Unprocessable where the call has no place for some of them.
+    """
     if features is None:
         return msgspec.UNSET
     body: dict[str, Any] = {"user": None if features.user is None else feature_row(features.user)}
@@ -255,7 +296,9 @@ def feature_body(features: Features | None, cls: type[F]) -> F | msgspec.UnsetTy
         body["cross"] = feature_columns(features.cross, "features.cross")
     for name in body:
         if name not in cls.__struct_fields__:
-            raise Unprocessable(f"features.{name}: this call takes {', '.join(cls.__struct_fields__)} alone")
+            raise Unprocessable(
+                f"features.{name}: this call takes {', '.join(cls.__struct_fields__)} alone"
+            )
     return cls(**body)
 
 
@@ -281,7 +324,9 @@ def given(body: msgspec.Struct) -> dict[str, Any]:
     return found
 
 
-def packed_users(events: Mapping[Name, Behaviours], idempotency_key: str | None, most_bytes: int) -> list[bytes]:
+def packed_users(
+    events: Mapping[Name, Behaviours], idempotency_key: str | None, most_bytes: int
+) -> list[bytes]:
     """Make what an ingest says of each user, packed.
 
     Raises:
@@ -290,12 +335,17 @@ def packed_users(events: Mapping[Name, Behaviours], idempotency_key: str | None,
     users: dict[str, bytes] = {}
     for place, (user, columns) in enumerate(events.items()):
         if (name := str(user)) in users:
-            raise Unprocessable(f"events: index {place}: user {quoted(name)} stands there twice, as number and text")
-        one = UserEvents(user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
+            raise Unprocessable(
+                f"events: index {place}: user {quoted(name)} stands there twice, as number and text"
+            )
+        one = UserEvents(
+            user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key
+        )
         packed = msgspec.msgpack.encode(given(one))
         if len(packed) > most_bytes:
             raise TooLarge(
-                f"events: index {place}: {len(packed)} bytes of one user, a request takes {most_bytes}; "
+                f"events: index {place}: {len(packed)} bytes of one user, a request takes "
+                f"{most_bytes}; "
                 "send them in parts, or by `events`"
             )
         users[name] = packed
@@ -385,7 +435,10 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
         found = [places[one] for one in best]
     except KeyError as error:
         raise BadAnswer(f"the answer's top has {error}, which was no candidate") from None
-    top = [Item(names[place], float(first[place]), title) for place, title in zip(found, titles, strict=True)]
+    top = [
+        Item(names[place], float(first[place]), title)
+        for place, title in zip(found, titles, strict=True)
+    ]
     return Ranked(names=names, scores=scores, top=top, answer=answer)
 
 

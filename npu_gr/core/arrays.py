@@ -1,7 +1,7 @@
 """Types of the arrays that requests, answers and models share, and what every request asks of its own.
 
-A request's arrays are short, and numpy's reductions take 2 us to begin: the place of the largest value takes a tenth of
-`max`, and what stands there is the same number.
+A request's arrays are short, and numpy's reductions take 2 us to begin: the place of the largest
+value takes a tenth of `max`, and what stands there is the same number.
 """
 
 from __future__ import annotations

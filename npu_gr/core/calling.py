@@ -1,7 +1,7 @@
 """How ours call a service: whom they trust over TLS, what they show, and the headers that place a request.
 
-`npu-gr --ca FILE --cert FILE --cert-key FILE ...` writes its options into the environment, where the processes that a
-replay starts find them as well.
+`npu-gr --ca FILE --cert FILE --cert-key FILE ...` writes its options into the environment, where
+the processes that a replay starts find them as well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def placing_headers(user: str, tenant: str = "") -> dict[str, str]:
 
 
 def _as_header(name: str) -> str:
-    """Percent-encode what printable ASCII lacks, a space and "%"; the beginning of a long name places as well."""
+    """Percent-encode what printable ASCII lacks, a space and "%".
+
+    The beginning of a long name places as well.
+    """
     return quote(name, safe=_IN_A_HEADER)[:MAX_NAME]
 
 
@@ -64,4 +67,6 @@ def calling_context() -> ssl.SSLContext:
     except OSError as error:  # ssl.SSLError is one
         reason = getattr(error, "reason", None) or error.strerror
         named = ", ".join(filter(None, (files.ca, files.certificate, files.key)))
-        raise ConfigError(f"--ca, --cert, --cert-key: {named}: not usable for TLS: {reason}") from error
+        raise ConfigError(
+            f"--ca, --cert, --cert-key: {named}: not usable for TLS: {reason}"
+        ) from error

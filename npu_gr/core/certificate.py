@@ -1,9 +1,10 @@
 """When a certificate expires: the one field of X.509 that we show, read from its DER.
 
-`ssl` verifies certificates but tells the fields of a peer's or an authority's only, and a dependency for one date would
-be the largest one that sees our keys.
+`ssl` verifies certificates but tells the fields of a peer's or an authority's only, and a
+dependency for one date would be the largest one that sees our keys.
 
-    Certificate ::= SEQUENCE { TBSCertificate ::= SEQUENCE { [0] version?, serial, algorithm, issuer,
+    Certificate ::= SEQUENCE { TBSCertificate ::= SEQUENCE { [0] version?, serial, algorithm,
+    issuer,
         Validity ::= SEQUENCE { notBefore, notAfter }, ... }, ... }           (RFC 5280, 4.1)
 """
 

@@ -36,7 +36,10 @@ from enum import StrEnum
 
 
 class NpuGrError(Exception):
-    """The root of the tree. `status` is the HTTP status; `title` names the class of error, and does not change."""
+    """The root of the tree.
+
+    `status` is the HTTP status; `title` names the class of error, and does not change.
+    """
 
     status = 500
     title = "internal error"
@@ -69,7 +72,10 @@ class DataError(NpuGrError):
 
 
 class CatalogueError(DataError):
-    """Records do not make a catalogue of semantic IDs; the message names the record, counted from 1, and the reason."""
+    """Records do not make a catalogue of semantic IDs.
+
+    The message names the record, counted from 1, and the reason.
+    """
 
     title = "bad catalogue"
 
@@ -145,8 +151,8 @@ class ColdUser(Unprocessable):
     """The catalogue knows no item of the user's history, so there is nothing to retrieve from."""
 
 
-class Refusal(StrEnum):
-    """Why a request was refused for load; the value of the metric label `reason`."""
+class Rejection(StrEnum):
+    """Why a request was rejected for load; the value of the metric label `reason`."""
 
     LATE = "late"  # it could not be answered within its objective or its budget
     QUEUE = "queue"  # the device's queue is full
@@ -162,7 +168,9 @@ class Overloaded(NpuGrError):
     title = "overloaded"
     retry_after_s: float
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, reason: Refusal = Refusal.LATE) -> None:
+    def __init__(
+        self, message: str, retry_after_s: float = 1.0, reason: Rejection = Rejection.LATE
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
@@ -176,7 +184,10 @@ class Unavailable(NpuGrError):
 
 
 class NotTaken(Unavailable):
-    """This instance starts, drains or has failed. It has not begun the request, so another one may take it."""
+    """This instance starts, drains or has failed.
+
+    It has not begun the request, so another one may take it.
+    """
 
 
 class Unreachable(Unavailable):
@@ -222,7 +233,10 @@ class ResourceError(NpuGrError):
 
 
 class PoolExhausted(ResourceError):
-    """The pool has too few free or expired pages; nothing was evicted. The rank goes on without prefix KV."""
+    """The pool has too few free or expired pages; nothing was evicted.
+
+    The rank goes on without prefix KV.
+    """
 
 
 class StaleEntry(ResourceError):

@@ -1,6 +1,7 @@
 """Users and their behaviours: how they come with a request, how they were read, how they are written to the store.
 
-`oldest_first` refuses or sorts rows of a request that run backwards in time (`service.unsorted_history`).
+`oldest_first` rejects or sorts rows of a request that run backwards in time
+(`service.unsorted_history`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ FROM_STORE = HistoryOrigin(HistorySource.STORE)
 
 
 class UserFeaturesSource(StrEnum):
-    """Where features of a user came from that no request brought; in answers, and a metric label."""
+    """Where features of a user came from that no request brought.
+
+    In answers, and a metric label.
+    """
 
     SOURCE = "source"  # fetched now
     REMEMBERED = "remembered"  # fetched before, and still fresh
@@ -92,7 +96,11 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
     def take(self, rows: Any) -> Events:
         """Return some events: a slice, a mask, indices."""
         return Events(
-            self.items[rows], self.actions[rows], self.timestamps[rows], self.origin, self.features.take(rows)
+            self.items[rows],
+            self.actions[rows],
+            self.timestamps[rows],
+            self.origin,
+            self.features.take(rows),
         )
 
     def __add__(self, newer: Events) -> Events:
@@ -117,12 +125,21 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.items.nbytes + self.actions.nbytes + self.timestamps.nbytes + self.features.nbytes
+        return (
+            self.items.nbytes + self.actions.nbytes + self.timestamps.nbytes + self.features.nbytes
+        )
 
     @classmethod
-    def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
-        """Copy three integer rows of the same length into arrays; numpy must be able to read them."""
-        return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
+    def make(
+        cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike
+    ) -> Events:
+        """Copy three integer rows of the same length into arrays.
+
+        Numpy must be able to read them.
+        """
+        return cls(
+            np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64)
+        )
 
     @classmethod
     def empty(cls) -> Events:
@@ -133,7 +150,8 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
         """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are.
 
         Args:
-            first_index: of the first event in the user's whole history; the same events elsewhere are another history.
+            first_index: of the first event in the user's whole history; the same events elsewhere
+                are another history.
         """
         digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
         if first_index:
@@ -163,13 +181,16 @@ class HistoryRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=
 class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How the behaviours of a request were read."""
 
-    fingerprint: str  # of the newest events, with those that the model lacks; the `base` of a later delta
+    # of the newest events, with those that the model lacks; the `base` of a later delta
+    fingerprint: str
     num_tokens: int  # that the model read
     cut_tokens: int = 0  # events of the whole history in front of the window
     unknown_items: int = 0  # events of the window left out because the model lacks their item
-    missing_features: tuple[str, ...] = ()  # user.name or event.name: of the model, and nowhere in the history
+    # user.name or event.name: of the model, and nowhere in the history
+    missing_features: tuple[str, ...] = ()
     origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
-    user_features: UserFeaturesOrigin | None = None  # None = of the request, of its base, or of nobody
+    # None = of the request, of its base, or of nobody
+    user_features: UserFeaturesOrigin | None = None
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the access log says of the history: its length, and how it was degraded."""
@@ -192,15 +213,18 @@ class StoreHealth:
     free_bytes: int | None = None  # that its file system has left; None = it has no file here
     disk_bytes: int | None = None  # size of that file system
     damaged: int | None = None  # places that the check at the start found; None = there was none
-    erased_at: float | None = None  # unix seconds of the oldest erasure that is not overwritten yet; None = all are
-    overwrites: Counter[str] = field(default_factory=Counter)  # runs by their result: ok, held (by a reader), failed
+    # unix seconds of the oldest erasure that is not overwritten yet; None = all are
+    erased_at: float | None = None
+    # runs by their result: ok, held (by a reader), failed
+    overwrites: Counter[str] = field(default_factory=Counter)
 
 
 class Mode(StrEnum):
     """What a write does with the behaviours that the store has of the user."""
 
     APPEND = "append"  # the new ones come behind them
-    MERGE = "merge"  # only those that are not there are added, in time order: a second time changes nothing
+    # only those that are not there are added, in time order: a second time changes nothing
+    MERGE = "merge"
     REPLACE = "replace"  # the new ones come in their place
 
 
@@ -242,7 +266,8 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
         The events. Their origin counts those of the request that stood later than newer ones.
 
     Raises:
-        Unprocessable: they run backwards, and are to be refused; the message has the index in the request.
+        Unprocessable: they run backwards, and are to be rejected; the message has the index in the
+            request.
     """
     times = events.timestamps[max(base - 1, 0) :]
     earlier = times[1:] < times[:-1]
@@ -253,7 +278,8 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
         index = at - (base > 0)
         last = "" if index else ", the last of base"
         raise Unprocessable(
-            f"{field}.timestamps: {times[at]} at index {index} is before {times[at - 1]}{last}: send the oldest event "
+            f"{field}.timestamps: {times[at]} at index {index} is before {times[at - 1]}{last}: "
+            "send the oldest event "
             "first, or set service.unsorted_history: sort"
         )
     late = int(np.count_nonzero(times < np.maximum.accumulate(times)))

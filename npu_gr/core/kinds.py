@@ -1,8 +1,11 @@
-"""The one table of what an instance serves. Everything that lists the kinds of requests derives from it.
+"""The one table of what an instance serves.
 
-Routes, OpenAPI, codecs, metrics, SLO rules, alerts, dashboards, the status page, the access log, the recorder, replay,
-the router and the simulator read `KINDS`; none of them keeps a list of its own. A new kind costs one entry here, one
-job (`npu_gr.jobs`), one codec (`npu_gr.server.codec`), and its two runbook pages.
+Everything that lists the kinds of requests derives from it.
+
+Routes, OpenAPI, codecs, metrics, SLO rules, alerts, dashboards, the status page, the access log,
+the recorder, replay, the router and the simulator read `KINDS`; none of them keeps a list of its
+own. A new kind costs one entry here, one job (`npu_gr.handlers`), one codec
+(`npu_gr.server.schemas`), and its two runbook pages.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Routing(StrEnum):
     """The router's treatment of a kind: how it places a request, and whether it may send the request again."""
 
     SIGNAL = "signal"  # by user; chooses the instance; sent again only if no instance has begun it
-    FOLLOW = "follow"  # by user, to the instance that the signal chose; sent again if the first instance fails
+    # by user, to the instance that the signal chose; sent again if the first instance fails
+    FOLLOW = "follow"
     ONCE = "once"  # by user; it changes something, so it is sent once
     BY_LOAD = "by_load"  # about many users: to an instance with little load, and sent once
     EVERYWHERE = "everywhere"  # to every instance
@@ -79,28 +83,32 @@ class Kind(Generic[Q, A]):
     """One kind of request: what it is called, what it promises, and how every part of the service treats it."""
 
     name: str  # metric label, log field, configuration prefix: `slo.<name>_s`
-    plural: str  # in messages: "matches are refused"
+    plural: str  # in messages: "matches are rejected"
     summary: str  # one line, for OpenAPI and the dashboards
     method: str = "POST"
     path: str  # of the route; `{user_id}` is the rest of the path
     status: int = 200  # of a good answer
     request: type[Q]
     answer: type[A]
-    section: str | None = None  # of the configuration, without which an instance does not serve it; None = always
+    # of the configuration, without which an instance does not serve it; None = always
+    section: str | None = None
     objective_s: float  # default of `slo.<name>_s`: an answer within it is in time
-    wakes_somebody: bool = True  # a fast burn of its error budget pages; otherwise it opens a ticket
+    # a fast burn of its error budget pages; otherwise it opens a ticket
+    wakes_somebody: bool = True
     priority: Priority
     scope: Scope = Scope.INFER  # that a key must have
     routing: Routing
     uses_device: bool  # it waits for the device, so admission forecasts its wait
-    must_finish: bool = False  # never refused for load and never cut short by a deadline
-    needs_ready: bool = False  # an instance that starts or drains refuses it at once
+    must_finish: bool = False  # never rejected for load and never cut short by a deadline
+    needs_ready: bool = False  # an instance that starts or drains rejects it at once
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a known prefix
     is_recorded: bool = True  # the recorder writes it, and replay can send it again
-    stages: tuple[str, ...]  # of its answer's `stages_s`, in order; "door" (reading, parsing, writing) is added by HTTP
+    # of its answer's `stages_s`, in order; "door" (reading, parsing, writing) is added by HTTP
+    stages: tuple[str, ...]
     label: str | None = None  # of `npu_gr_<name>_duration_seconds`: what its answers differ by
-    labels: tuple[str, ...] = ()  # the values of `label`; each answer names its own in `label_value`
+    # the values of `label`; each answer names its own in `label_value`
+    labels: tuple[str, ...] = ()
 
     @property
     def leases_prefix(self) -> bool:
@@ -241,7 +249,8 @@ INGEST: Kind[IngestRequest, IngestAnswer] = Kind(
     scope=Scope.INGEST,
     routing=Routing.BY_LOAD,
     uses_device=False,
-    is_recorded=False,  # a record is about one user, so that it can be hidden when that user is erased
+    # a record is about one user, so that it can be hidden when that user is erased
+    is_recorded=False,
     stages=("store",),
 )
 ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
@@ -259,7 +268,8 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     routing=Routing.EVERYWHERE,
     uses_device=False,
     must_finish=True,  # half an erasure is none
-    is_recorded=False,  # a log must not gain a line about a user because the user asked to be forgotten
+    # a log must not gain a line about a user because the user asked to be forgotten
+    is_recorded=False,
     stages=("store", "tiers"),
 )
 
@@ -276,5 +286,7 @@ def register(kind: Kind[Any, Any]) -> None:
     """
     for other in KINDS.values():
         if other.name == kind.name or (other.method, other.path) == (kind.method, kind.path):
-            raise ValueError(f"kind {kind.name!r}: {other.name!r} has that name, or that method and path")
+            raise ValueError(
+                f"kind {kind.name!r}: {other.name!r} has that name, or that method and path"
+            )
     KINDS[kind.name] = kind

@@ -7,8 +7,8 @@
     rollback()      current a   previous b      a second rollback undoes the first
     drop_previous() current a   previous -
 
-Readers take one reference, so they never see half of a change; whoever holds the reference keeps its value alive.
-Publishers take turns. Any thread may call any method.
+Readers take one reference, so they never see half of a change; whoever holds the reference keeps
+its value alive. Publishers take turns. Any thread may call any method.
 
 `InUse` counts who uses a version, so that it is stopped once nobody does.
 """
@@ -154,7 +154,9 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def deadline(budget_s: float) -> AsyncIterator[float]:
-    """Cancel the block when its time is over; the block gets the instant (time.monotonic) at which that is.
+    """Cancel the block when its time is over.
+
+    The block gets the instant (time.monotonic) at which that is.
 
     Raises:
         DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.

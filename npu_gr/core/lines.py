@@ -27,7 +27,9 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def raw_lines(
-    path: Path, on_progress: Callable[[float], None] = lambda _ratio: None, suffix: str | None = None
+    path: Path,
+    on_progress: Callable[[float], None] = lambda _ratio: None,
+    suffix: str | None = None,
 ) -> Iterator[bytes]:
     """Read the lines of a file, unpacked, without their ends; the last line may have none.
 
@@ -37,7 +39,8 @@ def raw_lines(
         suffix: says how the file is packed, where its own suffix does not.
 
     Raises:
-        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before were read.
+        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before
+            were read.
     """
     size = max(path.stat().st_size, 1)
     with path.open("rb") as file:
@@ -72,7 +75,10 @@ def zstandard(path: Path) -> Any:
 
 
 def _unzstd(file: IO[bytes], library: Any) -> Iterator[bytes]:
-    """Every frame of the file. The library's own reader stops silently where a frame is cut short."""
+    """Every frame of the file.
+
+    The library's own reader stops silently where a frame is cut short.
+    """
     frame = None
     while packed := file.read(_CHUNK_BYTES):
         while packed:

@@ -1,15 +1,17 @@
 """Logging that never waits for its reader: bounded queues, a thread a stream that writes, a count of what is dropped.
 
     logger ─> QueuedHandler ─> queue of `MOST_LINES` ─> its thread ─> file descriptor
-       └────> NewestLines, for a bundle of facts
+       └────> RecentLines, for a bundle of facts
 
-A pipe that nobody reads blocks whoever writes to it. Here it blocks one thread: the lines of that stream are dropped
-and counted once its queue is full, the other stream goes on, and the process can end.
+A pipe that nobody reads blocks whoever writes to it. Here it blocks one thread: the lines of that
+stream are dropped and counted once its queue is full, the other stream goes on, and the process can
+end.
 
-Invariants: a caller never waits; lines of one stream keep their order; a line of at most `ATOMIC_BYTES` is one write,
-so lines of several processes on one pipe do not mix.
+Invariants: a caller never waits; lines of one stream keep their order; a line of at most
+`ATOMIC_BYTES` is one write, so lines of several processes on one pipe do not mix.
 
-`Trace` is the W3C trace context (level 1) of the request in progress: its ids go to callees, exemplars and log lines.
+`Trace` is the W3C trace context (level 1) of the request in progress: its ids go to callees,
+exemplars and log lines.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class QueuedHandler(logging.Handler):
     """Writes log lines to a file descriptor from a thread of its own."""
 
-    def __init__(self, stream: str, fd: int, *, formats_late: bool = False, most_lines: int = MOST_LINES) -> None:
+    def __init__(
+        self, stream: str, fd: int, *, formats_late: bool = False, most_lines: int = MOST_LINES
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -55,7 +59,8 @@ class QueuedHandler(logging.Handler):
         self._fd = fd
         self._formats_late = formats_late
         self._most_lines = most_lines
-        # a SimpleQueue, because a destructor may log while the same thread is in `put`: its `put` allows that
+        # a SimpleQueue, because a destructor may log while the same thread is in `put`: its `put`
+        # allows that
         self._queue: queue.SimpleQueue[object | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name=f"log-{stream}", daemon=True)
         self._thread.start()
@@ -68,7 +73,8 @@ class QueuedHandler(logging.Handler):
         """Queue a line, or drop and count it. Never waits.
 
         Args:
-            line: a text, a record, or anything that never changes and whose `str` is the line, made on the thread.
+            line: a text, a record, or anything that never changes and whose `str` is the line, made
+                on the thread.
         """
         if self._queue.qsize() >= self._most_lines:
             self.num_dropped += 1
@@ -101,12 +107,17 @@ class QueuedHandler(logging.Handler):
             for piece, num_lines in _pieces(lines):
                 try:
                     _write(self._fd, piece)
-                except OSError:  # the reader is gone, or the disk is full: nobody can be told but by the count
+                except (
+                    OSError
+                ):  # the reader is gone, or the disk is full: nobody can be told but by the count
                     self.num_dropped += num_lines
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[tuple[bytes, int]]:
-    """Join lines to pieces of whole lines and at most `ATOMIC_BYTES`, with their counts; a longer line is alone."""
+    """Join lines to pieces of whole lines and at most `ATOMIC_BYTES`, with their counts.
+
+    A longer line is alone.
+    """
     piece = b""
     num_lines = 0
     for line in lines:
@@ -140,13 +151,18 @@ def log_line(logger: logging.Logger, level: int, line: object) -> None:
     if not logger.isEnabledFor(level):
         return
     handlers = logger.handlers
-    if len(handlers) == 1 and type(handlers[0]) is QueuedHandler and not logger.propagate and not logger.filters:
+    if (
+        len(handlers) == 1
+        and type(handlers[0]) is QueuedHandler
+        and not logger.propagate
+        and not logger.filters
+    ):
         handlers[0].put(line)
     else:
         logger.log(level, "%s", line)
 
 
-class NewestLines(logging.Handler):
+class RecentLines(logging.Handler):
     """Keeps the newest lines in memory."""
 
     def __init__(self) -> None:
@@ -161,7 +177,12 @@ class NewestLines(logging.Handler):
 class SeldomLog:
     """Warns of a cause that comes with every request once a period, and says how many warnings it left out."""
 
-    def __init__(self, log: logging.Logger, period_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        log: logging.Logger,
+        period_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Log nothing yet.
 
         Args:
@@ -172,7 +193,8 @@ class SeldomLog:
         self._log = log
         self._period_s = period_s
         self._clock = clock
-        self._warned: dict[str, tuple[float, int]] = {}  # cause -> when it was logged, left out since
+        # cause -> when it was logged, left out since
+        self._warned: dict[str, tuple[float, int]] = {}
 
     def warning(self, cause: str, text: str) -> None:
         """Log the text, or count it.
@@ -182,12 +204,12 @@ class SeldomLog:
             text: its details now.
         """
         now_at = self._clock()
-        warned_at, num_left_out = self._warned.get(cause, (float("-inf"), 0))
+        warned_at, num_skipped = self._warned.get(cause, (float("-inf"), 0))
         if now_at - warned_at < self._period_s:
-            self._warned[cause] = (warned_at, num_left_out + 1)
+            self._warned[cause] = (warned_at, num_skipped + 1)
             return
         self._warned[cause] = (now_at, 0)
-        more = f" (and {num_left_out} more before it)" if num_left_out else ""
+        more = f" (and {num_skipped} more before it)" if num_skipped else ""
         self._log.warning("%s%s", text, more)
 
 
@@ -201,7 +223,7 @@ def set_up_logs(level: str) -> None:
     if root.handlers:
         return
     formatter = logging.Formatter(FORMAT)
-    for handler in (QueuedHandler("stderr", sys.stderr.fileno()), NewestLines()):
+    for handler in (QueuedHandler("stderr", sys.stderr.fileno()), RecentLines()):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level)
@@ -212,14 +234,22 @@ def set_up_logs(level: str) -> None:
 
 
 def close_logs() -> None:
-    """Write what is queued, each stream for `CLOSE_S` at most. At the end of the process `logging` does it itself."""
+    """Write what is queued, each stream for `CLOSE_S` at most.
+
+    At the end of the process `logging` does it itself.
+    """
     for handler in _queued():
         handler.close()
 
 
 def newest_lines() -> list[str]:
     """The newest lines of this process, oldest first; none where `set_up_logs` was not called."""
-    return [line for each in logging.getLogger().handlers if isinstance(each, NewestLines) for line in each.lines]
+    return [
+        line
+        for each in logging.getLogger().handlers
+        if isinstance(each, RecentLines)
+        for line in each.lines
+    ]
 
 
 def num_lines_dropped() -> dict[str, int]:
@@ -240,7 +270,9 @@ def random_id(num_bits: int) -> str:
     return f"{_RANDOM.getrandbits(num_bits):0{num_bits // 4}x}"
 
 
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 
 
 class Trace(NamedTuple):
@@ -258,10 +290,14 @@ class Trace(NamedTuple):
 
 
 def begin(traceparent: str | None) -> Trace:
-    """Begin a span in the trace of the caller; without a valid header begin a new trace, as the standard asks."""
+    """Begin a span in the trace of the caller.
+
+    Without a valid header begin a new trace, as the standard asks.
+    """
     span_id = random_id(64)
     match = _TRACEPARENT.fullmatch(traceparent or "")
-    if match is None or (match[0].startswith("00") and match[4]):  # version 00 has four fields and no more
+    # version 00 has four fields and no more
+    if match is None or (match[0].startswith("00") and match[4]):
         return Trace(random_id(128), span_id, None, False)
     return Trace(match[1], span_id, match[2], bool(int(match[3], 16) & 1))
 

@@ -5,12 +5,13 @@ The int64 id of an item that a company calls `"SKU-0042-C"`, or 42:
     "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
     42, "42"       42: a whole number in its plain spelling is its own id
 
-The id is a function of the name alone. So no process keeps a table to read names, a model that was trained anew finds
-the histories of its predecessor, and two models of different data agree. Only answers need a table
-(`catalogue/names.py`), for a hash cannot be read backwards. Two of ten million names share an id with a chance of
-1 to 100,000; whoever makes a table refuses such a pair.
+The id is a function of the name alone. So no process keeps a table to read names, a model that was
+trained anew finds the histories of its predecessor, and two models of different data agree. Only
+answers need a table (`catalogue/names.py`), for a hash cannot be read backwards. Two of ten million
+names share an id with a chance of 1 to 100,000; whoever makes a table rejects such a pair.
 
-The index of an action, which models and stores hold, is its place among the names of the model's actions.
+The index of an action, which models and stores hold, is its place among the names of the model's
+actions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import xxhash
 from npu_gr.core.arrays import I16, I64, largest
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import OnUnsorted
-from npu_gr.core.words import cut
+from npu_gr.core.text_format import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are
 MAX_NAME_BYTES = 512  # of a name of an item, as UTF-8
@@ -54,7 +55,9 @@ def item_id(name: str | int) -> int:
 
 
 def item_ids(names: Sequence[str | int]) -> I64:
-    """Return the ids of names: [n] -> int64 [n]. A list of plain numbers costs no more than making an array of it.
+    """Return the ids of names: [n] -> int64 [n].
+
+    A list of plain numbers costs no more than making an array of it.
 
     Raises:
         ValueError: as `item_id`, with the place of the name.
@@ -79,7 +82,9 @@ def item_ids(names: Sequence[str | int]) -> I64:
 
 def answered_ids(names: Sequence[str | int]) -> I64:
     """Return the ids of items that a service answered: as `item_ids`, but where it knew no name it answered the id."""
-    ids = np.fromiter((name if isinstance(name, int) else 0 for name in names), np.int64, len(names))
+    ids = np.fromiter(
+        (name if isinstance(name, int) else 0 for name in names), np.int64, len(names)
+    )
     texts = [place for place, name in enumerate(names) if isinstance(name, str)]
     ids[texts] = _of_texts([str(names[place]) for place in texts])
     return ids
@@ -87,13 +92,17 @@ def answered_ids(names: Sequence[str | int]) -> I64:
 
 def _of_numbers(names: Sequence[Any]) -> I64:
     ids = np.frombuffer(array("q", names), np.int64)
-    if len(ids) and largest(ids.view(np.uint64)) >= FIRST_HASHED:  # unsigned, a negative one is beyond it, too
+    # unsigned, a negative one is beyond it, too
+    if len(ids) and largest(ids.view(np.uint64)) >= FIRST_HASHED:
         raise ValueError("a number is out of range")
     return ids
 
 
 def _of_texts(names: Sequence[Any]) -> I64:
-    """Do for many names, all of them texts, what `item_id` does for one; the event loop waits for it."""
+    """Do for many names, all of them texts, what `item_id` does for one.
+
+    The event loop waits for it.
+    """
     raw = list(map(str.encode, names))
     lengths = list(map(len, raw))
     if not 0 < min(lengths, default=1) <= max(lengths, default=1) <= MAX_NAME_BYTES:
@@ -123,7 +132,10 @@ def is_hashed(ids: I64) -> npt.NDArray[np.bool_]:
 
 
 def value_name(value: float) -> str:
-    """Name the action that is a number by its plain text: 5.0 -> "5", 4.5 -> "4.5". Two numbers never share a name."""
+    """Name the action that is a number by its plain text: 5.0 -> "5", 4.5 -> "4.5".
+
+    Two numbers never share a name.
+    """
     number = float(value)
     return str(int(number)) if number.is_integer() and abs(number) <= _MOST_WHOLE else repr(number)
 
@@ -132,7 +144,10 @@ _MOST_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
 
 
 class ActionNames:
-    """The actions of a model by name. A number stands for the name that is its plain text: 5 for "5", 4.5 for "4.5"."""
+    """The actions of a model by name.
+
+    A number stands for the name that is its plain text: 5 for "5", 4.5 for "4.5".
+    """
 
     __slots__ = ("_indices", "names")
 
@@ -148,7 +163,8 @@ class ActionNames:
         """Return the index of each action: [n] -> int16 [n].
 
         Raises:
-            ValueError: the model lacks one; the message has its place, and the names that there are.
+            ValueError: the model lacks one; the message has its place, and the names that there
+                are.
         """
         try:
             return np.fromiter(map(self._indices.__getitem__, names), np.int16, len(names))
@@ -157,7 +173,9 @@ class ActionNames:
             there_are = cut(", ".join(self.names), _MOST_LISTED)
             said = f'"{cut(lacking)}"' if isinstance(lacking, str) else str(lacking)
             at = list(names).index(lacking)
-            raise ValueError(f"{said} at index {at} is no action of the model; it has {there_are}") from None
+            raise ValueError(
+                f"{said} at index {at} is no action of the model; it has {there_are}"
+            ) from None
 
 
 _MOST_LISTED = 200  # characters of the actions that an error lists

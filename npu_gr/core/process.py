@@ -1,16 +1,17 @@
 """Set up a process once, before torch loads: how threads wait, and how the heap keeps memory.
 
-glibc maps every block above 32 MiB anew and gives it back: each large temporary of torch then pays again for its page
-faults, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, from the heap 9. After a few rounds the
-heap has the two or three blocks that a computation needs. The heap of a thread, as the device thread's, takes blocks
-up to nearly 64 MiB; what is larger belongs into pools.
+glibc maps every block above 32 MiB anew and gives it back: each large temporary of torch then pays
+again for its page faults, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms,
+from the heap 9. After a few rounds the heap has the two or three blocks that a computation needs.
+The heap of a thread, as the device thread's, takes blocks up to nearly 64 MiB; what is larger
+belongs into pools.
 
 The garbage collector of a serving process: what imports made is never looked at again.
 
-A collection stops every thread. Measured on an instance: imports leave 207,000 objects, and a full collection takes
-95 to 126 ms of CPU; with those frozen, 13,400 objects and 1.3 ms. Of an instance's own objects none is frozen, so
-nothing has to be frozen anew when a model is swapped: the engine and the relay of a version form a cycle, and frozen
-they would keep its weights for ever.
+A collection stops every thread. Measured on an instance: imports leave 207,000 objects, and a full
+collection takes 95 to 126 ms of CPU; with those frozen, 13,400 objects and 1.3 ms. Of an instance's
+own objects none is frozen, so nothing has to be frozen anew when a model is swapped: the engine and
+the relay of a version form a cycle, and frozen they would keep its weights for ever.
 
 `stop_signals` are those that a process is stopped by.
 """
@@ -25,8 +26,9 @@ import os
 import signal
 from collections.abc import Iterator
 
-# Those of CPython 3.11, also where a later one has others. In 1,600 ranks 100 young collections stop the process for
-# 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 or 0.6 %, but has pauses of 11 to 31 ms.
+# Those of CPython 3.11, also where a later one has others. In 1,600 ranks 100 young collections
+# stop the process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8
+# or 0.6 %, but has pauses of 11 to 31 ms.
 THRESHOLDS = (700, 10, 10)
 
 
@@ -46,9 +48,11 @@ _MOST = 1 << 30  # bytes
 def set_up_process() -> bool:
     """Let threads sleep where they would spin, the heap keep its memory, and torch load no device's package by itself.
 
-    An NPU's runtime is told to give each stream a queue of its own. A variable that is set already stays as it is.
+    An NPU's runtime is told to give each stream a queue of its own. A variable that is set already
+    stays as it is.
 
-    SIGUSR1 is ignored from here on; a process that serves answers it (`npu_gr/server/debug/stacks.py`).
+    SIGUSR1 is ignored from here on; a process that serves answers it
+    (`npu_gr/server/debug/stacks.py`).
 
     Call it before torch is imported.
 
@@ -61,8 +65,9 @@ def set_up_process() -> bool:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # where a device's package is installed and its driver is not, `import torch` would die of it
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # an NPU's runtime hands launches to a thread that makes them: by default one for all streams, and ours would wait
-    # for each other. It needs the task queue, of level 1: level 2 takes more memory, and allows no graphs
+    # an NPU's runtime hands launches to a thread that makes them: by default one for all streams,
+    # and ours would wait for each other. It needs the task queue, of level 1: level 2 takes more
+    # memory, and allows no graphs
     os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
     os.environ.setdefault("PER_STREAM_QUEUE", "1")
     try:

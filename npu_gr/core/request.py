@@ -40,7 +40,10 @@ class Answer(Protocol):
         ...
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields that the access log writes about this answer; a field of value None is left out."""
+        """Return the fields that the access log writes about this answer.
+
+        A field of value None is left out.
+        """
         ...
 
 
@@ -53,9 +56,11 @@ class LeasedAnswer(Answer, Protocol):
         ...
 
 
-SourceName = Literal["trunk", "transitions", "neighbours", "generate", "match"]  # of a cascade
+# of a cascade
+SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
 OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
-Normalise = Literal["vocabulary", "codebook", "valid"]  # see `SearchOptions` of `npu_gr/engine/beam_search.py`
+# see `SearchOptions` of `npu_gr/engine/beam_search.py`
+Normalise = Literal["vocabulary", "codebook", "valid"]
 
 
 class Verdict(StrEnum):
@@ -70,7 +75,8 @@ class Verdict(StrEnum):
     SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
     SKIP_LOAD = "skip_load"  # too many pre-infers in flight
     SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
-    SKIP_SHARE = "skip_share"  # its tenant has its share of bytes, pre-infers or their rate, and others want the rest
+    # its tenant has its share of bytes, pre-infers or their rate, and others want the rest
+    SKIP_SHARE = "skip_share"
     SKIP_DISABLED = "skip_disabled"
 
 
@@ -112,7 +118,8 @@ class Reason(StrEnum):
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     EXPIRED = "expired"
     PRODUCER_FAILED = "producer_failed"
-    READ_FAILED = "read_failed"  # the device failed while it read the prefix; the rank was repeated without
+    # the device failed while it read the prefix; the rank was repeated without
+    READ_FAILED = "read_failed"
     DISABLED = "disabled"
     BROWNOUT = "brownout"  # given up under overload
 
@@ -134,7 +141,8 @@ class RankRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
     history: HistoryRef
     timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
     top_k: int | None = None  # also answer the best k, by the first task
-    # candidates that the ranker does not know: no score, or no answer; None = as the configuration says
+    # candidates that the ranker does not know: no score, or no answer; None = as the configuration
+    # says
     unknown_items: Literal["ignore", "refuse"] | None = None
     request_features: OneRow = field(default_factory=dict)  # of this request alone
     cross_features: Columns = NO_COLUMNS  # of each candidate
@@ -148,7 +156,8 @@ class SignalAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     model_version: str
     history: HistoryReport
     resident_for_s: float  # how long the prefix KV is kept for a rank; 0 where none is produced
-    generate_verdict: Verdict | None = None  # of the generator's prompt; None = this instance has none
+    # of the generator's prompt; None = this instance has none
+    generate_verdict: Verdict | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -158,7 +167,9 @@ class SignalAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def log_fields(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict.value,
-            "generate_verdict": None if self.generate_verdict is None else self.generate_verdict.value,
+            "generate_verdict": None
+            if self.generate_verdict is None
+            else self.generate_verdict.value,
             "model_version": self.model_version,
             **self.history.log_fields(),
         }
@@ -171,12 +182,15 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=
     outcome: Outcome
     reason: Reason
     scores: dict[str, F32]  # task -> [c] logits; NaN = the catalogue lacks the item
-    top: I64 | None  # [<= top_k] external ids, best first by the first task; ties: the earlier candidate
+    # [<= top_k] external ids, best first by the first task; ties: the earlier candidate
+    top: I64 | None
     history: HistoryReport
     prefix_tokens: int  # of num_tokens, how many were read from cached KV
     unknown_candidates: int = 0
-    missing_features: tuple[str, ...] = ()  # of.name: features of the model that nothing was said of
-    retrieval: F32 | None = None  # [c] retrieval scores, for a cascade over one trunk; NaN as in `scores`
+    # of.name: features of the model that nothing was said of
+    missing_features: tuple[str, ...] = ()
+    # [c] retrieval scores, for a cascade over one shared encoder; NaN as in `scores`
+    retrieval: F32 | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -206,7 +220,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
-    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)  # name -> allowed values
+    # name -> allowed values
+    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)
     catalogue_version: str | None = None
     model_version: str | None = None
 
@@ -248,7 +263,8 @@ class StageResult(StrEnum):
     OK = "ok"
     EMPTY = "empty"  # it ran and found nothing
     COLD = "cold"  # the source knows nothing of the user
-    PARTIAL = "partial"  # the rank: the answer has items without a score, or lacks some, because it does not know them
+    # the rank: the answer has items without a score, or lacks some, because it does not know them
+    PARTIAL = "partial"
     OVERLOADED = "overloaded"
     OUT_OF_TIME = "out_of_time"
     FAILED = "failed"
@@ -257,7 +273,8 @@ class StageResult(StrEnum):
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
-    stage: str  # trunk | transitions | neighbours | generate | match | popular | hook | rank
+    # shared encoder | transitions | neighbours | generate | match | popular | hook | rank
+    stage: str
     result: StageResult
     began_s: float  # seconds after the cascade began
     took_s: float
@@ -272,10 +289,12 @@ class RecommendRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     num_items: int
     num_candidates: int | None = None  # ranked at most; None = the config's
     exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
-    unknown_items: Literal["last", "drop"] | None = None  # that the ranker does not know; None = the config's
+    # that the ranker does not know; None = the config's
+    unknown_items: Literal["last", "drop"] | None = None
     deny_items: I64 | None = None  # [n] external ids
     timestamp: int | None = None  # unix seconds the items are shown at; None = now
-    context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
+    # for the hook: page, country, ...
+    context: dict[str, bool | int | float | str] = field(default_factory=dict)
     request_features: OneRow = field(default_factory=dict)  # for the ranker
     sources: tuple[str, ...] | None = None  # only these of the configured ones; None = all
     order: OrderName | None = None  # None = the config's
@@ -286,17 +305,23 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Items, best first, and how they came to be. n = items."""
 
     model_version: str  # of the ranker
-    verdict: Verdict | None  # of the signal that went out before the retrieval; None = the trunk leased the prefix
-    outcome: Outcome | None  # of the prefix; None = nothing was ranked, and the retrieval's order stands
+    # of the signal that went out before the retrieval; None = the shared encoder leased the prefix
+    verdict: Verdict | None
+    # of the prefix; None = nothing was ranked, and the retrieval's order stands
+    outcome: Outcome | None
     reason: Reason
     order: OrderName  # that the items are in
     item_ids: I64  # [n]
-    scores: F32  # [n] the fitted sums, or logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
-    origins: tuple[str, ...]  # [n] the first source that had the item; `hook` where the hook added it
+    # [n] the fitted sums, or logits of the ranker's first task; NaN = not ranked, or unknown to the
+    # ranker
+    scores: F32
+    # [n] the first source that had the item; `hook` where the hook added it
+    origins: tuple[str, ...]
     num_candidates: int  # that were ranked, or would have been
     stages: tuple[StageReport, ...]
     history: HistoryReport
-    unknown: Mapping[str, int] = field(default_factory=dict)  # source -> its items that the ranker does not know
+    # source -> its items that the ranker does not know
+    unknown: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: int = 0  # read from cached KV by the rank
     missing_features: tuple[str, ...] = ()  # as of the rank
     stages_s: dict[str, float] = field(default_factory=dict)
@@ -317,7 +342,9 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         return str(bool(self.degraded)).lower()
 
     def log_fields(self) -> dict[str, Any]:
-        degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK]
+        degraded = [
+            f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK
+        ]
         return {
             "verdict": self.verdict.value if self.verdict else None,
             "outcome": self.outcome.value if self.outcome else None,
@@ -347,7 +374,9 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
     user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    exclude_seen: bool = True  # leave out the items of the history and of the training data, and twins of the source's
+    # leave out the items of the history and of the training data, and near-duplicates of the
+    # source's
+    exclude_seen: bool = True
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None
@@ -402,7 +431,8 @@ class IngestRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     """Write behaviours of many users of one tenant, durably."""
 
     tenant: str
-    writes: tuple[Write | RequestError, ...]  # as they came; an error in the place of what cannot be read
+    # as they came; an error in the place of what cannot be read
+    writes: tuple[Write | RequestError, ...]
 
     @property
     def user(self) -> UserKey:
@@ -431,7 +461,11 @@ class IngestAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        return {"num_users": len(self.results), "num_failed": self.num_failed or None, "num_added": self.num_added}
+        return {
+            "num_users": len(self.results),
+            "num_failed": self.num_failed or None,
+            "num_added": self.num_added,
+        }
 
 
 class EraseRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -443,7 +477,8 @@ class EraseRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 # Places that may hold something of an erased user for a while.
 STORE = "store"
 RECORDINGS = "recordings"
-VECTORS = "vectors"  # until they are made without the user: a file of the operator's, which still answers matches
+# until they are made without the user: a file of the operator's, which still answers matches
+VECTORS = "vectors"
 
 
 class EraseAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""Settings that hold a secret: they show `***` wherever they are shown. Only `reveal` gives the text.
+"""Settings that hold a secret: they show `***` wherever they are shown.
+
+Only `reveal` gives the text.
 
 In a configuration file such a setting is the text itself, or says where the text is:
 
@@ -43,7 +45,8 @@ class Secret:
         """Make it of what a configuration file has.
 
         Raises:
-            ValueError: it is none of the three forms, or is not where it should be. The message has nothing of it.
+            ValueError: it is none of the three forms, or is not where it should be. The message has
+                nothing of it.
         """
         match given:
             case str():
@@ -102,7 +105,9 @@ class SecretUrl(Secret):
             parts = urlsplit(self._text)
             name, password = unquote(parts.username or ""), unquote(parts.password or "")
         except ValueError:
-            raise ValueError("not a URL; what a password has of / ? # @ : must be percent-encoded") from None
+            raise ValueError(
+                "not a URL; what a password has of / ? # @ : must be percent-encoded"
+            ) from None
         if not name and not password:
             return self._text, None
         place = parts.netloc.rpartition("@")[2]

@@ -53,7 +53,8 @@ class CatalogueInfo:
     num_bytes: int
     age_s: float
     previous: str | None  # what a rollback would serve
-    sids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # that the change made, by the item's name
+    # that the change made, by the item's name
+    sids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +62,15 @@ class AttentionWay:
     """A way of computing a ranker's attention that the warm-up tried."""
 
     name: str
-    prefill_ms: float | None = None  # the last chunk of the longest history; None = refused
+    prefill_ms: float | None = None  # the last chunk of the longest history; None = rejected
     rank_ms: float | None = None  # the most candidates behind it
-    drift: float | None = None  # largest difference of a logit from plain torch ops', in the logits' deviations
-    refused: str = ""  # why it is not used; "" = it could be
+    # largest difference of a logit from plain torch ops', in the logits' deviations
+    drift: float | None = None
+    rejected: str = ""  # why it is not used; "" = it could be
 
     @property
     def total_ms(self) -> float:
-        """What the ways are compared by; infinite where it is refused."""
+        """What the ways are compared by; infinite where it is rejected."""
         if self.prefill_ms is None or self.rank_ms is None:
             return float("inf")
         return self.prefill_ms + self.rank_ms
@@ -87,7 +89,11 @@ class ModelInfo:
     features: tuple[Feature, ...] = ()  # that it reads beside items, actions and times
     device: str
     dtype: str
-    kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
-    ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
-    attention: tuple[AttentionWay, ...] = ()  # what was tried for it, in order; () = there was one way, not measured
-    is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`
+    # what runs the hot ops: torch, or the instruction set of the native kernels
+    kernels: str = "torch"
+    # an op that has more than one implementation -> the one used
+    ops: Mapping[str, str] = field(default_factory=dict)
+    # what was tried for it, in order; () = there was one way, not measured
+    attention: tuple[AttentionWay, ...] = ()
+    # replaced: only requests that name its version get it, for `relay.t_life_s`
+    is_draining: bool = False

@@ -1,7 +1,7 @@
-"""What a settings Struct takes: its keys by path, sizes and times with units, a refusal in words of YAML.
+"""What a settings Struct takes: its keys by path, sizes and times with units, a rejection in words of YAML.
 
-Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A setting whose type
-names a unit takes them beside plain numbers; inside it is the number.
+Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A
+setting whose type names a unit takes them beside plain numbers; inside it is the number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from npu_gr.core.secret import redacted
-from npu_gr.core.words import near, quoted
+from npu_gr.core.text_format import near, quoted
 
 UNIT = "x-unit"  # in the JSON schema of a type, which is where msgspec carries it
 
@@ -154,13 +154,15 @@ def number(text: str, unit: Unit | None, whole: bool) -> int | float | None:
 def plain(value: Any, kind: inspect.Type) -> Any:
     """Return a copy with plain numbers where a text means one, and with texts where YAML saw a switch.
 
-    What is no such text stays as it is, to be refused later.
+    What is no such text stays as it is, to be rejected later.
     """
     for one in options(kind):
         match value:
             case dict() if isinstance(one, _SECTIONS):
                 types = {field.encode_name: field.type for field in one.fields}
-                return {key: plain(v, types[key]) if key in types else v for key, v in value.items()}
+                return {
+                    key: plain(v, types[key]) if key in types else v for key, v in value.items()
+                }
             case dict() if isinstance(one, inspect.DictType):
                 return {key: plain(v, one.value_type) for key, v in value.items()}
             case list() if isinstance(one, _LISTS):
@@ -174,11 +176,11 @@ def plain(value: Any, kind: inspect.Type) -> Any:
 
 
 def explain(message: str, table: Any, kind: inspect.Type) -> str:
-    """Say what msgspec refused: path, what was expected in words of YAML, what is there.
+    """Say what msgspec rejected: path, what was expected in words of YAML, what is there.
 
     Args:
         message: of a `msgspec.ValidationError`.
-        table: that was refused.
+        table: that was rejected.
         kind: for what.
     """
     text, _, path = message.partition(" - at `")
@@ -188,9 +190,16 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
     kind, value = _look_up(path, kind, table)
     before = f"{at}: " if at else ""
     if is_of_key:
-        known = [name for one in options(kind) if isinstance(one, inspect.DictType) for name in choices(one.key_type)]
+        known = [
+            name
+            for one in options(kind)
+            if isinstance(one, inspect.DictType)
+            for name in choices(one.key_type)
+        ]
         if known and (named := re.match(r"Invalid enum value '(.+)'", text)):
-            return f"{before}{quoted(named[1])} is none of {', '.join(known)}{near(named[1], known)}"
+            return (
+                f"{before}{quoted(named[1])} is none of {', '.join(known)}{near(named[1], known)}"
+            )
         return f"{before}every key must be a text: write a number in quotes"
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
         struct = _section(kind)
@@ -199,7 +208,7 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
     if missing := re.match(r"Object missing required field `(.+)`", text):
         return f"{before}{missing[1]} is missing"
     if text.startswith(("Expected `", "Invalid enum value")):
-        text = _refusal(text, kind, value)
+        text = _rejection(text, kind, value)
     return f"{before}{text}"
 
 
@@ -228,7 +237,7 @@ def _inner(kind: inspect.Type, key: str, value: Any) -> inspect.Type | None:
     return None
 
 
-def _refusal(text: str, kind: inspect.Type, value: Any) -> str:
+def _rejection(text: str, kind: inspect.Type, value: Any) -> str:
     limit = bounds(kind)
     if value is _UNKNOWN:
         return f"expected {expected(kind)}{f', {limit}' if limit else ''}"
@@ -236,11 +245,16 @@ def _refusal(text: str, kind: inspect.Type, value: Any) -> str:
         hint = "; write it in quotes" if str(value) in values else near(str(value), values)
         return f"{_shown(value)} is none of {', '.join(values)}{hint}"
     if isinstance(value, str) and _is_text(kind):
-        return text  # too long, or not of the pattern; what a text of the caller's holds is not shown
+        # too long, or not of the pattern; what a text of the caller's holds is not shown
+        return text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if limit and is_number and ", got" not in text:
         return f"{_shown(value)} is out of range: expected {expected(kind)}, {limit}"
-    hint = "; write it in quotes" if _is_text(kind) and not isinstance(value, dict | list | None) else ""
+    hint = (
+        "; write it in quotes"
+        if _is_text(kind) and not isinstance(value, dict | list | None)
+        else ""
+    )
     return f"expected {expected(kind)}, got {_shown(value)}{hint}"
 
 
@@ -288,7 +302,12 @@ def _noun(kind: inspect.Type) -> str:
             return "a section (`key: value` lines)"
         case inspect.DictType():
             return "a table (`name: value` lines)"
-        case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
+        case (
+            inspect.ListType()
+            | inspect.VarTupleType()
+            | inspect.SetType()
+            | inspect.FrozenSetType()
+        ):
             return f"a list, [{expected(kind.item_type)}, ...]"
         case inspect.TupleType():
             return f"a list of {len(kind.item_types)} values"

@@ -1,14 +1,17 @@
 """YAML -> a frozen, typed, validated msgspec Struct; errors name the file, the field and the limit.
 
-A value comes from the file, from a variable of the environment, or from `--set`; the later one wins. Sizes and times
-may have a unit (`1GiB`, `50ms`), and inside are plain numbers. A repeated key and an unknown key are errors.
+A value comes from the file, from a variable of the environment, or from `--set`; the later one
+wins. Sizes and times may have a unit (`1GiB`, `50ms`), and inside are plain numbers. A repeated key
+and an unknown key are errors.
 
-`NPU_GR_SERVER__PORT=9000` is `server.port: 9000`: a section, two underscores, a key; the value is YAML. A key outside
-of sections stands alone: `NPU_GR_BACKEND=npu`. Which variables are settings:
+`NPU_GR_SERVER__PORT=9000` is `server.port: 9000`: a section, two underscores, a key; the value is
+YAML. A key outside of sections stands alone: `NPU_GR_BACKEND=npu`. Which variables are settings:
   two underscores, or the exact name of a key outside of sections     one; unknown = an error with the nearest name
   anything else that begins with NPU_GR_                              none: NPU_GR_API_KEY, what Kubernetes writes for a
-                                                                      Service named npu-gr-..., or another program's; a
-                                                                      name that is nearly one of ours is a warning
+                                                                      Service named npu-gr-..., or
+                                                                      another program's; a name that
+                                                                      is nearly one of ours is a
+                                                                      warning
 """
 
 from __future__ import annotations
@@ -27,17 +30,21 @@ from msgspec import inspect
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import Secret, redacted
 from npu_gr.core.setting_types import IN_BYTES, IN_SECONDS, explain, plain, settings_of
-from npu_gr.core.words import near
+from npu_gr.core.text_format import near
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "NPU_GR_"
 BETWEEN = "__"
-OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")  # of commands that call an instance
-# What Kubernetes writes for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://..., NPU_GR_SERVICE_HOST.
+# of commands that call an instance
+OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")
+# What Kubernetes writes for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://...,
+# NPU_GR_SERVICE_HOST.
 _OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
-_NAMED_BY_KUBERNETES = re.compile(r"NPU_GR_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_NAMED_BY_KUBERNETES = re.compile(
+    r"NPU_GR_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+)
 
 # Bounds that many sections share; a setting with another bound writes it out.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -49,28 +56,34 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
-# Keys that went, by path (an element of a list has the list's path) -> what takes their place. docs/upgrading.md has
-# the same rows with more words. A section that went whole has one row.
+# Keys that went, by path (an element of a list has the list's path) -> what takes their place.
+# docs/upgrading.md has the same rows with more words. A section that went whole has one row.
 GONE: dict[str, str] = {
     # the router (`npu-gr route`), which is HAProxy
-    "tenant_header": "nothing: users are placed by name alone, and instances read the tenant themselves",
+    "tenant_header": "nothing: users are placed by name alone, and instances read the tenant "
+    "themselves",
     "default_budget_s": "nothing: the instance has server.default_budget_s",
     "connect_timeout_s": "nothing: it is 250 ms",
     "instance_idle_s": "nothing: HAProxy keeps idle connections for 5 s",
     "health.path": "nothing: it is /readyz",
     "health.panic_ratio": "nothing: without an instance that is up the answer is 503",
     "breaker": "health.failures and health.return_s; instances are not compared by speed",
-    "retry": "nothing: a rank without an answer after 5 times its objective goes to another instance, at most twice",
+    "retry": "nothing: a rank without an answer after 5 times its objective goes to another "
+    "instance, at most twice",
     "limits.max_inflight": "limits.instance_queue and limits.instance_inflight, of each instance",
     "limits.instance_idle": "nothing: HAProxy decides",
     "limits.max_kept_bytes": "limits.buffer_bytes, of each connection",
     "limits.stream_over_bytes": "limits.buffer_bytes",
     "limits.max_header_bytes": "limits.buffer_bytes",
     "limits.max_headers": "nothing: HAProxy takes 101",
-    "server.workers": "the process with the models serves HTTP; more cores: more instances behind `npu-gr route`",
-    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
-    "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
-    "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
+    "server.workers": "the process with the models serves HTTP; more cores: more instances behind "
+    "`npu-gr route`",
+    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of "
+    "open files",
+    "server.header_timeout_s": "the proxy closes connections that send their headers slowly "
+    "(`npu-gr route`)",
+    "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr "
+    "route`)",
     # `npu-gr train match`
     "users": "nothing: each domain has user embeddings of its own",
     "initialise": "nothing: the target's users start at their source vectors",
@@ -99,8 +112,8 @@ class Gathered(NamedTuple):
     origins: dict[str, str]  # where each value came from, by path: the file, a variable, `--set`
 
 
-# What PyYAML raises for a value that is not of the type that it looks like or claims: too deep, a key that is a list,
-# the day 2027-13-45, `!!int x`, `!!bool x`, `!!timestamp x`.
+# What PyYAML raises for a value that is not of the type that it looks like or claims: too deep, a
+# key that is a list, the day 2027-13-45, `!!int x`, `!!bool x`, `!!timestamp x`.
 _OF_VALUES = (RecursionError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -113,19 +126,27 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+                raise ConfigError(
+                    f"line {key_node.start_mark.line + 1}: key {key!r} is given twice"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path, cls: type[S], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> S:
+def load(
+    path: Path,
+    cls: type[S],
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> S:
     """Read a settings file.
 
     Args:
         path: YAML.
         cls: what it holds.
         overrides: `section.key=value` with a YAML value, later ones win.
-        variables: of the environment, which win over the file (`npu_gr.core.environment`); None = none.
+        variables: of the environment, which win over the file (`npu_gr.core.environment`); None =
+            none.
 
     Raises:
         ConfigError: names the file, the field and the limit or the nearest known key.
@@ -134,7 +155,10 @@ def load(path: Path, cls: type[S], overrides: Sequence[str] = (), variables: Map
 
 
 def gather(
-    path: Path, cls: type[msgspec.Struct], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    path: Path,
+    cls: type[msgspec.Struct],
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Gathered:
     """Read what `load` reads, and say where each value came from.
 
@@ -147,7 +171,9 @@ def gather(
     given += [(*_parted(text), "--set") for text in overrides]
     for name, value, origin in given:
         _put(table, name, _yaml(value, name, origin), origin)
-        origins = {at: where for at, where in origins.items() if not f"{at}.".startswith(f"{name}.")}
+        origins = {
+            at: where for at, where in origins.items() if not f"{at}.".startswith(f"{name}.")
+        }
         origins |= dict.fromkeys(_leaves(_at(table, name), name), origin)
     return Gathered(table, origins)
 
@@ -157,7 +183,9 @@ def variable(path: str) -> str:
     return PREFIX + path.replace(".", BETWEEN).upper()
 
 
-def read_environment(variables: Mapping[str, str], cls: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
+def read_environment(
+    variables: Mapping[str, str], cls: type[msgspec.Struct]
+) -> list[tuple[str, str, str]]:
     """Find the settings in an environment: outer ones first, because a whole section may be given as YAML.
 
     Args:
@@ -168,10 +196,12 @@ def read_environment(variables: Mapping[str, str], cls: type[msgspec.Struct]) ->
         Path, value (YAML) and name of each.
 
     Raises:
-        ConfigError: a name is that of a setting, and there is no such setting. It names the nearest, or what takes its
-            place.
+        ConfigError: a name is that of a setting, and there is no such setting. It names the
+            nearest, or what takes its place.
     """
-    known = {variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list}
+    known = {
+        variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list
+    }
     went = {variable(path): now for path, now in GONE.items()}
     single = {name.replace(BETWEEN, "_"): name for name in known}
     found = []
@@ -180,14 +210,18 @@ def read_environment(variables: Mapping[str, str], cls: type[msgspec.Struct]) ->
             continue
         if name in known:
             found.append((known[name], value, name))
-        elif now := next((now for one, now in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""):
+        elif now := next(
+            (now for one, now in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""
+        ):
             raise ConfigError(f"environment: {name} went: {now}")
         elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
             raise ConfigError(f"environment: {name} is no setting{near(name, known)}")
         elif name in OTHERS or _NAMED_BY_KUBERNETES.fullmatch(name):
             continue
         elif meant := difflib.get_close_matches(name, single, n=1, cutoff=0.9):
-            log.warning("environment: %s is no setting, and is ignored; %s is one", name, single[meant[0]])
+            log.warning(
+                "environment: %s is no setting, and is ignored; %s is one", name, single[meant[0]]
+            )
     return sorted(found, key=lambda one: one[0].count("."))
 
 
@@ -224,7 +258,8 @@ def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = yaml.load(text, _StrictLoader)  # it is a SafeLoader  # noqa: S506  # nosec B506
     except (yaml.YAMLError, *_OF_VALUES) as error:
-        raise ConfigError(redacted(f"{where}: not YAML that we read: {error}")) from None  # it quotes the line
+        # it quotes the line
+        raise ConfigError(redacted(f"{where}: not YAML that we read: {error}")) from None
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: needs `key: value` lines, got {type(table).__name__}")
     return table
@@ -240,7 +275,11 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
         return msgspec.convert(plain(table, inspect.type_info(cls)), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
         known = settings_of(cls)
-        went = [f"{path} went: {now}" for path, now in GONE.items() if path not in known and _has(table, path)]
+        went = [
+            f"{path} went: {now}"
+            for path, now in GONE.items()
+            if path not in known and _has(table, path)
+        ]
         wrong = "; ".join(went) or explain(str(error), table, inspect.type_info(cls))
         raise ConfigError(f"{where}: {wrong}") from error
 
@@ -317,7 +356,11 @@ def _leaves(value: Any, at: str = "") -> list[str]:
     """Paths of all values that are no sections."""
     if not isinstance(value, dict):
         return [at]
-    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))]
+    return [
+        leaf
+        for key, inner in value.items()
+        for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))
+    ]
 
 
 def _has(value: object, path: str) -> bool:

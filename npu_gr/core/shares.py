@@ -1,11 +1,12 @@
 """Shares of one resource: what each tenant holds, and what it may hold while others want some too.
 
-A tenant *wants* the resource for `WANTS_S` after it last asked. The share of a tenant that wants is in proportion to
-its weight among all that want; that of any other tenant is nothing. So a tenant alone may have everything, and what a
-tenant left behind goes to those that came after it.
+A tenant *wants* the resource for `WANTS_S` after it last asked. The share of a tenant that wants is
+in proportion to its weight among all that want; that of any other tenant is nothing. So a tenant
+alone may have everything, and what a tenant left behind goes to those that came after it.
 
-Invariant: at most `MAX_TENANTS` tenants, and those that have a weight by name, have an account of their own; all others
-share one. So invented tenants cost no memory, and together they get what one tenant gets.
+Invariant: at most `MAX_TENANTS` tenants, and those that have a weight by name, have an account of
+their own; all others share one. So invented tenants cost no memory, and together they get what one
+tenant gets.
 
 `TokenBucket` limits a rate.
 """
@@ -17,10 +18,13 @@ from collections.abc import Callable, Mapping, ValuesView
 from functools import cached_property
 from typing import Generic, TypeVar
 
-MAX_TENANTS = 64  # that have an account at a time; those beyond share one, if they have no weight by name
+# that have an account at a time; those beyond share one, if they have no weight by name
+MAX_TENANTS = 64
 OTHERS = "\0others"  # the name of what they share; no tenant can have it
 WANTS_S = 60.0  # a tenant wants a resource for so long after it last asked
-TIDY_S = 1.0  # between two looks for accounts that nobody needs; with many tenants every request would look at all
+# between two looks for accounts that nobody needs; with many tenants every request would look at
+# all
+TIDY_S = 1.0
 
 
 class Account:
@@ -49,7 +53,10 @@ def name_of(tenant: str, named: Mapping[str, object], known: Mapping[str, object
 
 
 class Shares(Generic[A]):
-    """The accounts of the tenants of one resource. Every method takes at most one look at each account."""
+    """The accounts of the tenants of one resource.
+
+    Every method takes at most one look at each account.
+    """
 
     def __init__(self, make: Callable[[str], A], clock: Callable[[], float]) -> None:
         """No tenant has asked yet.
@@ -103,7 +110,11 @@ class Shares(Generic[A]):
     def ratios(self) -> dict[A, float]:
         """Compute the share of every tenant that wants, as a part of 1. A tenant that is not there has none."""
         now_at = self._clock()
-        weights = {account: self.weight(account) for account in self.accounts if self._wants(account, now_at)}
+        weights = {
+            account: self.weight(account)
+            for account in self.accounts
+            if self._wants(account, now_at)
+        }
         total = sum(weights.values())
         return {account: weight / total for account, weight in weights.items()}
 
@@ -132,9 +143,14 @@ class TokenBucket:
         self._filled_at = -math.inf  # no take yet
 
     def take(self, now_at: float) -> bool:
-        """Take one token at an instant of any clock that never goes back. Returns False if there is none."""
+        """Take one token at an instant of any clock that never goes back.
+
+        Returns False if there is none.
+        """
         if self._filled_at > -math.inf:
-            self._level = min(self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s)
+            self._level = min(
+                self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s
+            )
         self._filled_at = now_at
         if self._level < 1.0:
             return False

@@ -1,7 +1,7 @@
 """Files that ship beside the code: configurations, dashboards, runbooks, deployments, sources of the native ops.
 
-In a clone, and in an editable installation of one, they are the repository's own. A wheel has copies of them inside the
-package, which setup.py makes.
+In a clone, and in an editable installation of one, they are the repository's own. A wheel has
+copies of them inside the package, which setup.py makes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def path(name: str) -> Path:
 
 
 def found(given: Path) -> Path:
-    """Return a path as it is given; if nothing is there and such a file ships, the one that ships."""
+    """Return a path as it is given.
+
+    If nothing is there and such a file ships, the one that ships.
+    """
     if given.exists() or given.is_absolute():
         return given
     try:

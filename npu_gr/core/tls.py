@@ -3,7 +3,8 @@
     a file changes                    new connections have what is in it within LOOK_S; the old ones stay
     what is in the files is no pair   what was in force stays; `is_stale` and the log say so
 
-Certificates are PEM, as cert-manager writes them: `tls.crt` with the intermediate ones behind, `tls.key`, `ca.crt`.
+Certificates are PEM, as cert-manager writes them: `tls.crt` with the intermediate ones behind,
+`tls.key`, `ca.crt`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ServerTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     certificate: str  # PEM file: the certificate, then the intermediate ones
     key: str  # PEM file, without a password
-    client_ca: str | None = None  # PEM file; callers need a certificate that one of these authorities signed
+    # PEM file; callers need a certificate that one of these authorities signed
+    client_ca: str | None = None
     min_version: Literal["1.2", "1.3"] = "1.2"  # with client_ca always 1.3
 
 
@@ -56,18 +58,22 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ClientTlsConfig(TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whom a client believes over TLS, and the certificate that it shows."""
 
-    server_name: str | None = None  # that the server's certificate must have; None = the name in its address
+    # that the server's certificate must have; None = the name in its address
+    server_name: str | None = None
 
 
 class FollowedContext:
     """The context of some files, made again when their content changes."""
 
-    def __init__(self, where: str, files: tuple[str | None, ...], make: Callable[[], ssl.SSLContext]) -> None:
+    def __init__(
+        self, where: str, files: tuple[str | None, ...], make: Callable[[], ssl.SSLContext]
+    ) -> None:
         """Make the context.
 
         Args:
             where: the section of the configuration, for errors.
-            files: what `make` reads; the first one holds the certificate that is shown. None = there is no such file.
+            files: what `make` reads; the first one holds the certificate that is shown. None =
+                there is no such file.
             make: reads the files.
 
         Raises:
@@ -92,19 +98,31 @@ class FollowedContext:
 
     def _use(self, content: dict[str, bytes]) -> ssl.SSLContext:
         try:
-            # not from `content`, because ssl reads files only; if one changed in between, the next look sees it
+            # not from `content`, because ssl reads files only; if one changed in between, the next
+            # look sees it
             context = self._make()
-            shown = [] if self._files[0] is None else _CERTIFICATE.findall(content[self._files[0]].decode("latin-1"))
-            self._expires_at = min((expires_at(ssl.PEM_cert_to_DER_cert(one)) for one in shown), default=float("inf"))
+            shown = (
+                []
+                if self._files[0] is None
+                else _CERTIFICATE.findall(content[self._files[0]].decode("latin-1"))
+            )
+            self._expires_at = min(
+                (expires_at(ssl.PEM_cert_to_DER_cert(one)) for one in shown), default=float("inf")
+            )
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             named = ", ".join(content)
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+            reason = (
+                getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+            )
             raise ConfigError(f"{self._where}: {named}: not usable for TLS: {reason}") from error
         self._read = _digest(content)
         return context
 
     def reload_if_changed(self) -> None:
-        """Read the files again; other content is in force at once. Files that cannot be used change nothing."""
+        """Read the files again; other content is in force at once.
+
+        Files that cannot be used change nothing.
+        """
         try:
             content = self._content()
             if _digest(content) == self._read:
@@ -146,7 +164,10 @@ async def following(*contexts: FollowedContext | None) -> AsyncIterator[None]:
 
 
 class ServerTls(FollowedContext):
-    """TLS of the addresses that listen. Theirs stay the same, and each new connection gets what is in force."""
+    """TLS of the addresses that listen.
+
+    Theirs stay the same, and each new connection gets what is in force.
+    """
 
     def __init__(self, config: ServerTlsConfig, where: str, protocol: str = "http/1.1") -> None:
         """Read the files.
@@ -162,11 +183,13 @@ class ServerTls(FollowedContext):
         warn_of_wide_key(config.key, where)
         files = (config.certificate, config.key, config.client_ca)
         super().__init__(where, files, lambda: _server_context(config, protocol))
-        self.public = _server_context(config, protocol)  # asks callers for a certificate where `client_ca` says so
+        # asks callers for a certificate where `client_ca` says so
+        self.public = _server_context(config, protocol)
         # never does: kubelets and Prometheus have keys at most
         self.admin = _server_context(msgspec.structs.replace(config, client_ca=None), protocol)
-        # OpenSSL asks before it chooses the certificate, also where the caller names no server. What is swapped is the
-        # certificate and the authorities; whether a caller needs one stays with the connection.
+        # OpenSSL asks before it chooses the certificate, also where the caller names no server.
+        # What is swapped is the certificate and the authorities; whether a caller needs one stays
+        # with the connection.
         self.public.sni_callback = self.admin.sni_callback = self._swap
 
     def _swap(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -185,7 +208,9 @@ class ClientTls(FollowedContext):
         if config.key is not None:
             warn_of_wide_key(config.key, where)
         self.server_name = config.server_name
-        super().__init__(where, (config.certificate, config.key, config.ca), lambda: client_context(config))
+        super().__init__(
+            where, (config.certificate, config.key, config.ca), lambda: client_context(config)
+        )
 
 
 def _server_context(config: ServerTlsConfig, protocol: str) -> ssl.SSLContext:
@@ -194,13 +219,15 @@ def _server_context(config: ServerTlsConfig, protocol: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3 if needs_newest else ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
-    context.load_cert_chain(config.certificate, config.key, password="")  # or OpenSSL asks the terminal for one
+    # or OpenSSL asks the terminal for one
+    context.load_cert_chain(config.certificate, config.key, password="")
     context.set_alpn_protocols([protocol])
     if config.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(config.client_ca)
-        # A resumed session is not verified again: an authority that was taken out of the file would live on in it. TLS
-        # 1.3 without tickets has none; those of TLS 1.2 have a cache as well, which Python cannot switch off.
+        # A resumed session is not verified again: an authority that was taken out of the file would
+        # live on in it. TLS 1.3 without tickets has none; those of TLS 1.2 have a cache as well,
+        # which Python cannot switch off.
         context.num_tickets = 0
     return context
 
@@ -219,14 +246,21 @@ def client_context(config: ClientTlsConfig) -> ssl.SSLContext:
 
 
 def warn_of_wide_key(path: str, where: str) -> None:
-    """Log a warning if others may read a key. The group may: Kubernetes gives it to the pod's own by fsGroup."""
+    """Log a warning if others may read a key.
+
+    The group may: Kubernetes gives it to the pod's own by fsGroup.
+    """
     try:
         mode = Path(path).stat().st_mode & 0o777
     except OSError:
         return  # reading it says why
     if mode & 0o037:
-        log.warning("%s.key: %s has mode %04o: others may read the key; chmod 600", where, path, mode)
+        log.warning(
+            "%s.key: %s has mode %04o: others may read the key; chmod 600", where, path, mode
+        )
 
 
 def _digest(content: dict[str, bytes]) -> bytes:
-    return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in content.values())).digest()
+    return hashlib.sha256(
+        b"".join(hashlib.sha256(one).digest() for one in content.values())
+    ).digest()

@@ -2,8 +2,8 @@
 
     from npu_gr.dataset import PrepareOptions, prepare, read_dataset
 
-Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by whoever uses a
-dataset.
+Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by
+whoever uses a dataset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npu_gr.dataset.build import PreparedDataset, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
     from npu_gr.dataset.options import PrepareOptions
-    from npu_gr.features.interactions import Interactions
+    from npu_gr.history_store.interactions import Interactions
 
 __all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]
 
@@ -41,12 +41,15 @@ def read_log(path: Path, *, value_column: str = "rating") -> Interactions:
         DataError: it cannot be read; the message names the file, the line and the reason.
     """
     from npu_gr.core.errors import DataError
-    from npu_gr.features.interactions import read_interactions
+    from npu_gr.history_store.interactions import read_interactions
 
     if path.is_dir():
         from npu_gr.dataset.files import read_dataset
 
         return read_dataset(path).interactions()
     if any(suffix in _PREPARED for suffix in path.suffixes):
-        raise DataError(f"{path}: prepare it first: npu-gr prepare {path} --out site/data; then give that folder")
+        raise DataError(
+            f"{path}: prepare it first: npu-gr prepare {path} --out site/data; then "
+            "give that folder"
+        )
     return read_interactions(path, value_column=value_column)

@@ -5,8 +5,8 @@
     buckets  more distinct numbers, such as dwell times: ranges with equally many rows ("dwell<=3.2")
     event    neither: every row is the action "event"
 
-Models and histories hold the place of an action in the list. So the list of a dataset that is prepared again keeps its
-order (and buckets keep their edges), and new actions come at its end.
+Models and histories hold the place of an action in the list. So the list of a dataset that is
+prepared again keeps its order (and buckets keep their edges), and new actions come at its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
 MAX_RATINGS = 20
 ONE = "event"
@@ -57,8 +57,10 @@ class OldActions:
         """
         if self.kind not in ("", kind):
             raise DataError(
-                f"{self.folder}: holds a dataset whose actions are of the kind {self.kind}, and these would be {kind}: "
-                "histories and models of it would mean something else; choose another --out, or delete the folder"
+                f"{self.folder}: holds a dataset whose actions are of the kind {self.kind}, and "
+                f"these would be {kind}: "
+                "histories and models of it would mean something else; choose another --out, or "
+                "delete the folder"
             )
 
 
@@ -136,7 +138,9 @@ class Actions:
                 found: I64 = self.places[rows["action"]]
                 return found
             case ActionKind.RATINGS:
-                return np.searchsorted(np.array([float(name) for name in self.names]), rows["value"])
+                return np.searchsorted(
+                    np.array([float(name) for name in self.names]), rows["value"]
+                )
             case ActionKind.BUCKETS:
                 return bucket_of(rows["value"], self.edges)
             case ActionKind.ONE:
@@ -157,11 +161,15 @@ def of_events(events: Sequence[str], old: OldActions) -> Actions:
     names = [*old.names, *sorted(set(events) - set(old.names))]
     place = {name: at for at, name in enumerate(names)}
     places = np.array([place[name] for name in events], np.int64)
-    return Actions(kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=_new(names, old))
+    return Actions(
+        kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=_new(names, old)
+    )
 
 
 def of_values(column: str, values: ValueSample, num_buckets: int, old: OldActions) -> Actions:
-    """Make actions of numbers: ratings if they are few, else ranges; one action if the number is always the same.
+    """Make actions of numbers: ratings if they are few, else ranges.
+
+    One action if the number is always the same.
 
     Args:
         column: its name, for messages and names of ranges.
@@ -174,7 +182,9 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
     """
     if values.is_few and len(values.distinct) == 1 and old.kind in ("", ActionKind.ONE):
         only = value_name(next(iter(values.distinct)))
-        return one_action(old, [f"{quoted(column)} is {only} in every row and says nothing; it is left out"])
+        return one_action(
+            old, [f"{quoted(column)} is {only} in every row and says nothing; it is left out"]
+        )
     if values.is_few and old.kind != ActionKind.BUCKETS:
         old.check(ActionKind.RATINGS)
         known = {float(name) for name in old.names}
@@ -182,7 +192,8 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
         notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
         if names[: len(old.names)] != old.names:
             notes.append(
-                "warning: ratings that are new stand between those of the dataset before; a service refuses to reload "
+                "warning: ratings that are new stand between those of the dataset before; a "
+                "service rejects to reload "
                 "a model of it. Prepare into a new folder, and load the histories anew"
             )
         return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)
@@ -191,7 +202,8 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
     names = old.names if old.kind else bucket_names(column, edges)
     kept = "kept from the dataset before" if old.kind else "equally many rows in each"
     note = (
-        f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): {len(names)} ranges are the "
+        f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): "
+        f"{len(names)} ranges are the "
         f"actions ({kept}); --buckets N makes others, --value none takes none"
     )
     return Actions(kind=ActionKind.BUCKETS, names=names, edges=edges, places=_NONE, notes=[note])

@@ -4,7 +4,8 @@
     sort     names become codes; by user and time, without exact duplicates, into events.parquet
     publish  the finished folder takes the place of `out`
 
-Memory is bounded (`PrepareOptions.memory_mb`) but for the names of users and items and the files beside the log.
+Memory is bounded (`PrepareOptions.memory_mb`) but for the names of users and items and the files
+beside the log.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import IO, Any
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
-from npu_gr.core.private import make_private
-from npu_gr.core.words import counted, cut, quoted
+from npu_gr.core.file_permissions import make_private
+from npu_gr.core.text_format import counted, cut, quoted
 from npu_gr.dataset.actions import Actions, OldActions
 from npu_gr.dataset.engine import memory_for, opened, told
 from npu_gr.dataset.files import (
@@ -77,16 +78,18 @@ def prepare(
     """Make a dataset.
 
     Args:
-        log: a file (CSV, TSV, Parquet, JSON, RecBole's atomic files, also packed), or a frame of pandas or polars.
-        out: folder of the dataset. One that is there is replaced at the end, and its actions keep their places.
+        log: a file (CSV, TSV, Parquet, JSON, RecBole's atomic files, also packed), or a frame of
+            pandas or polars.
+        out: folder of the dataset. One that is there is replaced at the end, and its actions keep
+            their places.
         options: what is told rather than guessed.
         items: a file or frame with titles and features of items.
         users: a file or frame with features of users.
         on_stage: called with the progress.
 
     Raises:
-        DataError: the log cannot be read or understood; the message names the row or the option. What stood in `out`
-            before still does.
+        DataError: the log cannot be read or understood; the message names the row or the option.
+            What stood in `out` before still does.
     """
     out = Path(out)
     options = options or PrepareOptions()
@@ -101,7 +104,9 @@ def prepare(
         old = OldActions()
         if is_dataset(out):
             before = read_dataset(out).manifest["actions"]
-            old = OldActions(folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"])
+            old = OldActions(
+                folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"]
+            )
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
             build = _Build(source, item_source, user_source, options, rejected)
@@ -141,7 +146,8 @@ class _Build:
     def run(self, con: Any, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
         """Write all files but the manifest, which is returned."""
         log = self._log
-        table = self._read_items(con, on_stage)  # first, because it is the shorter one: an error in it comes early
+        # first, because it is the shorter one: an error in it comes early
+        table = self._read_items(con, on_stage)
         users = self._read_users(con, on_stage)
         _check_names(
             log.features,
@@ -172,7 +178,11 @@ class _Build:
         if self._item_source is None or self._item_rejects is None:
             return None
         options = self._options
-        told_columns = {role: name for role, name in (("item", options.items_key), ("title", options.title)) if name}
+        told_columns = {
+            role: name
+            for role, name in (("item", options.items_key), ("title", options.title))
+            if name
+        }
         return read_items(
             con,
             self._item_source,
@@ -187,7 +197,10 @@ class _Build:
         options = self._options
         if self._user_source is None or self._user_rejects is None:
             if options.user_features or options.users_key:
-                raise DataError("--user-features, --users-key: they name columns of a file of users; --users names it")
+                raise DataError(
+                    "--user-features, --users-key: they name columns of a file of "
+                    "users; --users names it"
+                )
             return None
         return read_users(
             con,
@@ -203,17 +216,25 @@ class _Build:
         """The manifest's keys of features of users and of the log."""
         of_users = users.features if users else []
         return {
-            "user_features": [{"name": one.name, "kind": one.kind, "told": one.told} for one in of_users],
+            "user_features": [
+                {"name": one.name, "kind": one.kind, "told": one.told} for one in of_users
+            ],
             "log_features": [
-                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told} for one in self._log.features
+                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told}
+                for one in self._log.features
             ],
             "users_without_row": num_without,
-            "left_out_users": users.left_out if users else {},
+            "left_out_users": users.skipped if users else {},
             "rejected_users": self._user_rejects.as_dict() if self._user_rejects else {},
         }
 
     def _manifest(
-        self, actions: Actions, table: ItemTable | None, counts: EventCounts, items: ItemCounts, notes: Sequence[str]
+        self,
+        actions: Actions,
+        table: ItemTable | None,
+        counts: EventCounts,
+        items: ItemCounts,
+        notes: Sequence[str],
     ) -> dict[str, Any]:
         columns = self._log.columns
         taken = {
@@ -232,16 +253,29 @@ class _Build:
             "format": FORMAT,
             "made_by": f"npu_gr {__version__}",
             "log": {"name": self._source.name, "format": self._source.format},
-            "columns": {role: {"name": one.name, "why": one.why} for role, one in taken.items() if one is not None},
-            "times": time_kind.words if time_kind else "none: the place of a row in the log is its time",
+            "columns": {
+                role: {"name": one.name, "why": one.why}
+                for role, one in taken.items()
+                if one is not None
+            },
+            "times": time_kind.words
+            if time_kind
+            else "none: the place of a row in the log is its time",
             "first_time": counts.first_time,
             "last_time": counts.last_time,
-            "actions": {"kind": actions.kind, "names": actions.names, "edges": actions.edges, "events": of_action},
+            "actions": {
+                "kind": actions.kind,
+                "names": actions.names,
+                "edges": actions.edges,
+                "events": of_action,
+            },
             "events": sum(of_action),
             "digest": counts.digest,
             "items": items._asdict(),
-            "features": [{"name": one.column, "kind": one.kind} for one in (table.features if table else ())],
-            "left_out": table.left_out if table else {},
+            "features": [
+                {"name": one.column, "kind": one.kind} for one in (table.features if table else ())
+            ],
+            "skipped": table.skipped if table else {},
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
@@ -258,7 +292,9 @@ def _check_names(found: Sequence[LogFeature], users: Sequence[str], items: Seque
     seen: set[str] = set()
     for name in (*(one.name for one in found), *users, *items):
         if name in seen:
-            raise DataError(f"two features have the name {quoted(name)}; rename a column, or leave one out")
+            raise DataError(
+                f"two features have the name {quoted(name)}; rename a column, or leave one out"
+            )
         seen.add(name)
 
 
@@ -275,17 +311,25 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"{manifest['log']['name']}: {manifest['log']['format']}"
     for role, column in manifest["columns"].items():
         yield f"  {role:14} {quoted(column['name'])} ({column['why']})"
-    yield f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to {_day(manifest['last_time'])}"
+    yield (
+        f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to "
+        f"{_day(manifest['last_time'])}"
+    )
     actions = manifest["actions"]
     yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
     for feature in manifest["features"]:
         yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
-    for name, why in manifest["left_out"].items():
+    for name, why in manifest["skipped"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     for feature in manifest["user_features"]:
-        yield f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+        yield (
+            f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+        )
     for feature in manifest["log_features"]:
-        yield f"  {_OF[feature['of']]:14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+        yield (
+            f"  {_OF[feature['of']]:14} {quoted(feature['name'])} "
+            f"({feature['told'] or feature['kind']})"
+        )
     for name, why in manifest["left_out_users"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     items = manifest["items"]
@@ -299,7 +343,11 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     if num := manifest["users_without_row"]:
         yield f"users' file: it lacks {counted(num, 'user')} of the log"
     if num := manifest["duplicates"]["rows"]:
-        what = "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
+        what = (
+            "kept"
+            if manifest["duplicates"]["kept"]
+            else ("left out (--keep-duplicates keeps them)")
+        )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])

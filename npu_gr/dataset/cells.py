@@ -37,7 +37,9 @@ _WHOLE_WITH_POINT = r"^(-?\d+)\.0*$"
 _WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
 _FLOATS = ("FLOAT", "DOUBLE")
 _INTEGERS = tuple(
-    f"{sign}{size}" for sign in ("", "U") for size in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT")
+    f"{sign}{size}"
+    for sign in ("", "U")
+    for size in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT")
 )
 
 
@@ -54,7 +56,8 @@ def is_instant(array: Any) -> bool:
 def as_text(array: Any) -> Any:
     """Write cells as texts: an array of any type but lists -> an array of strings.
 
-    A float that is a whole number loses its point: 42.0 is what a tool writes whose column of integers had gaps.
+    A float that is a whole number loses its point: 42.0 is what a tool writes whose column of
+    integers had gaps.
     """
     if pa.types.is_floating(array.type):
         wide = pc.cast(array, pa.float64())
@@ -141,7 +144,9 @@ def plain_sql(column: str, kind: str, *, has_uuids: bool = False) -> str:
         has_uuids: its bytes are UUIDs; others are UTF-8, and null where they are not.
     """
     if kind == "BLOB":
-        uuid = f"lower(concat_ws('-', {', '.join(f'hex({column})[{part}]' for part in _UUID_PARTS)}))"
+        uuid = (
+            f"lower(concat_ws('-', {', '.join(f'hex({column})[{part}]' for part in _UUID_PARTS)}))"
+        )
         return uuid if has_uuids else f"left(TRY(decode({column})), {MAX_CELL_CHARS})"
     if kind == "UUID" or kind.startswith("ENUM"):
         return f"CAST({column} AS VARCHAR)"
@@ -165,7 +170,8 @@ def text_sql(column: str, kind: str) -> str:
     if kind in _FLOATS:
         is_whole = f"{column} = floor({column}) AND abs({column}) < {_WHOLE}"
         return (
-            f"CASE WHEN isnan({column}) THEN NULL WHEN {is_whole} THEN CAST(CAST({column} AS BIGINT) AS VARCHAR) "
+            f"CASE WHEN isnan({column}) THEN NULL WHEN {is_whole} THEN CAST(CAST({column} AS "
+            "BIGINT) AS VARCHAR) "
             f"ELSE CAST({column} AS VARCHAR) END"
         )
     return column if kind == "VARCHAR" else f"CAST({column} AS VARCHAR)"
@@ -182,18 +188,27 @@ def name_sql(column: str, kind: str, *, with_point: bool = False) -> str:
     text = text_sql(column, kind)
     if with_point:
         text = f"regexp_replace({text}, '{_WHOLE_WITH_POINT}', '\\1')"
-    return f"CASE WHEN length({text}) > {_LONGEST_MISSING} OR NOT {_is_missing_text(text)} THEN {text} END"
+    return (
+        f"CASE WHEN length({text}) > {_LONGEST_MISSING} OR NOT {_is_missing_text(text)} THEN "
+        f"{text} END"
+    )
 
 
 def _is_missing_text(text: str) -> str:
-    """Whether a text is one of MISSING. Not by `IN`: DuckDB makes a join of that, after which rows lose their order."""
+    """Whether a text is one of MISSING.
+
+    Not by `IN`: DuckDB makes a join of that, after which rows lose their order.
+    """
     return f"regexp_full_match({text}, '{_MISSING_PATTERN}')"
 
 
 def number_sql(column: str, kind: str) -> str:
     """Read cells as DOUBLE, null where they are no finite numbers."""
     if kind == "VARCHAR":
-        number = f"CASE WHEN regexp_matches({column}, '{NUMBER}') THEN TRY_CAST(trim({column}) AS DOUBLE) END"
+        number = (
+            f"CASE WHEN regexp_matches({column}, '{NUMBER}') THEN TRY_CAST(trim({column}) AS "
+            "DOUBLE) END"
+        )
     elif kind in _FLOATS or kind in _INTEGERS or kind.startswith("DECIMAL"):
         number = f"CAST({column} AS DOUBLE)"
     else:

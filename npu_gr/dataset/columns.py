@@ -1,4 +1,7 @@
-"""Which column of a log is what: guessed by name and by type, or told. Two that fit are a question, never a choice."""
+"""Which column of a log is what: guessed by name and by type, or told.
+
+Two that fit are a question, never a choice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
 
 NONE = "none"  # told instead of a name: the log has no such column
@@ -19,35 +22,47 @@ _MOST = 0.9  # share of the cells that must fit: the others may be garbage
 _MOST_ONE = 0.5  # share of lists of one cell among lists that stand for their cells
 MAX_EVENT_TYPES = 100
 
-# Names without anything but letters and digits. Of a line, each before the semicolon comes before all after it.
+# Names without anything but letters and digits. Of a line, each before the semicolon comes before
+# all after it.
 _NAMES: dict[str, tuple[str, str]] = {
     "user": (
-        "userid user uid customerid customer customerno customernumber visitorid visitor memberid member accountid "
-        "clientid client reviewerid buyerid subscriberid shopperid profileid userpseudoid userkey useruuid personid",
+        "userid user uid customerid customer customerno customernumber visitorid visitor memberid "
+        "member accountid "
+        "clientid client reviewerid buyerid subscriberid shopperid profileid userpseudoid userkey "
+        "useruuid personid",
         "anonymousid fullvisitorid cookieid deviceid sessionid session",
     ),
     "item": (
-        "itemid item iid sku skuid productid product asin articleid article movieid contentid trackid songid videoid "
-        "bookid isbn listingid offerid newsid postid adid documentid docid stockcode productcode productsku itemsku "
+        "itemid item iid sku skuid productid product asin articleid article movieid contentid "
+        "trackid songid videoid "
+        "bookid isbn listingid offerid newsid postid adid documentid docid stockcode productcode "
+        "productsku itemsku "
         "recipeid gameid filmid businessid",
         "parentasin productkey itemkey variantid",
     ),
     "time": (
-        "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime timestampms "
+        "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime "
+        "timestampms "
         "timestampus timestampns timems eventts eventtimems",
-        "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate reviewtime day",
+        "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
+        "reviewtime day",
     ),
     "event": (
-        "event eventtype eventname action actiontype behavior behaviour behaviortype behaviourtype interaction "
+        "event eventtype eventname action actiontype behavior behaviour behaviortype behaviourtype "
+        "interaction "
         "interactiontype activity",
         "type verb",
     ),
     "value": (
-        "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds watchtime watchratio "
+        "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds "
+        "watchtime watchratio "
         "playtime listeningtime engagement",
         "duration preference label",
     ),
-    "title": ("title name productname movietitle itemname producttitle itemtitle displayname", "label headline"),
+    "title": (
+        "title name productname movietitle itemname producttitle itemtitle displayname",
+        "label headline",
+    ),
 }
 _IS_A = {
     "user": "who did it",
@@ -108,7 +123,9 @@ def kind_of(array: Any) -> CellKind:
         return CellKind.INTEGER
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         texts = pc.drop_null(as_text(array))
-        return CellKind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else CellKind.NUMBER
+        return (
+            CellKind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else CellKind.NUMBER
+        )
     if is_instant(array):
         return CellKind.TIME
     if not is_text(array):
@@ -150,29 +167,39 @@ def choose_log_columns(
 
     Args:
         columns: the first cells of all columns.
-        told: role ("user", "item", "time", "event", "value") -> name, or NONE; roles that are missing are guessed.
+        told: role ("user", "item", "time", "event", "value") -> name, or NONE; roles that are
+            missing are guessed.
         has_time: False: rows are in time order, and no column says when.
         source: for messages.
 
     Raises:
-        DataError: nothing fits a role that must be there, or more than one column does; it names them and the option.
+        DataError: nothing fits a role that must be there, or more than one column does; it names
+            them and the option.
     """
     kinds = {name: kind_of(array) for name, array in columns.items()}
     user = _required("user", columns, kinds, told, source)
     item = _required("item", columns, kinds, told, source)
     if user.name == item.name:
-        raise DataError(f"{source}: {quoted(user.name)} is both user and item; --user or --item names another column")
+        raise DataError(
+            f"{source}: {quoted(user.name)} is both user and item; --user or --item "
+            "names another column"
+        )
     time = _time(columns, kinds, told, source) if has_time else None
     taken = {one.name for one in (user, item, time) if one is not None}
     event = _optional("event", columns, kinds, told, source, taken)
     if event is not None and told.get("value", NONE) != NONE:
         raise DataError(
-            f"{source}: an event has one action: --event {event.name} and --value {told['value']} exclude each other; "
+            f"{source}: an event has one action: --event {event.name} and --value {told['value']} "
+            "exclude each other; "
             f"--event {NONE} or --value {NONE}"
         )
     if event is not None and "event" not in told and "value" not in told:
         rival = _optional("value", columns, kinds, told, source, taken)
-        why = f"{event.why}; {quoted(rival.name)} is left out (--event {NONE} takes it)" if rival else event.why
+        why = (
+            (f"{event.why}; {quoted(rival.name)} is left out (--event {NONE} takes it)")
+            if rival
+            else event.why
+        )
         event = Column(event.name, why)
     value = None if event is not None else _optional("value", columns, kinds, told, source, taken)
     return LogColumns(user=user, item=item, time=time, event=event, value=value)
@@ -241,7 +268,8 @@ def _required(
     if found:
         raise _ambiguous(role, found, source, option)
     raise DataError(
-        f"{source}: no column looks like the {role} ({_IS_A[role]}); {option} NAME says which: {_listed(columns)}. "
+        f"{source}: no column looks like the {role} ({_IS_A[role]}); {option} NAME says which: "
+        f"{_listed(columns)}. "
         "Has the file no header? --columns a,b,... names the columns"
     )
 
@@ -260,13 +288,19 @@ def _optional(
         return _told(told[role], columns, source, f"--{role}")
     found = [name for name in _candidates(role, kinds) if name not in taken]
     if role == "event":
-        found = [name for name in found if pc.count_distinct(as_text(columns[name])).as_py() <= MAX_EVENT_TYPES]
+        found = [
+            name
+            for name in found
+            if pc.count_distinct(as_text(columns[name])).as_py() <= MAX_EVENT_TYPES
+        ]
     if len(found) > 1:
         raise _ambiguous(role, found, source, f"--{role}", f", or --{role} {NONE}")
     return Column(found[0], "its name") if found else None
 
 
-def _time(columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mapping[str, str], source: str) -> Column:
+def _time(
+    columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mapping[str, str], source: str
+) -> Column:
     if "time" in told:
         return _told(told["time"], columns, source, "--time")
     found = _candidates("time", kinds)
@@ -280,14 +314,17 @@ def _time(columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mappi
     if typed:
         raise _ambiguous("time", typed, source, "--time")
     raise DataError(
-        f"{source}: no column looks like the time (when); --time NAME says which: {_listed(columns)}. "
+        f"{source}: no column looks like the time (when); --time NAME says which: "
+        f"{_listed(columns)}. "
         "--no-time if there is none and the rows are in time order"
     )
 
 
 def _told(name: str, columns: Mapping[str, Any], source: str, option: str) -> Column:
     if name not in columns:
-        raise DataError(f"{source}: {option} {name}: there is no such column; there are {_listed(columns)}")
+        raise DataError(
+            f"{source}: {option} {name}: there is no such column; there are {_listed(columns)}"
+        )
     return Column(name, f"{option} says so")
 
 
@@ -295,7 +332,9 @@ def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
     """Columns whose name and kind fit a role: those with a strong name, or else those with a weak one."""
     for names in _NAMES[role]:
         known = set(names.split())
-        if found := [name for name, kind in kinds.items() if _plain(name) in known and _fits(role, kind)]:
+        if found := [
+            name for name, kind in kinds.items() if _plain(name) in known and _fits(role, kind)
+        ]:
             return found
     return []
 
@@ -305,7 +344,13 @@ def _fits(role: str, kind: CellKind) -> bool:
         case "user" | "item":
             return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER)
         case "time":
-            return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
+            return kind in (
+                CellKind.EMPTY,
+                CellKind.TEXT,
+                CellKind.INTEGER,
+                CellKind.NUMBER,
+                CellKind.TIME,
+            )
         case "event":
             return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":
@@ -323,9 +368,13 @@ def _share(texts: Any, pattern: str) -> float:
     return float(pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(len(texts), 1)
 
 
-def _ambiguous(role: str, names: Sequence[str], source: str, option: str, rest: str = "") -> DataError:
+def _ambiguous(
+    role: str, names: Sequence[str], source: str, option: str, rest: str = ""
+) -> DataError:
     choice = " or ".join(f"{option} {name}" for name in names)
-    return DataError(f"{source}: {len(names)} columns could be the {role} ({_IS_A[role]}): {choice}{rest}")
+    return DataError(
+        f"{source}: {len(names)} columns could be the {role} ({_IS_A[role]}): {choice}{rest}"
+    )
 
 
 def _listed(columns: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import cut
+from npu_gr.core.text_format import cut
 from npu_gr.dataset.cells import duckdb
 
-LEAST_MB, MOST_MB = 100, 512  # of memory for DuckDB, a third of the logs between them; what does not fit goes to disk
+# of memory for DuckDB, a third of the logs between them; what does not fit goes to disk
+LEAST_MB, MOST_MB = 100, 512
 PACKED_RATIO = 5  # of the bytes of a packed file to what is in it
 MAX_THREADS = 4
 _CONFIG: dict[str, Any] = {
@@ -51,7 +52,11 @@ def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator
     """Yield a connection for a first look; or one that may write into a folder."""
     limits = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(folder or "")}
     with duckdb.connect(config=_CONFIG | limits) as con:
-        for setting in ("TimeZone = 'UTC'", "enable_progress_bar = true", "enable_progress_bar_print = false"):
+        for setting in (
+            "TimeZone = 'UTC'",
+            "enable_progress_bar = true",
+            "enable_progress_bar_print = false",
+        ):
             con.execute(f"SET {setting}")  # without a bar there is no `query_progress`
         yield con
 
@@ -61,7 +66,8 @@ def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
     """Say an error of DuckDB's in our words.
 
     Raises:
-        DataError: what is read is broken. OSError: the disk is full. KeyboardInterrupt: it was interrupted.
+        DataError: what is read is broken. OSError: the disk is full. KeyboardInterrupt: it was
+            interrupted.
     """
     try:
         yield
@@ -69,13 +75,16 @@ def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
         raise KeyboardInterrupt from error
     except duckdb.OutOfMemoryException as error:
         raise DataError(
-            f"{name}: to read it takes over {memory_mb} MB, DuckDB's limit here; --memory raises it (in MB), "
+            f"{name}: to read it takes over {memory_mb} MB, DuckDB's limit here; --memory raises "
+            "it (in MB), "
             "or prepare it in parts"
         ) from error
     except duckdb.Error as error:
         raise_if_full(error)
         first = str(error).partition("\n")[0]
-        raise DataError(f"{name}: {cut(first.partition('Error: ')[2] or first, 200)}{remedy}") from error
+        raise DataError(
+            f"{name}: {cut(first.partition('Error: ')[2] or first, 200)}{remedy}"
+        ) from error
 
 
 def raise_if_full(error: Exception) -> None:

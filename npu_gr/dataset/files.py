@@ -2,15 +2,16 @@
 
     manifest.json    what was taken and why, the actions, counts; `"kind": "npu_gr dataset"` says what the folder is
     events.parquet   user int32 (row of users.parquet), item int64, action int16, value float64 of ratings and ranges,
-                     time int64 (unix seconds); by user, oldest first
-                     and `feature.X` of each feature X of the log: a number, a text, or a list of texts
+                     time int64 (unix seconds); by user, oldest first and `feature.X` of each
+                     feature X of the log: a number, a text, or a list of texts
     users.parquet    name, and `feature.X` of each feature X of users
     items.parquet    id int64, name, title, and `feature.X` of each feature X: a text, or a list of texts
     rejected.jsonl   the first rows that could not be used, each with its reason
 
 events, users and rejected hold data of users: only their owner may read them.
 
-It is written beside its place and then put there, so that an interrupted run leaves what stood there before:
+It is written beside its place and then put there, so that an interrupted run leaves what stood
+there before:
 
     .data.new   what is being written; deleted when the run ends, or by the next one
     .data.old   what stood there, for the moment between two renames; the next run puts it back
@@ -35,7 +36,13 @@ from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.cells import pa, pc, pq
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues, LogFeatureOf, ToldKind
+from npu_gr.history_store.interactions import (
+    FeatureColumn,
+    Interactions,
+    ItemValues,
+    LogFeatureOf,
+    ToldKind,
+)
 
 KIND = "npu_gr dataset"
 FORMAT = 1
@@ -63,17 +70,22 @@ class Dataset:
     def interactions(self) -> Interactions:
         """Read all events, in time order (of equal times: by user, then as the log has them).
 
-        A value is the index of the event's action; or the rating itself, where ratings are the actions.
+        A value is the index of the event's action; or the rating itself, where ratings are the
+        actions.
 
         Raises:
             DataError: a file is missing or damaged.
         """
         is_rated = self.manifest["actions"]["kind"] == ActionKind.RATINGS
         columns = ["user", "item", "value" if is_rated else "action", "time"]
-        table = self._read(EVENTS, columns + [FEATURE + one["name"] for one in self._features("log_features")])
+        table = self._read(
+            EVENTS, columns + [FEATURE + one["name"] for one in self._features("log_features")]
+        )
         users, items, values, times = (table[name].to_numpy() for name in columns)
         order = np.argsort(times, kind="stable")
-        listed = self._read(USERS, ["name", *(FEATURE + one["name"] for one in self._features("user_features"))])
+        listed = self._read(
+            USERS, ["name", *(FEATURE + one["name"] for one in self._features("user_features"))]
+        )
         names = listed["name"].to_pylist()
         if len(users) and not 0 <= users.min() <= users.max() < len(names):
             raise DataError(f"{self.folder / EVENTS}: a user is not in {USERS}")
@@ -86,7 +98,10 @@ class Dataset:
             () if is_rated else self.action_names,
             (
                 *(self._column(one, "user", listed) for one in self._features("user_features")),
-                *(self._column(one, one["of"], table).of_events(order) for one in self._features("log_features")),
+                *(
+                    self._column(one, one["of"], table).of_events(order)
+                    for one in self._features("log_features")
+                ),
             ),
         )
 
@@ -110,7 +125,9 @@ class Dataset:
         numbers = {name: NUMBER + name for name in columns if NUMBER + name in there}
         table = self._read(ITEMS, ["id", *columns.values(), *numbers.values()])
         ids = table["id"].to_pylist()
-        found = [_values(name, ids, table[column].combine_chunks()) for name, column in columns.items()]
+        found = [
+            _values(name, ids, table[column].combine_chunks()) for name, column in columns.items()
+        ]
         for one in found:
             if one.name in numbers:
                 own = zip(ids, table[numbers[one.name]].to_pylist(), strict=True)
@@ -162,7 +179,8 @@ def read_dataset(folder: Path | str) -> Dataset:
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if manifest["format"] != FORMAT:
         raise DataError(
-            f"{folder}: a dataset of format {manifest['format']}, this version reads {FORMAT}; prepare it anew"
+            f"{folder}: a dataset of format {manifest['format']}, this version reads {FORMAT}; "
+            "prepare it anew"
         )
     return Dataset(folder=folder, manifest=manifest)
 
@@ -176,7 +194,10 @@ def _values(name: str, ids: list[int], column: Any) -> ItemValues:
         of_item = {item: found.tolist() for item, found in zip(ids, places, strict=True)}
     else:
         encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-        of_item = {item: [] if at is None else [at] for item, at in zip(ids, encoded.indices.to_pylist(), strict=True)}
+        of_item = {
+            item: [] if at is None else [at]
+            for item, at in zip(ids, encoded.indices.to_pylist(), strict=True)
+        }
     return ItemValues(name, encoded.dictionary.to_pylist(), of_item)
 
 
@@ -191,7 +212,9 @@ def _feature_column(name: str, of: LogFeatureOf, told: ToldKind, column: Any) ->
 
 
 @contextmanager
-def written_aside(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]) -> Iterator[Path]:
+def written_aside(
+    out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]
+) -> Iterator[Path]:
     """Yield an empty folder, which takes the place of `out` at the end of the block.
 
     Args:
@@ -200,7 +223,8 @@ def written_aside(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, 
         files: all names that such a folder may hold.
 
     Raises:
-        DataError: `out` holds something else, another process writes it, or it cannot be written; it stays as it is.
+        DataError: `out` holds something else, another process writes it, or it cannot be written;
+            it stays as it is.
     """
     out = out.resolve()  # of a link, the folder that it leads to
     new, old = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
@@ -231,21 +255,27 @@ def written_aside(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, 
         except OSError as error:
             raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
         finally:
-            if _is_held(held, new):  # another run's folder may be there as soon as ours is in its place
+            # another run's folder may be there as soon as ours is in its place
+            if _is_held(held, new):
                 shutil.rmtree(new, ignore_errors=True)
     finally:
         os.close(held)
 
 
 def _lock(held: int, new: Path, out: Path) -> None:
-    """Hold the folder while the process lives. It may have been another run's, which has just put it into its place."""
+    """Hold the folder while the process lives.
+
+    It may have been another run's, which has just put it into its place.
+    """
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = _is_held(held, new)
     except BlockingIOError:
         is_ours = False
     if not is_ours:
-        raise DataError(f"{out}: another npu-gr prepare writes it; run this one again when that has ended")
+        raise DataError(
+            f"{out}: another npu-gr prepare writes it; run this one again when that has ended"
+        )
 
 
 def _is_held(held: int, new: Path) -> bool:
@@ -263,7 +293,9 @@ def _check(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]) -
     others = sorted(path.name for path in out.iterdir() if path.name not in files)
     if others or (any(out.iterdir()) and not is_ours(out)):
         what = f"holds {others[0]}, which is no part of a dataset" if others else "holds no dataset"
-        raise DataError(f"{out}: {what}; --out names a new folder, or one that npu-gr prepare wrote")
+        raise DataError(
+            f"{out}: {what}; --out names a new folder, or one that npu-gr prepare wrote"
+        )
 
 
 def _sync(path: Path) -> None:

@@ -1,11 +1,14 @@
-"""A source of rows as DuckDB reads it: a relation of cells. Here are text files of lines; `sources.py` has the others.
+"""A source of rows as DuckDB reads it: a relation of cells.
+
+Here are text files of lines; `sources.py` has the others.
 
     c0, c1, ...   the cells of the columns that are wanted, missing ones null
     state         0 = a row; else one of CODES, or SKIPPED (no row) or UNSURE (Python looks at it, see lines.py)
     line          the row as its file has it, for a person
 
-Of a text file every line is a row of the relation, blank ones too. So a row's place in the table that is made of it is
-its number in the file, and one broken line never takes its neighbours with it.
+Of a text file every line is a row of the relation, blank ones too. So a row's place in the table
+that is made of it is its number in the file, and one broken line never takes its neighbours with
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import (
     is_list_type,
     literal,
@@ -77,13 +80,18 @@ class Source:
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
         self.name = name  # in messages: what was named, or "the frame"
         self.paths = list(paths)
-        self.types: dict[str, str] = {}  # types of columns that the header declares, as atomic files do
+        # types of columns that the header declares, as atomic files do
+        self.types: dict[str, str] = {}
         self._sample: dict[str, Any] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the files, unpacked as a guess; 0 of a frame."""
-        sizes = ((path.stat().st_size, path.suffix in (*PACKED, ".parquet", ".pq")) for path in self.paths if path.name)
+        sizes = (
+            (path.stat().st_size, path.suffix in (*PACKED, ".parquet", ".pq"))
+            for path in self.paths
+            if path.name
+        )
         return sum(size * (PACKED_RATIO if is_packed else 1) for size, is_packed in sizes)
 
     @property
@@ -99,17 +107,24 @@ class Source:
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
         """Types of DuckDB that the cells of columns have in the relation."""
-        return ["VARCHAR[]" if pa.types.is_list(self.sample[name].type) else "VARCHAR" for name in columns]
+        return [
+            "VARCHAR[]" if pa.types.is_list(self.sample[name].type) else "VARCHAR"
+            for name in columns
+        ]
 
     def line_sql(self, columns: Sequence[str]) -> str:
         """The row for a person, of what the relation has."""
         return "line"
 
-    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
-        """Write the relation of a file in SQL; where DuckDB refuses one, the next one may do."""
+    def relations(
+        self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
+    ) -> Iterator[Relation]:
+        """Write the relation of a file in SQL; where DuckDB rejects one, the next one may do."""
         raise NotImplementedError
 
-    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+    def mend(
+        self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
+    ) -> Iterator[Mended]:
         """Look at rows that DuckDB was unsure of: number and line of each, ascending."""
         return iter(())
 
@@ -122,15 +137,22 @@ class LineSource(Source):
 
     place = "line"
 
-    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+    def relations(
+        self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
+    ) -> Iterator[Relation]:
         """Read lines with DuckDB, or else with Python."""
-        packed = {"": "none", ".gz": "gzip", ".zst": "zstd"}.get(path.suffix if path.suffix in PACKED else "")
+        packed = {"": "none", ".gz": "gzip", ".zst": "zstd"}.get(
+            path.suffix if path.suffix in PACKED else ""
+        )
         num_skipped = self.first_number - 1
         if packed is not None and has_like_ends(path):
             lines = (
-                f"(SELECT line, 0 AS state FROM read_csv({file_sql(path)}, columns = {{'line': 'VARCHAR'}}, "
-                f"delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = false, auto_detect = false, "
-                f"skip = {num_skipped}, max_line_size = {LINE_BYTES}, buffer_size = {4 * LINE_BYTES}, "
+                f"(SELECT line, 0 AS state FROM read_csv({file_sql(path)}, columns = {{'line': "
+                f"'VARCHAR'}}, "
+                "delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = false, auto_detect "
+                "= false, "
+                f"skip = {num_skipped}, max_line_size = {LINE_BYTES}, buffer_size = "
+                f"{4 * LINE_BYTES}, "
                 f"compression = '{packed}'))"
             )
             yield Relation(self._cells_sql(lines, columns))
@@ -145,7 +167,9 @@ class LineSource(Source):
 class DelimitedSource(LineSource):
     """CSV, TSV and RecBole's atomic files: the first line names the columns, and every cell is a text."""
 
-    def __init__(self, name: str, paths: Sequence[Path], delimiter: str = "", columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, paths: Sequence[Path], delimiter: str = "", columns: Sequence[str] = ()
+    ) -> None:
         """Read the header.
 
         Args:
@@ -155,25 +179,31 @@ class DelimitedSource(LineSource):
             columns: names of the columns of a file without a header.
 
         Raises:
-            DataError: a file is empty, its header names a column twice, or two files have two headers.
+            DataError: a file is empty, its header names a column twice, or two files have two
+                headers.
         """
         super().__init__(name, paths)
         path, line = self.paths[0], _first_line(self.paths[0])
         self._delimiter = delimiter or max(_DELIMITERS, key=line.count)
         cells = self._header(path, line)
         atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
-        self.types = {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
+        self.types = (
+            {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
+        )
         self._quote = "" if self.types else '"'
         self.columns = list(columns) or list(self.types) or cells
         self.first_number = 1 if columns else 2
         if len(self.columns) != len(cells):
             names = ", ".join(self.columns)
-            raise DataError(f"{path}, line 1: {len(cells)} cells, but {len(self.columns)} names: {names}")
-        refuse_twice(self.columns, f"{path}, line 1")
+            raise DataError(
+                f"{path}, line 1: {len(cells)} cells, but {len(self.columns)} names: {names}"
+            )
+        reject_twice(self.columns, f"{path}, line 1")
         for other in self.paths[1:] if not columns else ():
             if self._header(other, _first_line(other)) != cells:
                 raise DataError(
-                    f"{other}, line 1: other columns than those of {path}; prepare logs of one kind together"
+                    f"{other}, line 1: other columns than those of {path}; prepare logs of one "
+                    "kind together"
                 )
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
@@ -190,7 +220,8 @@ class DelimitedSource(LineSource):
 
     def _read_sample(self) -> dict[str, Any]:
         rows = chain.from_iterable(
-            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number) for path in self.paths
+            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number)
+            for path in self.paths
         )
         cells: list[list[str]] = []
         num_rejected = 0
@@ -203,9 +234,12 @@ class DelimitedSource(LineSource):
                 break
         if not cells:
             if not num_rejected and self.first_number > 1:
-                raise DataError(f"{self.name}: no row stands below the first line, which names the columns")
+                raise DataError(
+                    f"{self.name}: no row stands below the first line, which names the columns"
+                )
             raise DataError(
-                f"{self.name}: no row has the {len(self.columns)} cells of the first line ({self.format}); "
+                f"{self.name}: no row has the {len(self.columns)} cells of the first line "
+                f"({self.format}); "
                 "--columns a,b,... names the columns of a file without a header"
             )
         columns = zip(*cells, strict=True)
@@ -226,19 +260,20 @@ class DelimitedSource(LineSource):
                 f"WHEN len(cells) <> {len(self.columns)} THEN {wrong} ELSE 0 END AS state, line "
                 f"FROM (SELECT *, {plain} AS cells FROM {lines})"
             )
-        # A delimiter between two quotes is none: of the pieces around quotes each second one is between two.
+        # A delimiter between two quotes is none: of the pieces around quotes each second one is
+        # between two.
         outside = f"replace(piece, {delimiter}, chr(31))"
-        pieces = (
-            f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
-        )
+        pieces = f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
         quoted_cells = f"""string_split(array_to_string({pieces}, '"'), chr(31))"""
-        is_odd = """(length(line) - length(replace(line, '"', ''))) % 2 = 1 OR contains(line, chr(31))"""
+        is_odd = (
+            """(length(line) - length(replace(line, '"', ''))) % 2 = 1 OR contains(line, chr(31))"""
+        )
         is_broken = """contains(cell, '"') AND NOT regexp_full_match(cell, '(?s)"([^"]|"")*"')"""
         broken = f"len(list_filter(cells, lambda cell: {is_broken}))"
-        unquoted = (
-            """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        unquoted = """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        cells = ", ".join(
+            f"nullif({unquoted.format(f'cells[{at}]')}, '') AS c{n}" for n, at in enumerate(places)
         )
-        cells = ", ".join(f"nullif({unquoted.format(f'cells[{at}]')}, '') AS c{n}" for n, at in enumerate(places))
         return (
             f"SELECT {cells}, CASE WHEN {skipped} WHEN state <> 0 THEN state "
             f"WHEN has_quote AND ({is_odd} OR {broken} > 0) THEN {UNSURE} "
@@ -247,7 +282,9 @@ class DelimitedSource(LineSource):
             f"""FROM (SELECT *, contains(line, '"') AS has_quote FROM {lines}))"""
         )
 
-    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+    def mend(
+        self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
+    ) -> Iterator[Mended]:
         """Parse rows whose quotes are not plain; one may go on over lines that follow."""
         places = [self.columns.index(name) for name in columns]
         only = (number for number, _ in unsure)
@@ -275,7 +312,9 @@ class JsonLinesSource(LineSource):
     def _cells_sql(self, lines: str, columns: Sequence[str]) -> str:
         return json_sql(lines, columns, self.kinds(columns))
 
-    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+    def mend(
+        self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
+    ) -> Iterator[Mended]:
         """Parse rows that are JSON to one parser only."""
         return mended_json(unsure, columns)
 
@@ -293,11 +332,13 @@ def _first_line(path: Path) -> str:
     return line
 
 
-def refuse_twice(names: Sequence[str], where: str) -> None:
+def reject_twice(names: Sequence[str], where: str) -> None:
     """Raise DataError if two columns have one name."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise DataError(f"{where}: the column {quoted(name)} stands there twice; rename one of them")
+            raise DataError(
+                f"{where}: the column {quoted(name)} stands there twice; rename one of them"
+            )
 
 
 def file_sql(path: Path) -> str:
@@ -343,14 +384,22 @@ def _pointers(name: str) -> list[str]:
 def _json_cell_sql(value: str, *, is_list: bool) -> str:
     whole = text_sql(f"CAST({value} AS DOUBLE)", "DOUBLE")
     text = (
-        f"CASE json_type({value}) WHEN 'OBJECT' THEN NULL WHEN 'NULL' THEN NULL WHEN 'DOUBLE' THEN {whole} "
-        f"WHEN 'ARRAY' THEN (CASE WHEN json_array_length({value}) = 1 THEN json_extract_string({value}, '/0') END) "
+        f"CASE json_type({value}) WHEN 'OBJECT' THEN NULL WHEN 'NULL' THEN NULL WHEN 'DOUBLE' THEN "
+        f"{whole} "
+        f"WHEN 'ARRAY' THEN (CASE WHEN json_array_length({value}) = 1 THEN "
+        f"json_extract_string({value}, '/0') END) "
         f"ELSE json_extract_string({value}, '$') END"
     )
     if not is_list:
         return text
-    many = f"CASE WHEN json_array_length({value}) = 0 THEN [] ELSE json_extract_string({value}, '$[*]') END"
-    return f"CASE WHEN json_type({value}) = 'ARRAY' THEN {many} WHEN {text} IS NOT NULL THEN [{text}] END"
+    many = (
+        f"CASE WHEN json_array_length({value}) = 0 THEN [] ELSE json_extract_string({value}, "
+        "'$[*]') END"
+    )
+    return (
+        f"CASE WHEN json_type({value}) = 'ARRAY' THEN {many} WHEN {text} IS NOT NULL THEN "
+        f"[{text}] END"
+    )
 
 
 def mended_json(unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
@@ -362,7 +411,10 @@ def mended_json(unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> It
 
 
 def fed(con: Any, schema: Any, batches: Iterator[Any]) -> list[Exception]:
-    """Let DuckDB read what Python reads, under the name `fed`; returns where an error of Python's will stand."""
+    """Let DuckDB read what Python reads, under the name `fed`.
+
+    Returns where an error of Python's will stand.
+    """
     failed: list[Exception] = []
 
     def feed() -> Iterator[Any]:

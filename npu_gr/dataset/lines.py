@@ -1,8 +1,8 @@
 """The lines of a text file one by one, in Python: for a first look, and for what DuckDB will not read.
 
-DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return, another end than the
-lines before, over `line_sources.LINE_BYTES`) the whole file is fed to it from here; and rows whose quotes are not plain
-are parsed here.
+DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return,
+another end than the lines before, over `line_sources.LINE_BYTES`) the whole file is fed to it from
+here; and rows whose quotes are not plain are parsed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.words import counted
+from npu_gr.core.text_format import counted
 from npu_gr.dataset.cells import pa
 from npu_gr.dataset.rejects import CODES, UNSURE, RejectReason
 
@@ -28,7 +28,8 @@ OnProgress = Callable[[float], None]
 """Called with the share of the source that was read, 0 to 1."""
 
 BLOCK_BYTES = 4 << 20
-MAX_ROW_LINES = 100  # over which the cells of a row may go; a quote that is open for longer is a stray one
+# over which the cells of a row may go; a quote that is open for longer is a stray one
+MAX_ROW_LINES = 100
 MAX_LINE_BYTES = 64 << 20
 MAX_MEMBER_BYTES = 64 << 20  # of a user and the items in a nested file
 BATCH_EVENTS = 50_000  # of a nested file
@@ -37,7 +38,9 @@ PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 MAX_DEPTH = 8  # of objects in objects that are looked into
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_MEMBER = re.compile(rb'\s*(,?)\s*("(?:[^"\\]|\\.)*+")\s*:\s*(\[(?:[^\[\]"{}]|"(?:[^"\\]|\\.)*+")*+\])', re.DOTALL)
+_MEMBER = re.compile(
+    rb'\s*(,?)\s*("(?:[^"\\]|\\.)*+")\s*:\s*(\[(?:[^\[\]"{}]|"(?:[^"\\]|\\.)*+")*+\])', re.DOTALL
+)
 
 
 def ignore_progress(ratio: float) -> None:
@@ -58,7 +61,10 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
             stream = pa.CompressedInputStream(raw, packed) if packed else raw
             while chunk := stream.read(BLOCK_BYTES):
                 if not num_bytes and chunk.startswith(_UTF16_MARKS):
-                    raise DataError(f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > NEW converts it")
+                    raise DataError(
+                        f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > "
+                        "NEW converts it"
+                    )
                 yield chunk if num_bytes else chunk.removeprefix(_UTF8_MARK)
                 num_bytes += len(chunk)
                 on_progress(raw.tell() / size)
@@ -66,7 +72,8 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
         if packed is None or error.strerror:
             raise DataError(f"{path}: {error.strerror or error}") from error
         raise DataError(
-            f"{path}: damaged or cut short as a {packed} file, after {counted(num_bytes, 'byte')} unpacked: {error}"
+            f"{path}: damaged or cut short as a {packed} file, after {counted(num_bytes, 'byte')} "
+            f"unpacked: {error}"
         ) from error
 
 
@@ -83,7 +90,8 @@ def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterato
         num_lines += len(lines)
         if len(rest) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path}, line {num_lines + 1}: over {MAX_LINE_BYTES >> 20} MiB, so this is no log of lines"
+                f"{path}, line {num_lines + 1}: over {MAX_LINE_BYTES >> 20} MiB, so this is no log "
+                "of lines"
             )
         if lines:
             yield [line.rstrip(b"\r") for line in lines]
@@ -94,8 +102,9 @@ def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterato
 def has_like_ends(path: Path) -> bool:
     r"""Whether all lines of a file end alike, in \n or in \r\n, and no carriage return stands elsewhere.
 
-    Only then DuckDB counts the same lines: to it a bare carriage return, or an end unlike the first one, may be a line
-    of its own, without an error where it is the first byte of what a thread reads.
+    Only then DuckDB counts the same lines: to it a bare carriage return, or an end unlike the first
+    one, may be a line of its own, without an error where it is the first byte of what a thread
+    reads.
 
     Raises:
         DataError: as `read_chunks`.
@@ -118,7 +127,9 @@ def line_batches(path: Path, num_skipped: int, on_progress: OnProgress) -> Itera
         texts = [line.decode(errors="replace") or None for line in lines[num_skipped:]]
         states = list(map(_state, lines[num_skipped:]))
         num_skipped = max(0, num_skipped - len(lines))
-        yield pa.record_batch([pa.array(texts, pa.string()), pa.array(states, pa.int8())], ["line", "state"])
+        yield pa.record_batch(
+            [pa.array(texts, pa.string()), pa.array(states, pa.int8())], ["line", "state"]
+        )
 
 
 def _state(line: bytes) -> int:
@@ -140,7 +151,12 @@ class ParsedRow(NamedTuple):
 
 
 def read_rows(
-    path: Path, delimiter: str, quote: str, num_columns: int, first: int = 1, only: Iterator[int] | None = None
+    path: Path,
+    delimiter: str,
+    quote: str,
+    num_columns: int,
+    first: int = 1,
+    only: Iterator[int] | None = None,
 ) -> Iterator[ParsedRow]:
     """Parse a file of cells line by line.
 
@@ -171,11 +187,15 @@ def read_rows(
                 wanted = next(only, 0)
 
 
-def _row(number: int, line: bytes, following: deque[bytes], shape: tuple[str, str, int]) -> ParsedRow:
+def _row(
+    number: int, line: bytes, following: deque[bytes], shape: tuple[str, str, int]
+) -> ParsedRow:
     delimiter, quote, num_columns = shape
     shown = line.decode(errors="replace")
     try:
-        cells, num_more = _parsed(line, islice(following, MAX_ROW_LINES), delimiter, quote, num_columns)
+        cells, num_more = _parsed(
+            line, islice(following, MAX_ROW_LINES), delimiter, quote, num_columns
+        )
     except UnicodeError:
         return ParsedRow(number, 0, shown, None, RejectReason.NOT_UTF8)
     except csv.Error:
@@ -232,7 +252,9 @@ def parse(text: str, delimiter: str, quote: str) -> list[str]:
     """
     if not quote:
         return text.split(delimiter)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote, strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote, strict=True
+    )
     cells = next(reader, [])
     if next(reader, None) is not None:
         raise csv.Error("more than a row")
@@ -272,7 +294,9 @@ def json_cell(row: dict[str, Any], name: str) -> Any:
 
 
 def json_column(cells: Sequence[Any], *, is_list: bool | None = None) -> Any:
-    """Make an array of JSON values: strings, or lists of strings as soon as one is a list. An object is no value.
+    """Make an array of JSON values: strings, or lists of strings as soon as one is a list.
+
+    An object is no value.
 
     Args:
         cells: as they were read.
@@ -282,9 +306,14 @@ def json_column(cells: Sequence[Any], *, is_list: bool | None = None) -> Any:
     if is_list is None:
         is_list = any(type(cell) is list for cell in cells)
     if is_list:
-        lists = [None if cell is None else _texts(cell if type(cell) is list else [cell]) for cell in cells]
+        lists = [
+            None if cell is None else _texts(cell if type(cell) is list else [cell])
+            for cell in cells
+        ]
         return pa.array(lists, pa.list_(pa.string()))
-    single = [(cell[0] if len(cell) == 1 else None) if type(cell) is list else cell for cell in cells]
+    single = [
+        (cell[0] if len(cell) == 1 else None) if type(cell) is list else cell for cell in cells
+    ]
     return pa.array(_texts(single), pa.string())
 
 
@@ -318,7 +347,11 @@ def nested_batches(path: Path, on_progress: OnProgress) -> Iterator[Any]:
 
 def _nested_batch(rows: list[tuple[str, Any, int]]) -> Any:
     users, items, places = zip(*rows, strict=True)
-    columns = [pa.array(users, pa.string()), json_column(items, is_list=False), pa.array(places, pa.int64())]
+    columns = [
+        pa.array(users, pa.string()),
+        json_column(items, is_list=False),
+        pa.array(places, pa.int64()),
+    ]
     return pa.record_batch(columns, list(NESTED))
 
 

@@ -13,8 +13,15 @@ import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES, item_ids
-from npu_gr.core.words import quoted
-from npu_gr.dataset.actions import Actions, OldActions, ValueSample, of_events, of_values, one_action
+from npu_gr.core.text_format import quoted
+from npu_gr.dataset.actions import (
+    Actions,
+    OldActions,
+    ValueSample,
+    of_events,
+    of_values,
+    one_action,
+)
 from npu_gr.dataset.cells import (
     JOINT,
     Cells,
@@ -32,19 +39,32 @@ from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, cells_of
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import NESTED, OnProgress
 from npu_gr.dataset.options import PrepareOptions
-from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
+from npu_gr.dataset.rejects import (
+    CODES,
+    MAX_EVENT_CHARS,
+    MAX_ROW_CHARS,
+    MAX_USER_CHARS,
+    UNSURE,
+    RejectReason,
+    Rejects,
+)
 from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.features.interactions import LogFeatureOf, ToldKind
+from npu_gr.history_store.interactions import LogFeatureOf, ToldKind
 
 MAX_VALUE_BYTES = 512  # of a cell that is a feature; longer ones are descriptions
 BATCH_ROWS = 1 << 17
-NUM_PARTS = 64  # users stand in the order of their codes modulo this one, as they always have: digests stay
-ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"  # a name of which a tool made a number, as spreadsheets do: its last digits are lost
+# users stand in the order of their codes modulo this one, as they always have: digests stay
+NUM_PARTS = 64
+# a name of which a tool made a number, as spreadsheets do: its last digits are lost
+ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"
 _TOLD = tuple(kind for kind in get_args(ToldKind) if kind)
 Rows = Mapping[str, npt.NDArray[Any]]
-"""Columns of some rows: user, item, time_us; action of events, or value; f0, f1, ... of features."""
+"""Columns of some rows: user, item, time_us; action of events, or value.
+
+F0, f1, ... of features.
+"""
 
 
 def split_kind(text: str) -> tuple[str, ToldKind]:
@@ -69,8 +89,8 @@ def told_cells(name: str, told: ToldKind, array: Any, source: Source) -> Cells:
 class LogFeature:
     """A column of the log that is a feature: of what happened, of the request, or of the user and the item together.
 
-    On its way a number is a float64 with NaN where it is missing; a text is the code of what its cell says, -1 where it
-    is missing.
+    On its way a number is a float64 with NaN where it is missing; a text is the code of what its
+    cell says, -1 where it is missing.
     """
 
     def __init__(self, name: str, of: LogFeatureOf, told: ToldKind, cells: Cells) -> None:
@@ -87,7 +107,9 @@ class LogFeature:
     @property
     def arrow_type(self) -> Any:
         """Of the column in the dataset."""
-        return {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}[self.kind]
+        return {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}[
+            self.kind
+        ]
 
     def sql(self, column: str, kind: str) -> str:
         """Write how cells of a type are read."""
@@ -105,12 +127,16 @@ class LogFeature:
         """
         if long := [text for text in texts if len(text.encode()) > MAX_VALUE_BYTES]:
             raise DataError(
-                f"feature {quoted(self.name)}: {quoted(long[0], 40)} has {len(long[0].encode()):,} bytes, the limit is "
+                f"feature {quoted(self.name)}: {quoted(long[0], 40)} has {len(long[0].encode()):,} "
+                "bytes, the limit is "
                 f"{MAX_VALUE_BYTES}: it describes rather than names"
             )
         if self.kind == "one":
             return pa.array(texts, pa.string())
-        lists = [text.split(JOINT) if self.cells == "list" else values_of(text, self.cells) for text in texts]
+        lists = [
+            text.split(JOINT) if self.cells == "list" else values_of(text, self.cells)
+            for text in texts
+        ]
         return pa.array(lists, pa.list_(pa.string()))
 
     def column(self, codes: npt.NDArray[Any], values: Any) -> Any:
@@ -139,9 +165,14 @@ def log_features(
             name, told = split_kind(text)
             option = f"{source.name}: --{of}-features {name}"
             if name not in columns:
-                raise DataError(f"{option}: there is no such column; there are {', '.join(columns)}")
+                raise DataError(
+                    f"{option}: there is no such column; there are {', '.join(columns)}"
+                )
             if name in (one.name for one in found):
-                raise DataError(f"{option}: it is a feature already; a column is one of the event, request or cross")
+                raise DataError(
+                    f"{option}: it is a feature already; a column is one of the event, "
+                    "request or cross"
+                )
             found.append(LogFeature(name, of, told, told_cells(name, told, columns[name], source)))
     return tuple(found)
 
@@ -166,7 +197,9 @@ class Log:
             "cross": options.cross_features,
         }
         self.features = log_features(sample, wanted, source)
-        self._names = list(dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)]))
+        self._names = list(
+            dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)])
+        )
         self._con: Any = None
         self.num_rows = 0  # that can be used
         self.feature_values: list[Any] = []  # of each feature by code; None of numbers
@@ -175,7 +208,8 @@ class Log:
         """Read the log into DuckDB, and give its names their codes.
 
         Raises:
-            DataError: it cannot be read to its end, too much of it cannot be used, or an event has too many types.
+            DataError: it cannot be read to its end, too much of it cannot be used, or an event has
+                too many types.
         """
         self._con = con
         table = SourceTable(con, "log", self._source, self._names, self._wrap)
@@ -201,7 +235,11 @@ class Log:
 
     def user_names(self) -> Any:
         """The names of users by code, as an Arrow array."""
-        return self._con.sql("SELECT name FROM users ORDER BY code").to_arrow_table()["name"].combine_chunks()
+        return (
+            self._con.sql("SELECT name FROM users ORDER BY code")
+            .to_arrow_table()["name"]
+            .combine_chunks()
+        )
 
     def item_names(self) -> list[str]:
         """The names of items, in the order in which they came."""
@@ -218,13 +256,19 @@ class Log:
         if self.columns.value is None:
             return one_action(old)
         values = ValueSample()
-        for batch in self._con.sql("SELECT value FROM log WHERE reason = 0").to_arrow_reader(BATCH_ROWS):
+        for batch in self._con.sql("SELECT value FROM log WHERE reason = 0").to_arrow_reader(
+            BATCH_ROWS
+        ):
             values.add(batch["value"].to_numpy(zero_copy_only=False))
         return of_values(self.columns.value.name, values, self._options.num_buckets, old)
 
     def sorted_rows(self) -> Iterator[Rows]:
         """Read all rows that can be used, by user and time; of equal times as the log has them."""
-        time_us = "l.time_us" if self.columns.time is not None else f"(l.n + {self._source.first_number}) * {US_PER_S}"
+        time_us = (
+            "l.time_us"
+            if self.columns.time is not None
+            else f"(l.n + {self._source.first_number}) * {US_PER_S}"
+        )
         columns = ["CAST(u.code AS INTEGER) AS user", "i.id AS item", f"{time_us} AS time_us"]
         joins = ["JOIN users u ON u.name = l.user", "JOIN item_ids i ON i.name = l.item"]
         if self.columns.event is not None:
@@ -246,19 +290,27 @@ class Log:
             yield {name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names}
 
     def _wrap(self, cells: str) -> str:
-        """What counts of each row. Of two reasons that of the user comes first, then of the item, time and action."""
+        """What counts of each row.
+
+        Of two reasons that of the user comes first, then of the item, time and action.
+        """
         columns = self.columns
         kinds = dict(zip(self._names, self._source.kinds(self._names), strict=True))
         cell = {name: f"c{place}" for place, name in enumerate(self._names)}
         found: dict[str, str] = {}  # column -> SQL of the cells
         reasons: list[str] = []
-        for role, column in (("user", columns.user), ("item", columns.item), ("event", columns.event)):
+        for role, column in (
+            ("user", columns.user),
+            ("item", columns.item),
+            ("event", columns.event),
+        ):
             if column is not None:
                 with_point = role != "event" and has_point(self._source.sample[column.name])
                 found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
-        time_us, time_reason = "0", "0"  # of a log without times: its place is the time, when it is read
+        # of a log without times: its place is the time, when it is read
+        time_us, time_reason = "0", "0"
         if columns.time is not None and self.time_kind is not None:
             time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
             found |= time.parts
@@ -281,10 +333,18 @@ class Log:
         sql = f"SELECT *, {time_reason} AS time_reason FROM ({sql})"
         reason = f"CASE WHEN state <> 0 THEN state {' '.join(reasons)} ELSE 0 END"
         sql = f"SELECT *, CAST({reason} AS TINYINT) AS reason FROM ({sql})"
-        kept = ["user", "item", "time_us", *(name for name in found if name in ("event", "value") or name[0] == "f")]
+        kept = [
+            "user",
+            "item",
+            "time_us",
+            *(name for name in found if name in ("event", "value") or name[0] == "f"),
+        ]
         good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in kept)
         line = self._source.line_sql(self._names)
-        line = f"CASE WHEN reason = {UNSURE} THEN {line} WHEN reason > 0 THEN left({line}, {MAX_ROW_CHARS}) END"
+        line = (
+            f"CASE WHEN reason = {UNSURE} THEN {line} WHEN reason > 0 THEN left({line}, "
+            f"{MAX_ROW_CHARS}) END"
+        )
         return f"SELECT reason, {good}, {line} AS line FROM ({sql})"
 
     def _give_codes(self, table: str, column: str) -> None:
@@ -302,12 +362,15 @@ class Log:
 
     def _check_rejected(self, rejects: Rejects) -> None:
         if not self.num_rows:
-            raise DataError(f"{self._source.name}: no row can be used: {rejects.words() or 'there is none'}")
+            raise DataError(
+                f"{self._source.name}: no row can be used: {rejects.words() or 'there is none'}"
+            )
         ratio = rejects.total / (rejects.total + self.num_rows)
         most = self._options.max_rejected_ratio
         if ratio > most:
             raise DataError(
-                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: {rejects.words()}; "
+                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: "
+                f"{rejects.words()}; "
                 f"name the right columns, or allow it: --max-rejected {min(1.0, ratio + 0.01):.2f}"
             )
 
@@ -316,17 +379,24 @@ class Log:
         if len(names) > MAX_EVENT_TYPES and self.columns.event is not None:
             some = ", ".join(quoted(name, 24) for name in names[:5])
             raise DataError(
-                f"{self._source.name}: {quoted(self.columns.event.name)} has over {MAX_EVENT_TYPES} distinct values "
-                f"({some} ...), so it is no event type; --event names another column, --event none says there is none"
+                f"{self._source.name}: {quoted(self.columns.event.name)} has over "
+                f"{MAX_EVENT_TYPES} distinct values "
+                f"({some} ...), so it is no event type; --event names another column, --event none "
+                "says there is none"
             )
 
 
 def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
-    missing = {"user": RejectReason.NO_USER, "item": RejectReason.NO_ITEM, "event": RejectReason.NO_EVENT}[role]
+    missing = {
+        "user": RejectReason.NO_USER,
+        "item": RejectReason.NO_ITEM,
+        "event": RejectReason.NO_EVENT,
+    }[role]
     found = [f"WHEN {role} IS NULL THEN {CODES[missing]}"]
     if role != "event":
         found.append(
-            f"WHEN contains({role}, '+') AND regexp_matches({role}, '{ROUNDED}') THEN {CODES[RejectReason.ROUNDED]}"
+            f"WHEN contains({role}, '+') AND regexp_matches({role}, '{ROUNDED}') THEN "
+            f"{CODES[RejectReason.ROUNDED]}"
         )
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
 
@@ -335,7 +405,9 @@ def _choose(source: Source, options: PrepareOptions) -> LogColumns:
     names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
     told = {role: name for role, name in names.items() if name}
     if not isinstance(source, NestedSource):
-        return choose_log_columns(source.sample, told, has_time=options.has_time, source=source.name)
+        return choose_log_columns(
+            source.sample, told, has_time=options.has_time, source=source.name
+        )
     if told:
         raise DataError(f"{source.name}: --{next(iter(told))}: {source.format} has no columns")
     columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
@@ -347,6 +419,8 @@ def _recognise(source: Source, time: Column | None, options: PrepareOptions) -> 
     if time is None:
         return None
     if isinstance(source, NestedSource):
-        return TimeKind(unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0)
+        return TimeKind(
+            unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0
+        )
     name = f"{source.name}: {time.name}"
     return recognise(source.sample[time.name], name, options.time_unit, options.time_format)

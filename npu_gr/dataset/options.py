@@ -18,7 +18,8 @@ class PrepareOptions:
     items_key: str = ""  # the column of the item in the items' file
     features: tuple[str, ...] | None = None  # columns of the items' file; None = all that can be
     users_key: str = ""  # the column of the user in the users' file
-    # features, each `NAME` or `NAME:KIND` of a column; KIND is category, hashed or number, else as its cells look
+    # features, each `NAME` or `NAME:KIND` of a column; KIND is category, hashed or number, else as
+    # its cells look
     user_features: tuple[str, ...] | None = None  # of the users' file; None = all that can be
     event_features: tuple[str, ...] = ()  # of the log: what happened
     request_features: tuple[str, ...] = ()  # of the log: the request that showed the item

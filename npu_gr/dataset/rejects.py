@@ -78,7 +78,12 @@ class Rejects:
         self._found = dict(sorted(found.items(), key=lambda one: -one[1][0]))
         for row in rows:
             reason = _REASONS[row.reason - 1].value
-            record = {"file": row.file, self._place: row.number, "reason": reason, "text": row.text[:MAX_ROW_CHARS]}
+            record = {
+                "file": row.file,
+                self._place: row.number,
+                "reason": reason,
+                "text": row.text[:MAX_ROW_CHARS],
+            }
             self._file.write(json.dumps(record) + "\n")
 
     @property
@@ -89,9 +94,13 @@ class Rejects:
     def words(self) -> str:
         """Name the reasons, most frequent first, each with its first row."""
         return "; ".join(
-            f"{count:,} x {reason} (first: {self._place} {first:,})" for reason, (count, first) in self._found.items()
+            f"{count:,} x {reason} (first: {self._place} {first:,})"
+            for reason, (count, first) in self._found.items()
         )
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts and first rows by reason, most frequent first, as the manifest has them."""
-        return {reason.value: {"rows": count, "first": first} for reason, (count, first) in self._found.items()}
+        return {
+            reason.value: {"rows": count, "first": first}
+            for reason, (count, first) in self._found.items()
+        }

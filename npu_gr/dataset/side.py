@@ -1,11 +1,13 @@
-"""Files beside a log: of items, with the title of each and its other columns as categories; and of users, as features.
+"""Files beside a log: of items, with the title of each and its other columns as categories.
+
+And of users, as features.
 
     text, whole numbers   a value each, if there are few enough distinct ones
     lists, token_seq, and texts with "|"   many values an item
     numbers with fractions, and many distinct whole numbers   ranges with equally many items ("price<=9.99")
 
-A column with too many values, or with a value of its own for nearly every item or user, says nothing that the name does
-not say; it is left out and named.
+A column with too many values, or with a value of its own for nearly every item or user, says
+nothing that the name does not say; it is left out and named.
 """
 
 from __future__ import annotations
@@ -19,24 +21,33 @@ import numpy as np
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES
-from npu_gr.core.words import counted, quoted
+from npu_gr.core.text_format import counted, quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
 from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_text, values_of
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
-from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
+from npu_gr.dataset.rejects import (
+    CODES,
+    MAX_ROW_CHARS,
+    MAX_USER_CHARS,
+    UNSURE,
+    RejectReason,
+    Rejects,
+)
 from npu_gr.dataset.table import SourceTable
-from npu_gr.features.interactions import ToldKind
+from npu_gr.history_store.interactions import ToldKind
 
 MAX_VALUES = 1000  # distinct ones of a feature of items
 MAX_VALUE_CHARS = 64  # longer texts are descriptions
 MAX_TITLE_CHARS = 256
 BUCKETS = 10
-FEW = 0.1  # share of the log's items or users in the file, below which the names are probably others
+# share of the log's items or users in the file, below which the names are probably others
+FEW = 0.1
 _MIN_DISTINCT = 20  # values with at most so many distinct ones are categories
-_OWN = 0.5  # share of distinct values over which a column names items or users rather than describes them
+# share of distinct values over which a column names items or users rather than describes them
+_OWN = 0.5
 _ROWS = 10_000  # that are looked at together
 
 
@@ -47,12 +58,16 @@ class ItemColumn:
     column: str
     kind: str  # "one", "many" or "buckets"; in the manifest
     cells: list[list[str]]  # values of each item
-    numbers: list[float | None] = field(default_factory=list)  # of each item, where the values are ranges of them
+    # of each item, where the values are ranges of them
+    numbers: list[float | None] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class ItemTable:
-    """What the file says of each item. n = items; of one that is listed twice the last row counts."""
+    """What the file says of each item. n = items.
+
+    Of one that is listed twice the last row counts.
+    """
 
     key: Column
     title: Column | None
@@ -60,7 +75,7 @@ class ItemTable:
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the lists below
     titles: list[str] = field(default_factory=list)
     features: list[ItemColumn] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # column -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +96,7 @@ class UserTable:
     num_again: int = 0  # rows of a user whom an earlier one names
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the values
     features: list[UserFeature] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # column -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
 
 def read_items(
@@ -105,7 +120,8 @@ def read_items(
         show: called as the file is read.
 
     Raises:
-        DataError: no column, or more than one, looks like the item; or a wanted one is missing or cannot be used.
+        DataError: no column, or more than one, looks like the item; or a wanted one is missing or
+            cannot be used.
     """
     sample = source.sample
     key, title = choose_item_columns(sample, told, log_item, source.name)
@@ -113,7 +129,8 @@ def read_items(
     if wanted is not None:
         if missing := [name for name in wanted if name not in sample]:
             raise DataError(
-                f"{source.name}: --features {missing[0]}: there is no such column; there are {', '.join(others)}"
+                f"{source.name}: --features {missing[0]}: there is no such column; there are "
+                f"{', '.join(others)}"
             )
         others = list(dict.fromkeys(wanted))
     kinds = {name: cells_of(name, sample[name], source.types) for name in others}
@@ -139,7 +156,7 @@ def read_items(
         elif wanted is not None:
             raise DataError(f"{source.name}: --features {name}: {found}")
         else:
-            table.left_out[name] = found
+            table.skipped[name] = found
     return table
 
 
@@ -164,16 +181,22 @@ def read_users(
         show: called as the file is read.
 
     Raises:
-        DataError: no column, or more than one, looks like the user; or a wanted one is missing or cannot be used.
+        DataError: no column, or more than one, looks like the user; or a wanted one is missing or
+            cannot be used.
     """
     sample = source.sample
     key = choose_user_column(sample, told_key, log_user, source.name)
     others: dict[str, ToldKind] = (
-        {name: "" for name in sample if name != key.name} if wanted is None else dict(map(split_kind, wanted))
+        {name: "" for name in sample if name != key.name}
+        if wanted is None
+        else dict(map(split_kind, wanted))
     )
     if missing := [name for name in others if name not in sample]:
         there = ", ".join(sample)
-        raise DataError(f"{source.name}: --user-features {missing[0]}: there is no such column; there are {there}")
+        raise DataError(
+            f"{source.name}: --user-features {missing[0]}: there is no such column; "
+            f"there are {there}"
+        )
     kinds = {name: told_cells(name, told, sample[name], source) for name, told in others.items()}
     table = UserTable(key=key)
     cells: dict[str, list[Any]] = {name: [] for name in others}
@@ -190,13 +213,17 @@ def read_users(
         if why := _useless(values, is_wanted=wanted is not None):
             if wanted is not None:
                 raise DataError(f"{source.name}: --user-features {name}: {why}")
-            table.left_out[name] = why
+            table.skipped[name] = why
         else:
-            table.features.append(UserFeature(name=name, told=told, kind=kind_word(kinds[name]), values=values))
+            table.features.append(
+                UserFeature(name=name, told=told, kind=kind_word(kinds[name]), values=values)
+            )
     return table
 
 
-def notes_of(what: str, logged: Sequence[str], listed: Mapping[str, int], num_again: int) -> Iterator[str]:
+def notes_of(
+    what: str, logged: Sequence[str], listed: Mapping[str, int], num_again: int
+) -> Iterator[str]:
     """Warn where the log and the file hardly share a name, and say how many rows come again.
 
     Args:
@@ -206,15 +233,25 @@ def notes_of(what: str, logged: Sequence[str], listed: Mapping[str, int], num_ag
         num_again: rows of the file whose name an earlier one has.
     """
     if num_again:
-        yield f"{counted(num_again, 'row')} of the {what}s' file name one again: of each {what} the last row counts"
+        yield (
+            f"{counted(num_again, 'row')} of the {what}s' file name one again: of each {what} "
+            "the last row counts"
+        )
     num_shared = sum(name in listed for name in logged)
     if not logged or num_shared >= FEW * len(logged):
         return
     of_log = next((name for name in logged if name not in listed), logged[0])
     shared = set(logged)
     of_file = next((name for name in listed if name not in shared), None)
-    beside = f"; the log has {quoted(of_log)}, the file {quoted(of_file)}" if of_file is not None else ""
-    yield f"WARNING: the {what}s' file has {num_shared:,} of the log's {counted(len(logged), what)}{beside}"
+    beside = (
+        (f"; the log has {quoted(of_log)}, the file {quoted(of_file)}")
+        if of_file is not None
+        else ""
+    )
+    yield (
+        f"WARNING: the {what}s' file has {num_shared:,} of the log's "
+        f"{counted(len(logged), what)}{beside}"
+    )
 
 
 def _rows(
@@ -240,14 +277,17 @@ def _rows(
             f"SELECT * EXCLUDE line, CASE WHEN reason = {UNSURE} THEN line WHEN reason > 0 "
             f"THEN left(line, {MAX_ROW_CHARS}) END AS line FROM (SELECT * EXCLUDE state, "
             f"CAST(CASE WHEN state <> 0 THEN state {reason} ELSE 0 END AS TINYINT) AS reason "
-            f"FROM (SELECT *, {key} AS name{'' if line == 'line' else f', {line} AS line'} FROM ({cells})))"
+            f"FROM (SELECT *, {key} AS name{'' if line == 'line' else f', {line} AS line'} FROM "
+            f"({cells})))"
         )
 
     table = SourceTable(con, view, source, columns, wrap)
     table.load(show)
     table.take_rejects(rejects)
     wanted = ", ".join(f"c{place}" for place in range(len(columns)))
-    for batch in con.sql(f"SELECT name, {wanted} FROM {view} WHERE reason = 0 ORDER BY n").to_arrow_reader(_ROWS):
+    for batch in con.sql(
+        f"SELECT name, {wanted} FROM {view} WHERE reason = 0 ORDER BY n"
+    ).to_arrow_reader(_ROWS):
         names, *cells = (column.to_pylist() for column in batch.columns)
         for name, *row in zip(names, *cells, strict=True):
             yield name, dict(zip(columns, row, strict=True))
@@ -259,7 +299,9 @@ def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> It
         numbers = [number_of(cell) for cell in cells]
         distinct = {number for number in numbers if number is not None}
         has_fraction = any(number != int(number) for number in distinct)
-        if len(distinct) > _MIN_DISTINCT and (has_fraction or len(distinct) > MAX_VALUES or _is_own(distinct, numbers)):
+        if len(distinct) > _MIN_DISTINCT and (
+            has_fraction or len(distinct) > MAX_VALUES or _is_own(distinct, numbers)
+        ):
             return _buckets(name, numbers)
     values = [values_of(cell, kind) for cell in cells]
     counts = Counter(value for row in values for value in set(row))
@@ -267,8 +309,15 @@ def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> It
         return "empty"
     if len(counts) > MAX_VALUES:
         return f"{len(counts):,} distinct values, over {MAX_VALUES:,}"
-    if not is_wanted and len(counts) > _MIN_DISTINCT and len(counts) > _OWN * sum(map(bool, values)):
-        return f"{len(counts):,} distinct values for {sum(map(bool, values)):,} items: nearly a name of each"
+    if (
+        not is_wanted
+        and len(counts) > _MIN_DISTINCT
+        and len(counts) > _OWN * sum(map(bool, values))
+    ):
+        return (
+            f"{len(counts):,} distinct values for {sum(map(bool, values)):,} items: nearly a "
+            "name of each"
+        )
     if any(len(value) > MAX_VALUE_CHARS for value in counts):
         return f"a value has over {MAX_VALUE_CHARS} characters"
     if not is_wanted and len(counts) == 1 and all(values):
@@ -285,7 +334,9 @@ def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
     names = bucket_names(name, edges)
     filled = np.array([np.inf if number is None else number for number in numbers])
     places = bucket_of(filled, edges).tolist()
-    cells = [[] if number is None else [names[at]] for number, at in zip(numbers, places, strict=True)]
+    cells = [
+        [] if number is None else [names[at]] for number, at in zip(numbers, places, strict=True)
+    ]
     return ItemColumn(name, "buckets", cells, list(numbers))
 
 

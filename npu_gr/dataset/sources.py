@@ -1,4 +1,7 @@
-"""Open a log, or a file of items or users, of any format: `open_source`; and those that are not lines of text."""
+"""Open a log, or a file of items or users, of any format: `open_source`.
+
+And those that are not lines of text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from npu_gr.dataset.line_sources import (
     json_columns,
     json_sql,
     mended_json,
-    refuse_twice,
+    reject_twice,
 )
 from npu_gr.dataset.lines import (
     NESTED,
@@ -79,24 +82,33 @@ class JsonListSource(Source):
         rows: list[dict[str, Any]] = []
         with in_memory(self.memory_mb) as con, told(self.name, self.memory_mb):
             for path in self.paths:
-                found = con.sql(f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}").fetchall()
+                found = con.sql(
+                    f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}"
+                ).fetchall()
                 rows += [flat(row) for (text,) in found if (row := json_object(text)) is not None]
         if not rows:
             raise DataError(f"{self.name}: not a list of JSON objects")
         return json_columns(rows[:SAMPLE_ROWS])
 
-    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+    def relations(
+        self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
+    ) -> Iterator[Relation]:
         """Read the objects of a list."""
         lines = f"(SELECT CAST(json AS VARCHAR) AS line, 0 AS state FROM {_objects(path)})"
         yield Relation(json_sql(lines, columns, self.kinds(columns)))
 
-    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+    def mend(
+        self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
+    ) -> Iterator[Mended]:
         """Parse rows that are JSON to one parser only."""
         return mended_json(unsure, columns)
 
 
 class NestedSource(Source):
-    """{"user": [item, ...]}, oldest first, as data sets of semantic-ID papers are. An item's place is its time."""
+    """{"user": [item, ...]}, oldest first, as data sets of semantic-ID papers are.
+
+    An item's place is its time.
+    """
 
     format = 'JSON {"user": [item, ...]}'
 
@@ -114,9 +126,13 @@ class NestedSource(Source):
         """Texts, but for the place."""
         return ["BIGINT" if name == NESTED[2] else "VARCHAR" for name in columns]
 
-    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+    def relations(
+        self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
+    ) -> Iterator[Relation]:
         """Feed the events."""
-        schema = pa.schema([(NESTED[0], pa.string()), (NESTED[1], pa.string()), (NESTED[2], pa.int64())])
+        schema = pa.schema(
+            [(NESTED[0], pa.string()), (NESTED[1], pa.string()), (NESTED[2], pa.int64())]
+        )
         failed = fed(con, schema, nested_batches(path, show))
         cells = ", ".join(f"{identifier(name)} AS c{n}" for n, name in enumerate(columns))
         yield Relation(f"SELECT {cells}, 0 AS state FROM fed", failed)
@@ -140,14 +156,19 @@ class TableSource(Source):
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.name}: {error}") from error
         leaves = [leaf for field in schema for leaf in _leaves(field)]
-        refuse_twice([name for name, _, _ in leaves], self.name)
+        reject_twice([name for name, _, _ in leaves], self.name)
         self._leaves = {name: (sql, kind) for name, sql, kind in leaves}
 
     def line_sql(self, columns: Sequence[str]) -> str:
         """Its cells as JSON, cut where they are long."""
         kinds = self.kinds(columns)
-        cells = [f"left(c{n}, {MAX_ROW_CHARS})" if kind == "VARCHAR" else f"c{n}" for n, kind in enumerate(kinds)]
-        named = ", ".join(f"{literal(name)}: {cell}" for name, cell in zip(columns, cells, strict=True))
+        cells = [
+            f"left(c{n}, {MAX_ROW_CHARS})" if kind == "VARCHAR" else f"c{n}"
+            for n, kind in enumerate(kinds)
+        ]
+        named = ", ".join(
+            f"{literal(name)}: {cell}" for name, cell in zip(columns, cells, strict=True)
+        )
         return f"CAST(to_json({{{named}}}) AS VARCHAR)"
 
     def _stream(self) -> Any:
@@ -160,21 +181,31 @@ class TableSource(Source):
                 for relation in self.relations(con, path, columns, ignore_progress):
                     sql = f"SELECT * EXCLUDE state FROM ({relation.sql}) LIMIT {SAMPLE_ROWS}"
                     described = con.sql(f"DESCRIBE {sql}").fetchall()
-                    self._kinds = {name: kind for name, (_, kind, *_) in zip(columns, described, strict=True)}
+                    self._kinds = {
+                        name: kind for name, (_, kind, *_) in zip(columns, described, strict=True)
+                    }
                     table = con.sql(sql).to_arrow_table()
                     if table.num_rows:
-                        return {name: table[f"c{n}"].combine_chunks() for n, name in enumerate(columns)}
-        raise DataError("the frame has no row" if self._frame is not None else f"{self.name}: no row")
+                        return {
+                            name: table[f"c{n}"].combine_chunks() for n, name in enumerate(columns)
+                        }
+        raise DataError(
+            "the frame has no row" if self._frame is not None else f"{self.name}: no row"
+        )
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
         """As the file or the frame has them, but for those that `plain_sql` changes."""
         return [self._kinds[name] for name in columns]
 
-    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+    def relations(
+        self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
+    ) -> Iterator[Relation]:
         """Read a file with DuckDB, or the frame where it is."""
         table = "frame" if self._frame is not None else f"read_parquet({file_sql(path)})"
         found = [self._leaves[name] for name in columns]
-        raw = f"SELECT {', '.join(f'{sql} AS c{n}' for n, (sql, _) in enumerate(found))} FROM {table}"
+        raw = (
+            f"SELECT {', '.join(f'{sql} AS c{n}' for n, (sql, _) in enumerate(found))} FROM {table}"
+        )
         kinds: list[str] = []
         for _ in range(2):  # to describe a stream may use it up
             if self._frame is not None:
@@ -187,7 +218,11 @@ class TableSource(Source):
         yield Relation(f"SELECT {', '.join(cells)}, 0 AS state FROM ({raw})")
 
 
-def open_source(log: Path | str | ArrowStream, format: str = "", columns: Sequence[str] = ()) -> Source:  # noqa: A002
+def open_source(
+    log: Path | str | ArrowStream,
+    format: str = "",  # noqa: A002  (the option's name)
+    columns: Sequence[str] = (),
+) -> Source:
     """Open what holds rows.
 
     Args:
@@ -200,15 +235,22 @@ def open_source(log: Path | str | ArrowStream, format: str = "", columns: Sequen
     """
     if not isinstance(log, Path | str):
         if not isinstance(log, ArrowStream):
-            raise DataError(f"a {type(log).__name__} is no log: give a path, or a frame with __arrow_c_stream__")
+            raise DataError(
+                f"a {type(log).__name__} is no log: give a path, or a frame with __arrow_c_stream__"
+            )
         return TableSource("the frame", [Path()], log)
     name, paths = str(log), _paths(Path(log), format)
     found = {format or _format(path) for path in paths}
     if len(found) > 1:
-        raise DataError(f"{name}: files of {len(found)} formats ({', '.join(sorted(found))}); give those of one")
+        raise DataError(
+            f"{name}: files of {len(found)} formats ({', '.join(sorted(found))}); give those of one"
+        )
     (kind,) = found
     if columns and kind not in ("csv", "tsv"):
-        raise DataError(f"--columns: {name} names its columns itself; it is only for CSV and TSV without a header")
+        raise DataError(
+            f"--columns: {name} names its columns itself; it is only for CSV and TSV "
+            "without a header"
+        )
     if kind == "parquet":
         return TableSource(name, paths)
     if kind == "jsonl":
@@ -219,14 +261,23 @@ def open_source(log: Path | str | ArrowStream, format: str = "", columns: Sequen
 
 
 def _paths(log: Path, kind: str) -> list[Path]:
-    """The files of a path, a folder, or a pattern, by their names; in a folder those of Spark's own are left out."""
+    """The files of a path, a folder, or a pattern, by their names.
+
+    In a folder those of Spark's own are left out.
+    """
     if log.is_file():
         return [log]
     if log.is_dir():
         inside = (path for path in sorted(log.rglob("*")) if path.is_file())
-        inside = (path for path in inside if not any(part[0] in "._" for part in path.relative_to(log).parts))
+        inside = (
+            path
+            for path in inside
+            if not any(part[0] in "._" for part in path.relative_to(log).parts)
+        )
         if not (paths := [path for path in inside if kind or _suffix(path) in _OF_SUFFIX]):
-            raise DataError(f"{log}: a folder without a log; known suffixes: {' '.join(_OF_SUFFIX)}")
+            raise DataError(
+                f"{log}: a folder without a log; known suffixes: {' '.join(_OF_SUFFIX)}"
+            )
         return paths
     if not has_magic(str(log)) or not (
         paths := sorted(filter(Path.is_file, map(Path, glob(str(log), recursive=True))))

@@ -22,7 +22,14 @@ _POLL_S = 0.2
 class SourceTable:
     """What was read of a source: a view `name` of DuckDB, with the place `n` of each row among all of them."""
 
-    def __init__(self, con: Any, name: str, source: Source, columns: Sequence[str], wrap: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        con: Any,
+        name: str,
+        source: Source,
+        columns: Sequence[str],
+        wrap: Callable[[str], str],
+    ) -> None:
         """Read nothing yet.
 
         Args:
@@ -30,8 +37,8 @@ class SourceTable:
             name: of the view.
             source: what is read.
             columns: of the source, those that become the cells c0, c1, ...
-            wrap: what is kept of a relation of cells, in SQL; every row, with `reason` (its state, or why it cannot be
-                used) and `line`.
+            wrap: what is kept of a relation of cells, in SQL; every row, with `reason` (its state,
+                or why it cannot be used) and `line`.
         """
         self._con = con
         self._name = name
@@ -58,17 +65,22 @@ class SourceTable:
         rows = f"SELECT rowid AS n, * FROM {name}_rows"
         if num_mended:
             con.execute(f"DELETE FROM {name}_rows WHERE rowid IN (SELECT n FROM {name}_gone)")
-            rows += f" UNION ALL SELECT p.n, m.* FROM {name}_mended m JOIN {name}_places p ON m.rowid = p.rowid"
+            rows += (
+                f" UNION ALL SELECT p.n, m.* FROM {name}_mended m JOIN {name}_places p ON "
+                "m.rowid = p.rowid"
+            )
         con.execute(f"CREATE VIEW {name} AS {rows}")
 
     def take_rejects(self, rejects: Rejects) -> None:
         """Hand out what cannot be used."""
         con = self._con
         found = con.execute(
-            f"SELECT reason, count(*), min(n) FROM {self._name} WHERE reason > 0 GROUP BY reason ORDER BY min(n)"
+            f"SELECT reason, count(*), min(n) FROM {self._name} WHERE reason > 0 GROUP BY reason "
+            "ORDER BY min(n)"
         ).fetchall()
         rows = con.execute(
-            f"SELECT n, reason, line FROM {self._name} WHERE reason > 0 ORDER BY n LIMIT {MAX_WRITTEN}"
+            f"SELECT n, reason, line FROM {self._name} WHERE reason > 0 ORDER BY n LIMIT "
+            f"{MAX_WRITTEN}"
         ).fetchall()
         rejects.take(
             ((reason, count, self._number(first)[1]) for reason, count, first in found),
@@ -83,14 +95,22 @@ class SourceTable:
 
     def _num_rows(self) -> int:
         # All is fetched: a result that is not at its end blocks the next `register`.
-        ((found,),) = self._con.execute(f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows").fetchall()
+        ((found,),) = self._con.execute(
+            f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows"
+        ).fetchall()
         return int(found)
 
     def _read(self, path: Path, show: OnProgress) -> None:
         con = self._con
-        verb = f"INSERT INTO {self._name}_rows" if len(self._starts) > 1 else f"CREATE TABLE {self._name}_rows AS"
-        refused: Exception | None = None
-        with told(self._source.name if len(self._source.paths) == 1 else str(path), self._source.memory_mb):
+        verb = (
+            (f"INSERT INTO {self._name}_rows")
+            if len(self._starts) > 1
+            else (f"CREATE TABLE {self._name}_rows AS")
+        )
+        rejected: Exception | None = None
+        with told(
+            self._source.name if len(self._source.paths) == 1 else str(path), self._source.memory_mb
+        ):
             for relation in self._source.relations(con, path, self._columns, show):
                 try:
                     with _watched(con, show):
@@ -101,20 +121,25 @@ class SourceTable:
                     raise_if_full(error)
                     if relation.failed:
                         raise relation.failed[0] from None
-                    refused = error
+                    rejected = error
                 else:
                     return
-            if refused is not None:
-                raise refused
+            if rejected is not None:
+                raise rejected
 
     def _mend(self, path: Path) -> int:
         """Add what Python makes of the rows that DuckDB was unsure of, and mark those."""
         cursor = self._con.cursor()
         start, first = self._starts[-1], self._source.first_number
         cursor.execute(
-            f"SELECT rowid, line FROM {self._name}_rows WHERE reason = {UNSURE} AND rowid >= {start} ORDER BY rowid"
+            f"SELECT rowid, line FROM {self._name}_rows WHERE reason = {UNSURE} AND rowid >= "
+            f"{start} ORDER BY rowid"
         )
-        unsure = ((n - start + first, line) for some in iter(lambda: cursor.fetchmany(1000), []) for n, line in some)
+        unsure = (
+            (n - start + first, line)
+            for some in iter(lambda: cursor.fetchmany(1000), [])
+            for n, line in some
+        )
         num_mended = 0
         waiting: list[Mended] = []
         for row in self._source.mend(path, unsure, self._columns):
@@ -140,9 +165,17 @@ class SourceTable:
         }
         states = [0 if row.reason is None else CODES[row.reason] for row in mended]
         lines = [row.text[:MAX_ROW_CHARS] for row in mended]
-        table = {**cells, "state": pa.array(states, pa.int8()), "line": pa.array(lines, pa.string())}
+        table = {
+            **cells,
+            "state": pa.array(states, pa.int8()),
+            "line": pa.array(lines, pa.string()),
+        }
         places = [row.number - first + start for row in mended]
-        gone = [n + more for n, row in zip(places, mended, strict=True) for more in range(row.num_more + 1)]
+        gone = [
+            n + more
+            for n, row in zip(places, mended, strict=True)
+            for more in range(row.num_more + 1)
+        ]
         for of, found, columns_of in (
             (f"{name}_mended", table, self._wrap("SELECT * FROM more")),
             (f"{name}_places", {"n": pa.array(places, pa.int64())}, "SELECT * FROM more"),

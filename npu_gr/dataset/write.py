@@ -13,8 +13,8 @@ import xxhash
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
+from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
-from npu_gr.core.private import make_private
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.cells import pa, pq
 from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, NUMBER, USERS
@@ -67,7 +67,9 @@ class ItemCounts(NamedTuple):
     without_events: int  # in the items' file only
 
 
-def write_events(folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress) -> EventCounts:
+def write_events(
+    folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress
+) -> EventCounts:
     """Write the events.
 
     Args:
@@ -82,7 +84,12 @@ def write_events(folder: Path, log: Log, actions: Actions, *, keep_duplicates: b
     """
     features = log.features
     has_value = actions.kind in (ActionKind.RATINGS, ActionKind.BUCKETS)
-    fields = [("user", pa.int32()), ("item", pa.int64()), ("action", pa.int16()), ("time", pa.int64())]
+    fields = [
+        ("user", pa.int32()),
+        ("item", pa.int64()),
+        ("action", pa.int16()),
+        ("time", pa.int64()),
+    ]
     if has_value:
         fields.append(("value", pa.float64()))
     of_features = [(FEATURE + one.name, one.arrow_type) for one in features]
@@ -106,7 +113,9 @@ def write_events(folder: Path, log: Log, actions: Actions, *, keep_duplicates: b
             columns = [np.ascontiguousarray(column) for column in columns]
             counts.add(columns, action, time)
             arrays = [pa.array(column) for column in columns[: len(fields)]]
-            for one, known, cells in zip(features, log.feature_values, columns[len(fields) :], strict=True):
+            for one, known, cells in zip(
+                features, log.feature_values, columns[len(fields) :], strict=True
+            ):
                 arrays.append(one.column(cells, known))
             if packing is not None:
                 packing.result()
@@ -150,7 +159,7 @@ def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) ->
     names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
     titles = ["" if table is None or row is None else table.titles[row] for row in rows]
-    ids = ItemNames.make(names, titles).ids  # refuses two names with the same id
+    ids = ItemNames.make(names, titles).ids  # rejects two names with the same id
     by_id = np.argsort(item_ids(names), kind="stable").tolist()
     columns: dict[str, Any] = {
         "id": pa.array(ids),
@@ -162,9 +171,13 @@ def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) ->
         if feature.kind == "many":
             columns[FEATURE + feature.column] = pa.array(cells, pa.list_(pa.string()))
         else:
-            columns[FEATURE + feature.column] = pa.array([cell[0] if cell else None for cell in cells], pa.string())
+            columns[FEATURE + feature.column] = pa.array(
+                [cell[0] if cell else None for cell in cells], pa.string()
+            )
         if feature.numbers:
-            own = [None if (row := rows[place]) is None else feature.numbers[row] for place in by_id]
+            own = [
+                None if (row := rows[place]) is None else feature.numbers[row] for place in by_id
+            ]
             columns[NUMBER + feature.column] = pa.array(own, pa.float64())
     pq.write_table(pa.table(columns), folder / ITEMS, compression=_COMPRESSION)
     return ItemCounts(
@@ -207,7 +220,10 @@ def _changes(rows: Rows) -> npt.NDArray[np.bool_]:
 
 
 def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Whether each row is equal to an earlier one in everything; they are sorted by user and time."""
+    """Whether each row is equal to an earlier one in everything.
+
+    They are sorted by user and time.
+    """
     is_tie = np.zeros(len(rows["user"]), np.bool_)
     is_same = ~_changes(rows)
     is_tie[1:] |= is_same
@@ -219,14 +235,20 @@ def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
     is_equal = np.ones(max(0, len(order) - 1), np.bool_)
     for name in names:
         column = rows[name][order]
-        is_equal &= (column[1:] == column[:-1]) | ((column[1:] != column[1:]) & (column[:-1] != column[:-1]))  # NaN
+        # NaN
+        is_equal &= (column[1:] == column[:-1]) | (
+            (column[1:] != column[1:]) & (column[:-1] != column[:-1])
+        )
     is_again = np.zeros(len(is_tie), np.bool_)
     is_again[order[1:]] = is_equal
     return is_again
 
 
 def _grouped(parts: Iterator[Rows]) -> Iterator[Rows]:
-    """Join small parts, and cut large ones, into groups of `GROUP_ROWS` rows; the last one is smaller, none empty."""
+    """Join small parts, and cut large ones, into groups of `GROUP_ROWS` rows.
+
+    The last one is smaller, none empty.
+    """
     waiting: list[Rows] = []
     num_waiting = 0
     for rows in parts:
@@ -244,7 +266,11 @@ def _grouped(parts: Iterator[Rows]) -> Iterator[Rows]:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    return parts[0] if len(parts) == 1 else {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}
+    return (
+        parts[0]
+        if len(parts) == 1
+        else {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}
+    )
 
 
 def _of(rows: Rows, places: Any) -> Rows:

@@ -1,14 +1,15 @@
 """Choose what runs a ranker's attention: at the warm-up, by measuring what can run it here, once for its whole life.
 
-A prefix is exact because its hit is computed as its cold pass is, so a ranker keeps one way. Each candidate
-encodes one history into pages, and ranks over it, cold and from the pages; scores that are not those of plain
-torch ops refuse it. The CPU has one way, which its build decides: nothing is measured there, and no answer
-depends on a clock.
+A prefix is exact because its hit is computed as its cold pass is, so a ranker keeps one way. Each
+candidate encodes one history into pages, and ranks over it, cold and from the pages; scores that
+are not those of plain torch ops reject it. The CPU has one way, which its build decides: nothing is
+measured there, and no answer depends on a clock.
 
-Right scores of one history prove little: a way may read behind the last token, where a fresh page has zeros,
-or write into somebody else's page. So small requests are checked too (`cases`, `observe`, `refusal`): all pages
-hold NaN before, as one may that another user leaves; those of two users stand in turns, with others between
-them; what no token wrote must hold the same bytes behind every pass; and a second time everything is the same.
+Right scores of one history prove little: a way may read behind the last token, where a fresh page
+has zeros, or write into somebody else's page. So small requests are checked too (`cases`,
+`observe`, `rejection`): all pages hold NaN before, as one may that another user leaves; those of
+two users stand in turns, with others between them; what no token wrote must hold the same bytes
+behind every pass; and a second time everything is the same.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from npu_gr.backend.tiles import TILE_TOKENS
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.served import AttentionWay
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, proof_order
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, warmup_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)
 
-PLAIN = "torch"  # the way that the others are compared with; `npu-gr doctor` compares it with the definition
-DRIFT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}  # of the deviation
+# the way that the others are compared with; `npu-gr doctor` compares it with the definition
+PLAIN = "torch"
+# of the deviation
+DRIFT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 SAMPLES = 3  # of each pass; the fastest counts
 MEASURE_S = 2.0  # no further sample of a way after so long
 WORTH = 0.95  # a way further down the order must take less than this of the best time
@@ -74,13 +77,15 @@ class Trial(NamedTuple):
     cached: int  # tokens of it in pages, the last `chunk` of them encoded in the timed pass
     chunk: int
     candidates: I64  # [c] item rows
-    runs: tuple[PageRun, ...]  # pages of the engine's arena for the history that nobody else uses; zero at the end
+    # pages of the engine's arena for the history that nobody else uses; zero at the end
+    runs: tuple[PageRun, ...]
     other: Tokens  # another user's history
 
     @property
     def query_time(self) -> int:
         """Unix seconds of its requests."""
-        return int(self.tokens.events.timestamps.max(initial=0))  # a token of the user alone has no event
+        # a token of the user alone has no event
+        return int(self.tokens.events.timestamps.max(initial=0))
 
 
 def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Sequence[str]:
@@ -96,7 +101,9 @@ def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Seq
     """
     ways = backend.hstu_ways(shape_of(engine.model, engine.arena.layout))
     if wanted != "auto" and wanted not in ways:
-        raise ConfigError(f"attention: {wanted} cannot run this ranker here; what can: {', '.join(ways)}")
+        raise ConfigError(
+            f"attention: {wanted} cannot run this ranker here; what can: {', '.join(ways)}"
+        )
     return ways if wanted == "auto" else (wanted,)
 
 
@@ -128,8 +135,8 @@ async def choose_way(
     finally:
         await engine.zero(engine.arena, trial.runs)
     best = fastest(tried)
-    if best.refused:
-        raise ConfigError(f"attention: {best.name} is of no use here: {best.refused}")
+    if best.rejected:
+        raise ConfigError(f"attention: {best.name} is of no use here: {best.rejected}")
     engine.backend = backend.running(best.name)
     log.info("attention by %s: %s", best.name, "; ".join(map(told, tried)))
     return tuple(tried)
@@ -147,7 +154,7 @@ def fastest(tried: Sequence[AttentionWay]) -> AttentionWay:
 def told(way: AttentionWay) -> str:
     """Say how a way did."""
     if way.prefill_ms is None or way.rank_ms is None:
-        return f"{way.name} refused: {way.refused}"
+        return f"{way.name} rejected: {way.rejected}"
     return f"{way.name} {way.prefill_ms:.2f} ms a chunk and {way.rank_ms:.2f} ms a rank"
 
 
@@ -162,7 +169,9 @@ class _Checked(NamedTuple):
         """Ask the engine's backend."""
         logits = await _logits(engine, trial)
         users = trial.tokens, trial.other
-        small = cases(users, trial.candidates, trial.runs, engine.arena.layout.page_tokens, trial.query_time)
+        small = cases(
+            users, trial.candidates, trial.runs, engine.arena.layout.page_tokens, trial.query_time
+        )
         return cls(logits, [await observe(engine, case, trial.runs) for case in small])
 
     def drift(self, logits: Sequence[F32]) -> float:
@@ -170,14 +179,17 @@ class _Checked(NamedTuple):
         return float(np.max([_drift(*pair) for pair in zip(logits, self.logits, strict=True)]))
 
 
-async def _refusal(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
+async def _rejection(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
     """Say why the engine's way is not to be used; "" = it may be."""
     limit = DRIFT[engine.model.dtype]
     if not drift <= limit:
-        return f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit is {limit:.0e}"
+        return (
+            f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit "
+            f"is {limit:.0e}"
+        )
     spread = float(checked.logits[0].std())
     for want in checked.small:
-        if why := refusal(await observe(engine, want.case, trial.runs), want, spread, limit):
+        if why := rejection(await observe(engine, want.case, trial.runs), want, spread, limit):
             return why
     return ""
 
@@ -185,15 +197,15 @@ async def _refusal(engine: RankEngine, trial: Trial, checked: _Checked, drift: f
 async def _try(engine: RankEngine, way: str, trial: Trial, checked: _Checked) -> AttentionWay:
     try:
         drift = checked.drift(await _logits(engine, trial))
-        if why := await _refusal(engine, trial, checked, drift):
-            return AttentionWay(name=way, drift=drift, refused=why)
+        if why := await _rejection(engine, trial, checked, drift):
+            return AttentionWay(name=way, drift=drift, rejected=why)
         prefill, rank = _passes(trial)
         prefill_ms = await _fastest_ms(engine, prefill)
         rank_ms = await _fastest_ms(engine, rank)
     except DeviceError as error:
         if way == PLAIN:
             raise
-        return AttentionWay(name=way, refused=str(error))
+        return AttentionWay(name=way, rejected=str(error))
     return AttentionWay(name=way, prefill_ms=prefill_ms, rank_ms=rank_ms, drift=drift)
 
 
@@ -212,7 +224,7 @@ def _rank(trial: Trial, cached: CachedPrefix | None) -> RankPass:
 async def _logits(engine: RankEngine, trial: Trial) -> list[F32]:
     """Rank cold, and over pages that this way has written."""
     cold = await engine.rank(_rank(trial, None), _FAR)
-    await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, proof_order())
+    await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, warmup_order())
     hit = await engine.rank(_rank(trial, CachedPrefix(trial.runs, trial.cached)), _FAR)
     return [cold.logits, hit.logits]
 
@@ -263,7 +275,11 @@ class Observed(NamedTuple):
 
 
 def cases(
-    users: Sequence[Tokens], candidates: I64, runs: Sequence[PageRun], page_tokens: int, query_time: int
+    users: Sequence[Tokens],
+    candidates: I64,
+    runs: Sequence[PageRun],
+    page_tokens: int,
+    query_time: int,
 ) -> list[Case]:
     """Make the small requests that every way answers.
 
@@ -292,7 +308,11 @@ def cases(
     delta = alone(full + 5, full - 2)
     held = min(len(users[1]) - 1, len(other) * full)
     both = (*delta.askers, asker(1, held + 1, held, other), asker(1, min(len(users[1]), 11), 0, ()))
-    return [*(alone(n, n) for n in lengths), delta, Case("requests of two users in a pass", both, query_time)]
+    return [
+        *(alone(n, n) for n in lengths),
+        delta,
+        Case("requests of two users in a pass", both, query_time),
+    ]
 
 
 def _in_turns(runs: Sequence[PageRun]) -> tuple[tuple[PageRun, ...], tuple[PageRun, ...]]:
@@ -303,7 +323,9 @@ def _in_turns(runs: Sequence[PageRun]) -> tuple[tuple[PageRun, ...], tuple[PageR
 
 def _pages(runs: Sequence[PageRun]) -> list[PageRun]:
     """List the pages that the check uses, one by one."""
-    return [PageRun(first, 1) for run in runs for first in range(run.first_page, sum(run))][:MOST_PAGES]
+    return [PageRun(first, 1) for run in runs for first in range(run.first_page, sum(run))][
+        :MOST_PAGES
+    ]
 
 
 async def observe(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Observed:
@@ -322,8 +344,8 @@ async def observe(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
     return first._replace(repeats=all(one.tobytes() == two.tobytes() for one, two in pairs))
 
 
-def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
-    """Say in words why a way is refused by what it did with a case; "" = it is not.
+def rejection(got: Observed, want: Observed, spread: float, limit: float) -> str:
+    """Say in words why a way is rejected by what it did with a case; "" = it is not.
 
     Args:
         got: of the way.
@@ -335,12 +357,21 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
         return f"{got.case.name}: {got.stray}"
     if want.repeats and not got.repeats:
         return f"{got.case.name}: the same request has other scores a second time"
-    for what, mine, right in (("scores", got.logits, want.logits), ("keys and values", got.kept, want.kept)):
+    for what, mine, right in (
+        ("scores", got.logits, want.logits),
+        ("keys and values", got.kept, want.kept),
+    ):
         deviation = spread if what == "scores" else max(float(np.std(np.concatenate(right))), 1e-6)
-        drift = float(np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(mine, right, strict=True)])) / deviation
-        if not drift <= limit:  # a NaN is refused
+        drift = (
+            float(
+                np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(mine, right, strict=True)])
+            )
+            / deviation
+        )
+        if not drift <= limit:  # a NaN is rejected
             return (
-                f"{got.case.name}: {what} differ from plain torch ops' by {drift:.1e} of their deviation, "
+                f"{got.case.name}: {what} differ from plain torch ops' by {drift:.1e} of their "
+                "deviation, "
                 f"the limit is {limit:.0e}"
             )
     return ""
@@ -349,7 +380,7 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
 async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Observed:
     arena, page_tokens = engine.arena, engine.arena.layout.page_tokens
     pages = _pages(runs)
-    call = partial(engine.scheduler.call, deadline_at=_FAR, order=proof_order())
+    call = partial(engine.scheduler.call, deadline_at=_FAR, order=warmup_order())
 
     def poison() -> _Contents:
         arena.fill(pages, float("nan"))
@@ -359,7 +390,7 @@ async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
     empty = (await call(poison)).value
     for asker in case.askers:
         if asker.cached:
-            await engine.prefill(asker.tokens[: asker.cached], asker.runs, _FAR, proof_order())
+            await engine.prefill(asker.tokens[: asker.cached], asker.runs, _FAR, warmup_order())
     before = (await call(partial(_Contents, arena, pages))).value
     passes = [
         RankPass(
@@ -391,19 +422,28 @@ class _Contents:
 
     def __init__(self, arena: KVArena, pages: Sequence[PageRun]) -> None:
         parts = iter(arena.copies(pages))
-        self._of = {page: (next(parts)[:, 0], next(parts)[:, 0]) for page in pages}  # [layer, token or tile, head, ..]
-        self._step = TILE_TOKENS if arena.layout.arrangement == "tiles" else 1  # tokens that are written together
+        # [layer, token or tile, head, ..]
+        self._of = {page: (next(parts)[:, 0], next(parts)[:, 0]) for page in pages}
+        # tokens that are written together
+        self._step = TILE_TOKENS if arena.layout.arrangement == "tiles" else 1
 
     def same(self, other: _Contents, page: PageRun, num_tokens: int) -> bool:
         """Whether a page has the same bytes in both behind its first tokens."""
         first = -(-num_tokens // self._step)
         pairs = zip(self._of[page], other._of[page], strict=True)
-        return all(torch.equal(_bytes(one[:, first:]), _bytes(two[:, first:])) for one, two in pairs)
+        return all(
+            torch.equal(_bytes(one[:, first:]), _bytes(two[:, first:])) for one, two in pairs
+        )
 
     def tokens(self, held: Iterator[tuple[PageRun, int]]) -> F32:
-        """Return what pages hold of their first tokens, one page behind the other; of tiles, the full ones."""
+        """Return what pages hold of their first tokens, one page behind the other.
+
+        Of tiles, the full ones.
+        """
         full = [(self._of[page], count // self._step) for page, count in held]
-        parts = [plane[:, :count].float().numpy().ravel() for planes, count in full for plane in planes]
+        parts = [
+            plane[:, :count].float().numpy().ravel() for planes, count in full for plane in planes
+        ]
         return np.concatenate([np.zeros(1, np.float32), *parts])
 
 

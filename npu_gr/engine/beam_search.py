@@ -1,14 +1,18 @@
-"""xBeam: beam search over semantic IDs. All rounds run to completion; every beam is valid in every round.
+"""xBeam: beam search over semantic IDs.
+
+All rounds run to completion; every beam is valid in every round.
 
     round 0      the last row of the prompt gives logits; the best first codes are the beams
     round r      the beams' tokens run through the decoder, over the shared prompt KV and each beam's own slots 0..r-1;
                  then constrain, select, fork
     last round   the leaves, in the order of their scores
 
-Several prompts, each with its own width and filter, share the rounds: one product with the weights for all beams.
+Several prompts, each with its own width and filter, share the rounds: one product with the weights
+for all beams.
 
-Until the last round the beams are in the order of their codes, not of their scores. So a fork never overwrites a row
-that is still to be read, and equal scores are decided by the semantic ID, lexicographically.
+Until the last round the beams are in the order of their codes, not of their scores. So a fork never
+overwrites a row that is still to be read, and equal scores are decided by the semantic ID,
+lexicographically.
 
 Source: xGR (arXiv:2512.11529), xBeam.
 Invariants: an invalid item cannot be scored; a beam as wide as the catalogue equals brute force.
@@ -31,12 +35,13 @@ from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.request import Normalise
 from npu_gr.core.settings import Count
-from npu_gr.engine.kv.arena import BeamArena, fork_ancestry
+from npu_gr.engine.kv_cache.arena import BeamArena, fork_ancestry
 from npu_gr.model.generative import BeamStep, GenerativeModel, LayerSlabs, UnsharedKV
 
 Fork = Literal["move", "ancestry"]
 
-# A dot product by itself costs as much as this many dot products of a whole matrix product; measured on a CPU.
+# A dot product by itself costs as much as this many dot products of a whole matrix product;
+# measured on a CPU.
 GATHER_BELOW = 6
 
 
@@ -69,7 +74,9 @@ class Tables:
         """Copy to a device the arrays of a trie that the search reads."""
         return cls(
             trie.codebooks,
-            tuple(torch.from_numpy(pointers.astype(np.int64)).to(device) for pointers in trie.indptr),
+            tuple(
+                torch.from_numpy(pointers.astype(np.int64)).to(device) for pointers in trie.indptr
+            ),
             tuple(torch.from_numpy(code.astype(np.int32)).to(device) for code in trie.token),
         )
 
@@ -104,7 +111,8 @@ class BeamQuery:
     hidden: Tensor  # [1, dim] as `GenerativeModel.begin` gives it
     begun: Sequence[Slab] = ()  # as `GenerativeModel.begin` gives it
     options: SearchOptions
-    allowed: tuple[Tensor, ...] | None = None  # L x bool [n_{l+1}] edges that lead to an item it may see; None = all
+    # L x bool [n_{l+1}] edges that lead to an item it may see; None = all
+    allowed: tuple[Tensor, ...] | None = None
     split: bool = True  # two attention stages or one; see `BeamStep`
 
 
@@ -143,7 +151,9 @@ class _Search:
     def follow(self, level: int) -> Continuations:
         """Look up the continuations of each beam."""
         allowed = self.query.allowed
-        return self.query.tables.follow(level, self.states, None if allowed is None else allowed[level])
+        return self.query.tables.follow(
+            level, self.states, None if allowed is None else allowed[level]
+        )
 
     def step(self, level: int) -> BeamStep:
         """Return the model's next step."""
@@ -171,7 +181,11 @@ def _fetched(chosen: Choices) -> BeamResult:
 
 @torch.inference_mode()
 def search(
-    model: GenerativeModel, backend: Backend, queries: Sequence[BeamQuery], arena: BeamArena, fork: Fork = "move"
+    model: GenerativeModel,
+    backend: Backend,
+    queries: Sequence[BeamQuery],
+    arena: BeamArena,
+    fork: Fork = "move",
 ) -> list[BeamResult]:
     """Run several searches in rounds that they share. Each finds what it would find alone.
 
@@ -179,9 +193,10 @@ def search(
         model: generates.
         backend: the model's device.
         queries: at least one; widths and filters may differ, the number of levels may not.
-        arena: memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots >= levels - 1. Its
-            contents do not matter.
-        fork: how the beams' KV follows the beams: `move` copies rows, `ancestry` keeps a table. The result is the same.
+        arena: memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots
+            >= levels - 1. Its contents do not matter.
+        fork: how the beams' KV follows the beams: `move` copies rows, `ancestry` keeps a table. The
+            result is the same.
 
     Returns:
         one result a query, in the order of the queries.
@@ -201,7 +216,9 @@ def search(
         live = [each for each in searches if each.found is None]
         for each in live:
             if each.query.options.normalise != "vocabulary":
-                each.advance(backend, _select_by_codebook(model, backend, each, level, arena), level)
+                each.advance(
+                    backend, _select_by_codebook(model, backend, each, level, arena), level
+                )
         whole = [each for each in live if each.query.options.normalise == "vocabulary"]
         for each, logits in zip(whole, _whole_logits(model, whole, arena), strict=True):
             each.advance(backend, _select(backend, each, level, logits), level)
@@ -215,7 +232,9 @@ def search(
     return [each.found for each in searches if each.found is not None]
 
 
-def _whole_logits(model: GenerativeModel, searches: Sequence[_Search], arena: BeamArena) -> list[Tensor]:
+def _whole_logits(
+    model: GenerativeModel, searches: Sequence[_Search], arena: BeamArena
+) -> list[Tensor]:
     """Compute the logits over the whole vocabulary, for all searches in one product."""
     if not searches:
         return []
@@ -231,7 +250,9 @@ def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Ch
     base = books.vocab_base[level]
     codes = slice(base, base + books.code_count[level])
     scale = 1.0 / options.temperature
-    return backend.beam_topk(TopkCall(logits, search.acc, search.follow(level), options.width, "row", codes, scale))
+    return backend.beam_topk(
+        TopkCall(logits, search.acc, search.follow(level), options.width, "row", codes, scale)
+    )
 
 
 def _select_by_codebook(
@@ -246,7 +267,11 @@ def _select_by_codebook(
     follow = search.follow(level)
     scale = 1.0 / options.temperature
     is_valid = options.normalise == "valid"
-    if is_valid and backend.gathers_head and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
+    if (
+        is_valid
+        and backend.gathers_head
+        and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count
+    ):
         weight = model.head_weight[base : base + count]
         return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)
     over: Over = "valid" if is_valid else "row"

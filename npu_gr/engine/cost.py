@@ -54,7 +54,8 @@ class CostModel:
 class SlowdownEwma:
     """Moving average of (actual / estimated) seconds of passes.
 
-    The cost model was fitted on a device that did nothing else. Under load a pass takes this many times longer.
+    The cost model was fitted on a device that did nothing else. Under load a pass takes this many
+    times longer.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,10 @@ _MAX_RATIO = 8.0  # one outlier (a pause of the process) must not move the avera
 
 
 def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
-    """Fit the model to timed full passes: (num_tokens, num_candidates, seconds). See `fit_passes`."""
+    """Fit the model to timed full passes: (num_tokens, num_candidates, seconds).
+
+    See `fit_passes`.
+    """
     return fit_passes((n, 0, c, seconds) for n, c, seconds in samples)
 
 
@@ -86,8 +90,11 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
     rows = np.stack([np.ones_like(n), new, n * n - cached * cached, c, c * n], axis=1)
     used = list(range(rows.shape[1]))
     values = np.zeros(rows.shape[1])
-    while used:  # drop the most negative coefficient and fit again: plain, and enough for five of them
-        found, *_ = np.linalg.lstsq(rows[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None)
+    # drop the most negative coefficient and fit again: plain, and enough for five of them
+    while used:
+        found, *_ = np.linalg.lstsq(
+            rows[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None
+        )
         if (found >= 0).all():
             values[used] = found
             break
@@ -98,22 +105,24 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
 class RunningQuantile:
     """The q-quantile of positive samples: it settles where a share q of the samples lies below it.
 
-    It takes O(1) memory, and follows a value that drifts. Each sample moves the estimate up by `rate * q`, or
-    down by `rate * (1 - q)`, of itself.
+    It takes O(1) memory, and follows a value that drifts. Each sample moves the estimate up by
+    `rate * q`, or down by `rate * (1 - q)`, of itself.
 
-    Source: stochastic approximation of a quantile (Robbins and Monro 1951), in the multiplicative form of
-    "frugal streaming" estimators.
+    Source: stochastic approximation of a quantile (Robbins and Monro 1951), in the multiplicative
+    form of "frugal streaming" estimators.
     """
 
-    def __init__(self, q: float, initial: float, rate: float = 0.05, *, is_measured: bool = False) -> None:
+    def __init__(
+        self, q: float, initial: float, rate: float = 0.05, *, is_measured: bool = False
+    ) -> None:
         """Start from `initial`.
 
         Args:
             q: the share, within (0, 1).
             initial: the estimate before the first sample, > 0.
             rate: how far one sample moves the estimate, once there are many.
-            is_measured: `initial` was measured, and single samples only move it. Otherwise it is a guess, which the
-                first sample replaces.
+            is_measured: `initial` was measured, and single samples only move it. Otherwise it is a
+                guess, which the first sample replaces.
         """
         assert 0.0 < q < 1.0
         assert initial > 0.0
@@ -123,16 +132,22 @@ class RunningQuantile:
         self.num_samples = int(1.0 / rate) if is_measured else 0
 
     def observe(self, sample: float) -> None:
-        """Take a sample in. The first replaces a guess; the next few move the estimate more than later ones do."""
+        """Take a sample in. The first replaces a guess.
+
+        The next few move the estimate more than later ones do.
+        """
         self.num_samples += 1
         if self.num_samples == 1:
             self.value = sample
             return
         rate = max(self._rate, 1.0 / self.num_samples)
-        self.value *= 1.0 + rate * self._q if sample > self.value else 1.0 / (1.0 + rate * (1.0 - self._q))
+        self.value *= (
+            1.0 + rate * self._q if sample > self.value else 1.0 / (1.0 + rate * (1.0 - self._q))
+        )
 
 
-LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
+# a running quantile needs positive samples: a pass that took no longer counts as this
+LEAST_RESIDUAL_S = 1e-4
 
 
 class PassCosts:
@@ -146,8 +161,8 @@ class PassCosts:
         """
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
         self.copy_bytes_per_s = float("inf")  # until it is measured
-        # The SLO objective in seconds from a request's arrival. It sets the request's place in the queue; only the
-        # deadline, which is later, cancels the request.
+        # The SLO objective in seconds from a request's arrival. It sets the request's place in the
+        # queue; only the deadline, which is later, cancels the request.
         self.objective_s = float("inf")
         self._wait_s = wait_s
         self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)

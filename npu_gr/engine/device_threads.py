@@ -1,14 +1,16 @@
 """The device threads and the queue that they share. The rest of the product calls `scheduler.py`.
 
-Each thread takes a pass from the queue, runs it to its end, and looks for the next one before it delivers the results
-to the event loop: so an idle thread delivers as its last act before it sleeps, and leaves the interpreter to the loop
-that it has just woken.
+Each thread takes a pass from the queue, runs it to its end, and looks for the next one before it
+delivers the results to the event loop: so an idle thread delivers as its last act before it sleeps,
+and leaves the interpreter to the loop that it has just woken.
 
-Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A thread that wakes before
-waits for the interpreter anyway, for the loop has it, and takes from the pass what the turn would still have added.
+Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A
+thread that wakes before waits for the interpreter anyway, for the loop has it, and takes from the
+pass what the turn would still have added.
 
-A busy loop gives the interpreter up at each of its system calls, and has it again before a device thread is awake. So a
-device thread asks for it, as Python's threads do after a `SWITCH_S` in which nobody else had it.
+A busy loop gives the interpreter up at each of its system calls, and has it again before a device
+thread is awake. So a device thread asks for it, as Python's threads do after a `SWITCH_S` in which
+nobody else had it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from contextlib import AbstractContextManager
 from contextvars import Context
 from typing import Any, Self, TypeVar
 
-from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Refusal, Unavailable
+from npu_gr.core.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    NpuGrError,
+    Overloaded,
+    Rejection,
+    Unavailable,
+)
 from npu_gr.engine.queue import Job, JobQueue, JobResult, NextPass, SchedulerConfig
 
 T = TypeVar("T")
@@ -32,19 +41,21 @@ T = TypeVar("T")
 class PromptFuture(asyncio.Future[T]):
     """A future whose waiter goes on within the call that ends it, not in the next turn of the event loop.
 
-    A future of asyncio wakes who waits for it in the next turn, which under load takes as long as all that
-    others have begun meanwhile. What ends a job on the device is a turn by itself already, so its waiter need
-    not wait for one more.
+    A future of asyncio wakes who waits for it in the next turn, which under load takes as long as
+    all that others have begun meanwhile. What ends a job on the device is a turn by itself already,
+    so its waiter need not wait for one more.
 
         job ends --> `end`: result --> the waiter's task goes on, up to what it waits for next
 
-    Only the first waiter is woken so; others, and all of a future that is cancelled, are woken as asyncio does
-    it. Event loop only, as every future.
+    Only the first waiter is woken so; others, and all of a future that is cancelled, are woken as
+    asyncio does it. Event loop only, as every future.
     """
 
     _waiter: tuple[Callable[[Any], object], Context | None] | None = None
 
-    def add_done_callback(self, fn: Callable[[Self], object], /, *, context: Context | None = None) -> None:
+    def add_done_callback(
+        self, fn: Callable[[Self], object], /, *, context: Context | None = None
+    ) -> None:
         if self._waiter is None and not self.done():
             self._waiter = (fn, context)
         else:
@@ -66,7 +77,10 @@ class PromptFuture(asyncio.Future[T]):
         return True
 
     def end(self, result: T | BaseException) -> None:
-        """Set the result or the error, and let the waiter go on. Not within a task: it would be within another."""
+        """Set the result or the error, and let the waiter go on.
+
+        Not within a task: it would be within another.
+        """
         if isinstance(result, BaseException):
             self.set_exception(result)
         else:
@@ -83,15 +97,18 @@ class PromptFuture(asyncio.Future[T]):
 log = logging.getLogger(__name__)
 
 Ended = tuple[Job, JobResult[Any] | NpuGrError]
-# At three times what an instance can do, 1,450 ranks/s are in time with Python's 5 ms, and 1,570 with this. With 0.1 ms
-# as many are, but more are late: the loop is interrupted in each of its turns.
+# At three times what an instance can do, 1,450 ranks/s are in time with Python's 5 ms, and 1,570
+# with this. With 0.1 ms as many are, but more are late: the loop is interrupted in each of its
+# turns.
 SWITCH_S = 5e-4
 LATE = "the deadline passed while waiting for the device"
 _STOPPING = "the instance is stopping"
 
 
 class Streams:
-    """One queue, and what runs its passes. A job's `tag` is the asyncio future that gets its result.
+    """One queue, and what runs its passes.
+
+    A job's `tag` is the asyncio future that gets its result.
 
     `DeviceThreads` run them on a device; the simulator lets virtual time pass instead.
     """
@@ -104,13 +121,15 @@ class Streams:
             clock: in seconds; a job's instants are its.
         """
         self.queue = JobQueue(config)
-        # Called after each pass with its jobs and the seconds it took, on the thread that ran it. Failures are logged.
+        # Called after each pass with its jobs and the seconds it took, on the thread that ran it.
+        # Failures are logged.
         self.on_pass: Callable[[list[Job], float], None] = lambda _jobs, _took_s: None
         self.failures_in_a_row = 0
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-        self._pass_ends_at = [float("-inf")] * config.streams  # by estimate; in the past: the stream is idle
+        # by estimate; in the past: the stream is idle
+        self._pass_ends_at = [float("-inf")] * config.streams
 
     def start(self) -> None:
         """Begin to run passes. Results go to the event loop that runs now."""
@@ -139,7 +158,9 @@ class Streams:
         shed = self.queue.put(job, self._clock(), force=force)
         self._submitted()
         if shed is not None:
-            self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
+            self._deliver(
+                [(shed, Overloaded("dropped to make room for a request", reason=Rejection.SHED))]
+            )
         return future
 
     def _submitted(self) -> None:
@@ -169,9 +190,17 @@ class Streams:
         return began_at, expected_s
 
     def _end(
-        self, stream: int, jobs: list[Job], results: Sequence[Any], began_at: float, expected_s: float
+        self,
+        stream: int,
+        jobs: list[Job],
+        results: Sequence[Any],
+        began_at: float,
+        expected_s: float,
     ) -> list[Ended]:
-        """Note that a pass has ended, and queue the next steps of its jobs. Returns the jobs that have none."""
+        """Note that a pass has ended, and queue the next steps of its jobs.
+
+        Returns the jobs that have none.
+        """
         now_at = self._clock()
         took_s = now_at - began_at
         self._pass_ends_at[stream] = float("-inf")
@@ -185,7 +214,12 @@ class Streams:
             if isinstance(result, NpuGrError):
                 ended.append((job, result))
             elif not self.queue.put_next_step(job, now_at):
-                ended.append((job, JobResult(result, began_at - job.submitted_at, took_s, len(jobs), job.ran)))
+                ended.append(
+                    (
+                        job,
+                        JobResult(result, began_at - job.submitted_at, took_s, len(jobs), job.ran),
+                    )
+                )
         return ended
 
     def _deliver(self, ended: list[Ended]) -> None:
@@ -195,23 +229,29 @@ class Streams:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(finish, ended)
-        except RuntimeError:  # the loop is closed: the process is ending, and nobody waits for the result
+        except (
+            RuntimeError
+        ):  # the loop is closed: the process is ending, and nobody waits for the result
             log.debug("a result came after the event loop closed")
 
 
 class DeviceThreads(Streams):
     """A thread a stream. Idle ones sleep, and whoever takes a sleeping thread's bell out of `_idle` rings it."""
 
-    def __init__(self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Make the threads; they do not run yet.
 
         Args:
             config: limits of the queue and of a pass.
-            stream: enters a thread's own stream of work on the device, for as long as the thread runs.
+            stream: enters a thread's own stream of work on the device, for as long as the thread
+                runs.
         """
         super().__init__(config, time.monotonic)
         self._stream = stream
-        self._lock = threading.Lock()  # of `_idle`; whoever has it may ask the queue, whose lock is another
+        # of `_idle`; whoever has it may ask the queue, whose lock is another
+        self._lock = threading.Lock()
         self._idle: list[threading.Lock] = []
         self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
         self._threads = [
@@ -296,7 +336,8 @@ class DeviceThreads(Streams):
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.
 
-        If a pass of several jobs fails, each runs again by itself: one bad job is one error, not a failed pass.
+        If a pass of several jobs fails, each runs again by itself: one bad job is one error, not a
+        failed pass.
         """
         try:
             results = list(jobs[0].run([job.work for job in jobs]))
@@ -325,8 +366,11 @@ def finish(ended: list[Ended]) -> None:
             job.has_ended = True
             if not future.done():
                 future.end(result)
-            elif job.let_go is not None:  # its submitter was cancelled, and waits until the device has let go of it
+            elif (
+                job.let_go is not None
+            ):  # its submitter was cancelled, and waits until the device has let go of it
                 job.let_go.set_result(None)
     finally:
-        if rest := list(left):  # the process is told to end: those who still wait must not wait for ever
+        # the process is told to end: those who still wait must not wait for ever
+        if rest := list(left):
             asyncio.get_running_loop().call_soon(finish, rest)

@@ -1,8 +1,10 @@
-"""The generator's device work: a history of items in, the best next items out. READ after `beam_search.py`.
+"""The generator's device work: a history of items in, the best next items out.
 
-A history becomes a prompt of semantic IDs, L tokens an item. The prompt's KV lies in pages, whether a signal encoded
-it, an earlier request, or this one. Only one token runs for the first logits: the last of the prompt again, or the
-start token behind it.
+READ after `beam_search.py`.
+
+A history becomes a prompt of semantic IDs, L tokens an item. The prompt's KV lies in pages, whether
+a signal encoded it, an earlier request, or this one. Only one token runs for the first logits: the
+last of the prompt again, or the start token behind it.
 
 `Generator` runs on the device threads; `GenerateEngine` is the event loop's side of it.
 """
@@ -28,16 +30,17 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.kv.arena import BeamArena, KVArena, Slab
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, proof_order
+from npu_gr.engine.kv_cache.arena import BeamArena, KVArena, Slab
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, warmup_order
 from npu_gr.engine.queue import Demand, JobOrder, JobResult, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.generative import GenerativeModel, LayerSlabs
-from npu_gr.model.history_tokens import window_start
+from npu_gr.model.history_tokenizer import window_start
 
-# Prompts at least this long use two attention stages, shorter ones use one. The value is the middle of what others
-# measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it by a measurement on this device.
+# Prompts at least this long use two attention stages, shorter ones use one. The value is the middle
+# of what others measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it
+# by a measurement on this device.
 SPLIT_FROM_TOKENS = 192
 
 
@@ -54,7 +57,8 @@ class GeneratedItems:
 
     item_ids: I64  # [n]
     sids: I32  # [n, L]
-    scores: F32  # [n] log-probability of the item's semantic ID; items that share one have equal scores
+    # [n] log-probability of the item's semantic ID; items that share one have equal scores
+    scores: F32
     status: GenerateStatus
 
 
@@ -73,7 +77,8 @@ class Prompt:
     """A history as the model reads it: L tokens an item, oldest item first, and what stands around them. n = tokens."""
 
     tokens: I64  # [n]
-    unknown_items: int = 0  # items of the window that the catalogue lacks; the prompt leaves them out
+    # items of the window that the catalogue lacks; the prompt leaves them out
+    unknown_items: int = 0
     cut_items: int = 0  # items of the whole history in front of the window
     frame: Frame = BARE  # tokens that are no item's
     is_divisible: bool = True  # as of the model
@@ -88,13 +93,18 @@ class Prompt:
         return np.zeros(len(self.tokens), np.int64)
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Return a hash of the tokens on which the KV of the first `num_tokens` depends; computed once for each length.
+        """Return a hash of the tokens on which the KV of the first `num_tokens` depends.
 
-        Of a prompt that is not divisible those are all: no beginning of it is equal to another prompt.
+        Computed once for each length.
+
+        Of a prompt that is not divisible those are all: no beginning of it is equal to another
+        prompt.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
-            part = np.ascontiguousarray(self.tokens[: num_tokens if self.is_divisible else len(self.tokens)])
+            part = np.ascontiguousarray(
+                self.tokens[: num_tokens if self.is_divisible else len(self.tokens)]
+            )
             known = xxhash.xxh3_128_hexdigest(part.data)
             if not self.is_divisible:
                 known = f"{known}/{num_tokens}"
@@ -111,7 +121,9 @@ class Prompt:
         before, after = map(len, self.frame)
         items = self.tokens[before : len(self.tokens) - after]
         keep = max((num_tokens - before - after) // num_levels, 1) * num_levels
-        tokens = np.concatenate([self.tokens[:before], items[-keep:], self.tokens[len(self.tokens) - after :]])
+        tokens = np.concatenate(
+            [self.tokens[:before], items[-keep:], self.tokens[len(self.tokens) - after :]]
+        )
         return replace(self, tokens=tokens, cut_items=0, _fingerprints={})
 
 
@@ -167,12 +179,14 @@ def make_prompt(
         trie: the catalogue.
         item_ids: [n] external ids, oldest first.
         max_tokens: length limit of the prompt, at least L and its frame.
-        cut_step_items: a history that does not fit starts at a multiple of this, as in `history_tokens.py`. So its
-            start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count in
-            that multiple: so many events, sent in any way, begin at the same one. A prompt that is not divisible has
-            no prefix to keep, and always holds as many items as fit.
+        cut_step_items: a history that does not fit starts at a multiple of this, as in
+            `history_tokens.py`. So its start stays the same for a while, and cached prefixes stay
+            usable. Items that the catalogue lacks count in that multiple: so many events, sent in
+            any way, begin at the same one. A prompt that is not divisible has no prefix to keep,
+            and always holds as many items as fit.
         first_index: of the first item in the user's whole history.
-        frame: what stands around the items; a history without a known item has an empty prompt all the same.
+        frame: what stands around the items; a history without a known item has an empty prompt all
+            the same.
         is_divisible: as of the model.
     """
     leaves = trie.find(item_ids)
@@ -189,7 +203,10 @@ def make_prompt(
 
 
 class Generator:
-    """A model, and the memory that it reuses from request to request. Every method runs on a device thread."""
+    """A model, and the memory that it reuses from request to request.
+
+    Every method runs on a device thread.
+    """
 
     def __init__(
         self,
@@ -210,16 +227,20 @@ class Generator:
             num_levels: codes of a semantic ID; every version of a catalogue has the same number.
             num_streams: threads that may call `generate` at once.
             max_rows: beams of all requests of a pass; None = those of one request.
-            max_prompt_tokens: of the longest prompt that will come; None = as long as the model takes.
+            max_prompt_tokens: of the longest prompt that will come; None = as long as the model
+                takes.
         """
         num_layers, num_heads, head_dim = model.kv_shape
         self.model = model
         self.backend = backend
         self.max_beams = max_beams
         longest = model.longest_prompt(num_levels)
-        self.max_prompt_tokens = longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
+        self.max_prompt_tokens = (
+            longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
+        )
         self.split_from_tokens = SPLIT_FROM_TOKENS
-        self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # the arenas that no thread uses now
+        # the arenas that no thread uses now
+        self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()
         for _ in range(num_streams):
             self._beams.put(
                 BeamArena(
@@ -234,7 +255,9 @@ class Generator:
                 )
             )
 
-    def encode(self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0) -> None:
+    def encode(
+        self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0
+    ) -> None:
         """Encode the next tokens of a prompt into pages. The arguments are those of `encoding`."""
         for piece in self.encoding(tokens, before, into, offset):
             piece()
@@ -242,7 +265,9 @@ class Generator:
     def encoding(
         self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of the next tokens of a prompt into pieces that run in this order. Any thread may call.
+        """Divide the encoding of the next tokens of a prompt into pieces that run in this order.
+
+        Any thread may call.
 
         Args:
             tokens: [n] the tokens to encode; the whole prompt where it is not divisible.
@@ -255,7 +280,9 @@ class Generator:
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
             into.arena.write(layer, into.runs, offset, k, v)
 
-        return self.model.encoding(self.backend, tokens, start, _slabs(before, start) if start else None, sink)
+        return self.model.encoding(
+            self.backend, tokens, start, _slabs(before, start) if start else None, sink
+        )
 
     def generate(
         self,
@@ -268,13 +295,16 @@ class Generator:
         allow: Filter | None = None,
     ) -> GeneratedItems:
         """Search the best items after one prompt. The arguments are the fields of `ItemSearch`."""
-        return self.generate_all([ItemSearch(trie, tables, tokens, parts, options, num_items, allow)])[0]
+        return self.generate_all(
+            [ItemSearch(trie, tables, tokens, parts, options, num_items, allow)]
+        )[0]
 
     def generate_all(self, searches: Sequence[ItemSearch]) -> list[GeneratedItems]:
         """Search the best items after several prompts at once, in rounds that they share.
 
         Raises:
-            Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's weights are broken.
+            Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's
+                weights are broken.
         """
         queries = [self._query(each) for each in searches]
         beams = self._beams.get()
@@ -287,9 +317,13 @@ class Generator:
     def _query(self, wanted: ItemSearch) -> BeamQuery:
         tokens = wanted.tokens
         if wanted.options.width > self.max_beams:
-            raise Unprocessable(f"beam_width: {wanted.options.width}, the limit is {self.max_beams}")
+            raise Unprocessable(
+                f"beam_width: {wanted.options.width}, the limit is {self.max_beams}"
+            )
         if not 0 < len(tokens) <= self.max_prompt_tokens:
-            raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
+            raise Unprocessable(
+                f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}"
+            )
         begun = self.model.begin(self.backend, tokens, partial(_slabs, wanted.parts))
         allow = wanted.allow
         return BeamQuery(
@@ -299,20 +333,26 @@ class Generator:
             hidden=begun.hidden,
             begun=begun.kv,
             options=wanted.options,
-            allowed=None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
+            allowed=None
+            if allow is None
+            else tuple(self.backend.upload(level) for level in allow.valid),
             split=len(tokens) >= self.split_from_tokens,
         )
 
 
 def _generated(wanted: ItemSearch, found: BeamResult) -> GeneratedItems:
-    items = wanted.trie.items_of(found.leaves, allowed=None if wanted.allow is None else wanted.allow.allowed)
+    items = wanted.trie.items_of(
+        found.leaves, allowed=None if wanted.allow is None else wanted.allow.allowed
+    )
     item_ids = items.item_ids[: wanted.num_items]
     of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[: wanted.num_items]
     return GeneratedItems(
         item_ids=item_ids,
         sids=wanted.trie.sid_of(found.leaves)[of_leaf],
         scores=found.scores[of_leaf],
-        status=GenerateStatus.COMPLETE if len(item_ids) == wanted.num_items else GenerateStatus.EXHAUSTED,
+        status=GenerateStatus.COMPLETE
+        if len(item_ids) == wanted.num_items
+        else GenerateStatus.EXHAUSTED,
     )
 
 
@@ -328,7 +368,9 @@ def _slabs(parts: Sequence[PromptKV], num_tokens: int) -> LayerSlabs:
     return views
 
 
-def _divided(pieces: Sequence[Callable[[], None]], num_parts: int) -> list[Sequence[Callable[[], None]]]:
+def _divided(
+    pieces: Sequence[Callable[[], None]], num_parts: int
+) -> list[Sequence[Callable[[], None]]]:
     """Divide pieces into so many parts of nearly the same length, or as many as there are pieces."""
     num_parts = min(num_parts, len(pieces))
     edges = [len(pieces) * number // num_parts for number in range(num_parts + 1)]
@@ -346,14 +388,17 @@ class GeneratePass:
     num_items: int
     allow: Filter | None = None
     cached: CachedPrefix | None = None  # the KV of the prompt's first tokens
-    keep: tuple[PageRun, ...] | None = None  # pages for the whole prompt; those of `cached`, if there are any
+    # pages for the whole prompt; those of `cached`, if there are any
+    keep: tuple[PageRun, ...] | None = None
     vocabulary: int = 0  # tokens of the model's vocabulary, for the limit on the logits of a pass
 
     @property
     def demand(self) -> Demand:
         """The prompt tokens, beams and logits that the pass computes."""
         cached = self.cached.num_tokens if self.cached else 0
-        return Demand(len(self.prompt) - cached, self.options.width, self.options.width * self.vocabulary)
+        return Demand(
+            len(self.prompt) - cached, self.options.width, self.options.width * self.vocabulary
+        )
 
 
 class GenerateEngine(PageJobs):
@@ -369,20 +414,35 @@ class GenerateEngine(PageJobs):
         """
         super().__init__(scheduler, generator.backend, arena)
         self.generator = generator
-        self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)  # for one request of a pass
+        # for one request of a pass
+        self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)
         pages = self._scratch_pages * scheduler.config.max_batch_requests
-        self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()  # the arenas that no thread uses now
+        # the arenas that no thread uses now
+        self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()
         for _ in range(scheduler.config.streams):
             self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
 
     async def prefill(
-        self, tokens: Prompt, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
+        self,
+        tokens: Prompt,
+        keep: tuple[PageRun, ...],
+        deadline_at: float,
+        order: JobOrder,
+        first_token: int = 0,
     ) -> int:
-        """Encode a prompt into the pages `keep`, in passes of about a chunk's work. As `Encoder.prefill` says."""
+        """Encode a prompt into the pages `keep`, in passes of about a chunk's work.
+
+        As `Encoder.prefill` says.
+        """
         size = self.scheduler.config.prefill_chunk_tokens
-        limits = list(chunks(first_token, len(tokens), size)) if tokens.is_divisible else [(0, len(tokens))]
+        limits = (
+            list(chunks(first_token, len(tokens), size))
+            if tokens.is_divisible
+            else [(0, len(tokens))]
+        )
         steps: list[JobStep] = []
-        encoded = [first_token]  # tokens whose KV the pages hold before the first step, after it, ..
+        # tokens whose KV the pages hold before the first step, after it, ..
+        encoded = [first_token]
         for start, stop in limits:
             before = [PromptKV(self.arena, keep, start)] if start else []
             into = PromptKV(self.arena, keep, stop)
@@ -391,7 +451,9 @@ class GenerateEngine(PageJobs):
             each_s = self.cost.pass_s(stop - start, start, 0) / len(parts)
             steps += [JobStep(partial(self._run, part), each_s) for part in parts]
             encoded += [start] * (len(parts) - 1) + [stop]
-        done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
+        done = await self.scheduler.sequence(
+            steps, deadline_at, order, preemptible=True, kind="prefill"
+        )
         return encoded[done.steps]
 
     def _run(self, pieces: Sequence[Callable[[], None]]) -> None:
@@ -400,20 +462,24 @@ class GenerateEngine(PageJobs):
         self.backend.synchronize()
 
     async def generate(
-        self, work: GeneratePass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
+        self,
+        work: GeneratePass,
+        deadline_at: float,
+        arrived_at: float | None = None,
+        tenant: str = "",
     ) -> JobResult[GeneratedItems]:
         """Encode the part of the prompt that is missing, and search, in a pass that other generates may share.
 
         Args:
             work: the request; `vocabulary` is filled in here.
             deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
-            arrived_at: the instant at which the request arrived at this instance, before its history was read: see
-                `RankEngine.rank`. None = now.
+            arrived_at: the instant at which the request arrived at this instance, before its
+                history was read: see `RankEngine.rank`. None = now.
             tenant: of the request; see `Scheduler.batch`.
 
         Raises:
-            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`. Unprocessable: a beam or a prompt over
-            the limit.
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`. Unprocessable: a beam
+                or a prompt over the limit.
         """
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
@@ -435,7 +501,9 @@ class GenerateEngine(PageJobs):
     def run_batch(self, works: Sequence[GeneratePass]) -> list[GeneratedItems]:
         scratch = self._scratch.get()
         try:
-            return self.generator.generate_all([self._encoded(work, scratch, n) for n, work in enumerate(works)])
+            return self.generator.generate_all(
+                [self._encoded(work, scratch, n) for n, work in enumerate(works)]
+            )
         finally:
             self._scratch.put(scratch)
 
@@ -457,15 +525,32 @@ class GenerateEngine(PageJobs):
             self.generator.encode(tokens[start:], parts, whole, start)
             parts = [whole]
         elif start < len(tokens):
-            own = PromptKV(scratch, (PageRun(place * self._scratch_pages, self._scratch_pages),), len(tokens) - start)
+            own = PromptKV(
+                scratch,
+                (PageRun(place * self._scratch_pages, self._scratch_pages),),
+                len(tokens) - start,
+            )
             self.generator.encode(tokens[start:], parts, own)
             parts.append(own)
-        return ItemSearch(work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow)
+        return ItemSearch(
+            work.trie,
+            work.tables,
+            work.prompt.tokens,
+            parts,
+            work.options,
+            work.num_items,
+            work.allow,
+        )
 
-    async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
-        """Run every shape twice, time the second run, fit the cost model and keep it. Its candidates are beams.
+    async def warm_up(
+        self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]
+    ) -> CostModel:
+        """Run every shape twice, time the second run, fit the cost model and keep it.
 
-        Also find the shortest of the lengths from which two attention stages beat one, at the widest beam.
+        Its candidates are beams.
+
+        Also find the shortest of the lengths from which two attention stages beat one, at the
+        widest beam.
 
         Args:
             trie: a catalogue with at least one item.
@@ -479,18 +564,28 @@ class GenerateEngine(PageJobs):
         def work(n: int, width: int) -> GeneratePass:
             prompt = make_prompt(trie, items, n)
             options = SearchOptions(width=width)
-            return GeneratePass(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
+            return GeneratePass(
+                trie=trie, tables=tables, prompt=prompt, options=options, num_items=width
+            )
 
         async def split_from(scratch: KVArena) -> int:
             for n in lengths:
                 each = work(n, max(widths))
                 tokens = each.prompt.tokens
                 part = PromptKV(scratch, (PageRun(0, scratch.num_pages),), len(each.prompt))
-                await self.scheduler.call(partial(self.generator.encode, tokens, [], part), _FAR, proof_order())
+                await self.scheduler.call(
+                    partial(self.generator.encode, tokens, [], part), _FAR, warmup_order()
+                )
                 searched_s = []
                 for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
                     search_once = partial(
-                        self.generator.generate, trie, tables, tokens, [part], each.options, each.num_items
+                        self.generator.generate,
+                        trie,
+                        tables,
+                        tokens,
+                        [part],
+                        each.options,
+                        each.num_items,
                     )
                     searched_s.append(min([await self.timed(search_once) for _ in range(_TRIES)]))
                 if searched_s[0] < searched_s[1]:
@@ -504,7 +599,8 @@ class GenerateEngine(PageJobs):
             self._scratch.put(scratch)
         shapes = [(work(n, width), width) for n in lengths for width in widths]
         samples = [
-            (len(each.prompt), width, await self.timed(partial(self.run_batch, [each]))) for each, width in shapes
+            (len(each.prompt), width, await self.timed(partial(self.run_batch, [each])))
+            for each, width in shapes
         ]
         self.cost = fit(samples)
         return self.cost

@@ -1,6 +1,7 @@
 """What every engine does with pages of prefix KV: copy them between the tiers, and overwrite them.
 
-`RankEngine` and `GenerateEngine` extend `PageJobs`. The relay sees either of them as an `Encoder` (`relay/encoder.py`).
+`RankEngine` and `GenerateEngine` extend `PageJobs`. The relay sees either of them as an `Encoder`
+(`relay/encoder.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
 from npu_gr.engine.cost import PassCosts
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
-# A model that is proven and warmed up beside a serving one submits one job after the other, each to be done by then:
-# later than the objective of a rank, so the ranks that wait go first; soon enough that a reload ends within seconds on
-# a busy device. By its aging alone (`SchedulerConfig.aging_s`) each of some twenty-five jobs would wait for 2 s.
+# A model that is proven and warmed up beside a serving one submits one job after the other, each to
+# be done by then: later than the objective of a rank, so the ranks that wait go first; soon enough
+# that a reload ends within seconds on a busy device. By its aging alone (`SchedulerConfig.aging_s`)
+# each of some twenty-five jobs would wait for 2 s.
 PROOF_S = 0.1
 COPY_SAMPLES = 3  # copies timed to measure the bandwidth; the fastest counts
 
@@ -46,7 +48,7 @@ class PageCopy(NamedTuple):
         return self.target.layout.bytes(self.num_tokens)
 
 
-def proof_order() -> JobOrder:
+def warmup_order() -> JobOrder:
     """The place in the queue of a job that proves or warms up a model."""
     return JobOrder(time.monotonic() + PROOF_S)
 
@@ -74,10 +76,17 @@ class PageJobs(PassCosts):
         self.scheduler = scheduler
         self.backend = backend
         self.arena = arena
-        self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = lambda _target, _num_bytes, _done: None
+        self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = (
+            lambda _target, _num_bytes, _done: None
+        )
 
     async def copy(
-        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
+        self,
+        pages: PageCopy,
+        deadline_at: float,
+        order: JobOrder | None = None,
+        *,
+        preemptible: bool = False,
     ) -> None:
         """Copy a prefix between tiers, bit for bit. Returns when the bytes have arrived.
 
@@ -93,11 +102,16 @@ class PageJobs(PassCosts):
 
         def start() -> Callable[[], None]:
             source, source_runs, target, target_runs, num_tokens = pages
-            return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
+            return self.backend.copy(
+                lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
+            )
 
-        queued = await self.scheduler.call(start, deadline_at, order, preemptible=preemptible, kind="copy")
+        queued = await self.scheduler.call(
+            start, deadline_at, order, preemptible=preemptible, kind="copy"
+        )
         began_at = time.monotonic()
-        await self.scheduler.finished(queued.value)  # the copy engine works while the device thread goes on
+        # the copy engine works while the device thread goes on
+        await self.scheduler.finished(queued.value)
         done = JobResult(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
         self.on_copied(pages.target, pages.num_bytes, done)
 
@@ -115,7 +129,7 @@ class PageJobs(PassCosts):
         samples_s = list[float]()
         for _ in range(COPY_SAMPLES):
             began_at = time.perf_counter()
-            await self.copy(pages, float("inf"), proof_order())
+            await self.copy(pages, float("inf"), warmup_order())
             samples_s.append(time.perf_counter() - began_at)
         self.copy_bytes_per_s = pages.num_bytes / min(samples_s)
 
@@ -127,8 +141,8 @@ class PageJobs(PassCosts):
         Raises:
             Overloaded, DeviceError, Unavailable: as `Scheduler.call`.
         """
-        await self.scheduler.call(run, float("inf"), proof_order())
-        return (await self.scheduler.call(run, float("inf"), proof_order())).device_s
+        await self.scheduler.call(run, float("inf"), warmup_order())
+        return (await self.scheduler.call(run, float("inf"), warmup_order())).device_s
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages before every job that waits, so that their next owner writes after this."""

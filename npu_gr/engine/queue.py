@@ -1,4 +1,6 @@
-"""The jobs that wait for the device, and which of them form the next pass. Pure: no tensor, no clock.
+"""The jobs that wait for the device, and which of them form the next pass.
+
+Pure: no tensor, no clock.
 
 A job is a unit of device work. Its submitter may change its order while it waits or runs:
 
@@ -6,20 +8,21 @@ A job is a unit of device work. Its submitter may change its order while it wait
         |                  ^
         +---JobOrder-------+
 
-**Order.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant by which it should be
-done (its objective, or its deadline), and never later than `aging_s` after it arrived: no request starves. A request
-whose tenant has less than its share of what waits and of the newest pass runs as if it were due when it came: it is
-behind the pass that runs, and not behind another tenant's queue.
+**ScoreBlend.** The job with the earliest `order_at` runs first. A request's `order_at` is the
+instant by which it should be done (its objective, or its deadline), and never later than `aging_s`
+after it arrived: no request starves. A request whose tenant has less than its share of what waits
+and of the newest pass runs as if it were due when it came: it is behind the pass that runs, and not
+behind another tenant's queue.
 
-**Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest first. When a request
-starts to wait for one, `hasten` gives that job the request's own order. So a prefill whose rank was refused takes no
-time from the ranks that were admitted. Prefills run one after the other, not chunk by chunk in turn, because in turn
-all of them would end late.
+**Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest
+first. When a request starts to wait for one, `hasten` gives that job the request's own order. So a
+prefill whose rank was rejected takes no time from the ranks that were admitted. Prefills run one
+after the other, not chunk by chunk in turn, because in turn all of them would end late.
 
-**Passes.** Jobs with one `run` function may share a pass, as long as the sum of their demands is within the limits and
-no job in the pass becomes late by the jobs added to it. A job that does not fit is passed over; nobody waits for it.
-A request that goes first for its tenant's share has only others like it in its pass: it would wait for whatever a
-tenant with more than that put beside it.
+**Passes.** Jobs with one `run` function may share a pass, as long as the sum of their demands is
+within the limits and no job in the pass becomes late by the jobs added to it. A job that does not
+fit is passed over; nobody waits for it. A request that goes first for its tenant's share has only
+others like it in its pass: it would wait for whatever a tenant with more than that put beside it.
 
 Invariants, held by tests/engine/test_queue.py:
   Q1  a job leaves the queue exactly once a step: it is taken, expires, is shed, or is withdrawn
@@ -40,13 +43,14 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.engine.cost import SlowdownEwma
 
 T = TypeVar("T")
 
-BatchFn = Callable[[Sequence[Any]], Sequence[Any]]  # takes the works of one pass, returns one result for each
+# takes the works of one pass, returns one result for each
+BatchFn = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Demand(NamedTuple):
@@ -58,7 +62,9 @@ class Demand(NamedTuple):
 
     def plus(self, other: Demand) -> Demand:
         """Add two demands, field by field."""
-        return Demand(self.tokens + other.tokens, self.rows + other.rows, self.logits + other.logits)
+        return Demand(
+            self.tokens + other.tokens, self.rows + other.rows, self.logits + other.logits
+        )
 
 
 NOTHING = Demand()
@@ -78,15 +84,18 @@ class Job(msgspec.Struct, eq=False, kw_only=True):
     work: Any = None  # of the current step
     kind: str = "other"  # label of the device-time metric
     shares: bool = False  # may share a pass with other jobs of the same `run`
-    max_requests: int | None = None  # limit of such a pass; None = `SchedulerConfig.max_batch_requests`
+    # limit of such a pass; None = `SchedulerConfig.max_batch_requests`
+    max_requests: int | None = None
     demand: Demand = NOTHING
     deadline_at: float = float("inf")  # it is dropped if it has not begun by then
     order_at: float = float("inf")  # the earliest runs first
     estimate_s: float = 0.0  # device seconds of the current step
     objective_s: float = float("inf")  # of its request, from arrival to answer
     tenant: str = ""  # of its request
-    preemptible: bool = False  # waits behind every request; a full queue drops it to make room for one
-    rest: Sequence[JobStep] = ()  # later steps; each is a pass of its own, and other jobs may run in between
+    # waits behind every request; a full queue drops it to make room for one
+    preemptible: bool = False
+    # later steps; each is a pass of its own, and other jobs may run in between
+    rest: Sequence[JobStep] = ()
     ran: int = 0  # steps that have run
     arrived_at: float | None = None  # of its request; None = when the job is put
     submitted_at: float = 0.0
@@ -110,16 +119,18 @@ class JobResult(msgspec.Struct, Generic[T], frozen=True):
 class JobOrder:
     """A job's mutable place in the queue: it can be raised (`hasten`), or stopped after the running step.
 
-    One order may serve several jobs in turn: a prefill that extends another prefix copies that one first.
+    One order may serve several jobs in turn: a prefill that extends another prefix copies that one
+    first.
     """
 
     def __init__(self, order_at: float, arrived_at: float | None = None) -> None:
         """The job is to be done by `order_at`.
 
         Args:
-            order_at: the job's rank in the queue, an instant on time.monotonic(); infinity = when nothing else waits.
-            arrived_at: the instant at which it was first wanted, from which aging counts; None = each job, and each
-                step of a sequence, counts from its own submission.
+            order_at: the job's rank in the queue, an instant on time.monotonic(); infinity = when
+                nothing else waits.
+            arrived_at: the instant at which it was first wanted, from which aging counts; None =
+                each job, and each step of a sequence, counts from its own submission.
         """
         self.order_at = order_at
         self.arrived_at = arrived_at
@@ -133,7 +144,10 @@ class JobOrder:
             self._changed()
 
     def cancel_at_step(self) -> None:
-        """End a sequence, without an error, after the step that runs. Steps that have not begun do not run."""
+        """End a sequence, without an error, after the step that runs.
+
+        Steps that have not begun do not run.
+        """
         self.is_cancelled_at_step = True
         self._changed()
 
@@ -151,9 +165,11 @@ class JobOrder:
             self._on_change = None
 
 
-# Added to the `order_at` of a preemptible job. Clocks count seconds since boot, so this is later than every request.
+# Added to the `order_at` of a preemptible job. Clocks count seconds since boot, so this is later
+# than every request.
 BEHIND_S = 1e9
-# Waiting jobs looked at to fill one pass. It bounds the time that a device thread holds the queue's lock.
+# Waiting jobs looked at to fill one pass. It bounds the time that a device thread holds the queue's
+# lock.
 SCAN = 64
 
 
@@ -161,14 +177,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of the queue and of one pass."""
 
     streams: Count = 1  # passes at once, over one copy of the weights; on a CPU each is a thread
-    max_queue: Count = 256  # jobs waiting; the next one is refused (429)
+    max_queue: Count = 256  # jobs waiting; the next one is rejected (429)
     max_batch_requests: Count = 4  # in one pass; more helps only accelerators
     max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
     max_batch_rows: Count = 4096  # candidates and beams in one pass
     max_batch_logits: Count = 1 << 25  # beams x vocabulary of a generate; a rank's are few
     max_batch_wait_s: SecondsOrZero = 0.0  # for more of a kind, if the deadline leaves it
     aging_s: Seconds = 2.0  # a job this old goes before every job that came later
-    prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512  # the longest that a pre-infer delays a rank
+    # the longest that a pre-infer delays a rank
+    prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512
 
 
 class NextPass(NamedTuple):
@@ -176,7 +193,8 @@ class NextPass(NamedTuple):
 
     jobs: list[Job]  # of one pass
     expired: list[Job]  # their deadline passed while they waited
-    wait_s: float | None  # no jobs: ask again after this many seconds; None = when the queue changes
+    # no jobs: ask again after this many seconds; None = when the queue changes
+    wait_s: float | None
 
 
 def _fits(demand: Demand, config: SchedulerConfig) -> bool:
@@ -206,7 +224,10 @@ class _Batch:
         return len(self.jobs) >= self._max_requests
 
     def add(self, job: Job) -> bool:
-        """Add a job if it may share the pass and makes no job of it late. Returns whether it did."""
+        """Add a job if it may share the pass and makes no job of it late.
+
+        Returns whether it did.
+        """
         if self.jobs[0].is_ahead and not job.is_ahead:
             return False
         demand = self._demand.plus(job.demand)
@@ -222,7 +243,10 @@ class _Batch:
         return True
 
     def _may_take_s(self, job: Job) -> float:
-        """Estimated seconds that the pass may take so that `job` is in time; no limit for a job that is late anyhow."""
+        """Estimated seconds that the pass may take so that `job` is in time.
+
+        No limit for a job that is late anyhow.
+        """
         left_s = (job.order_at - self._now_at) / self._slowdown
         return left_s if job.estimate_s <= left_s else float("inf")
 
@@ -230,7 +254,9 @@ class _Batch:
         """Seconds to wait for more jobs: within `max_batch_wait_s`, and only as long as no deadline is at risk."""
         if self.is_full or not self._config.max_batch_wait_s:
             return 0.0
-        patient_until_at = min(job.submitted_at for job in self.jobs) + self._config.max_batch_wait_s
+        patient_until_at = (
+            min(job.submitted_at for job in self.jobs) + self._config.max_batch_wait_s
+        )
         latest_start_at = min(job.deadline_at - job.estimate_s for job in self.jobs)
         return min(patient_until_at, latest_start_at) - self._now_at
 
@@ -243,7 +269,8 @@ class _Shares:
 
     def __init__(self) -> None:
         self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
-        self.newest: Counter[str] = Counter()  # requests of the newest pass; a tenant that has none has no entry
+        # requests of the newest pass; a tenant that has none has no entry
+        self.newest: Counter[str] = Counter()
         self._held: Counter[str] = Counter()  # requests that wait, likewise
 
     def change(self, tenant: str, by: int) -> None:
@@ -259,20 +286,26 @@ class _Shares:
             return False
         total = sum([self.weights.get(name, 1.0) for name in names])
         held = self._held.get(tenant, 0) + self.newest.get(tenant, 0) + 1
-        return held * total < self.weights.get(tenant, 1.0) * (self._held.total() + self.newest.total() + 1)
+        return held * total < self.weights.get(tenant, 1.0) * (
+            self._held.total() + self.newest.total() + 1
+        )
 
 
 class JobQueue:
-    """A heap of waiting jobs by `order_at`. Any thread may call every method; a lock guards each call.
+    """A heap of waiting jobs by `order_at`.
 
-    A job that leaves early, or is hastened, leaves its old place in the heap behind; `_pop` skips such places.
+    Any thread may call every method; a lock guards each call.
+
+    A job that leaves early, or is hastened, leaves its old place in the heap behind; `_pop` skips
+    such places.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._lock = threading.RLock()
         self._heap: list[tuple[float, int, Job]] = []
-        self._numbers = itertools.count()  # of equal `order_at`, the job that was put first goes first
+        # of equal `order_at`, the job that was put first goes first
+        self._numbers = itertools.count()
         self._preemptible: dict[Job, None] = {}  # oldest first
         self._waiting = 0
         self.shares = _Shares()
@@ -293,8 +326,14 @@ class JobQueue:
     def ahead_s(self, order_at: float) -> float:
         """Estimated device seconds of the waiting jobs that would run before a job of this order."""
         with self._lock:
-            ahead = (job for at, _, job in self._heap if at <= order_at and job.is_waiting and at == job.order_at)
-            ahead_s = sum(job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead)
+            ahead = (
+                job
+                for at, _, job in self._heap
+                if at <= order_at and job.is_waiting and at == job.order_at
+            )
+            ahead_s = sum(
+                job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead
+            )
         return ahead_s * self.slowdown.value
 
     def put(self, job: Job, now_at: float, *, force: bool = False) -> Job | None:
@@ -306,7 +345,8 @@ class JobQueue:
             force: take it in even if the queue is full.
 
         Returns:
-            the last of the preemptible jobs, if it had to make room: that of the tenant with the most before it.
+            the last of the preemptible jobs, if it had to make room: that of the tenant with the
+            most before it.
 
         Raises:
             Overloaded: the queue is full, and no job in it may be shed for this one.
@@ -328,8 +368,9 @@ class JobQueue:
             shed = max(reversed(self._preemptible), key=lambda each: each.order_at, default=None)
             if shed is None or (job.preemptible and shed.order_at <= job.order_at):
                 raise Overloaded(
-                    f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}",
-                    reason=Refusal.QUEUE,
+                    f"{self._waiting} jobs wait for the device, the limit is "
+                    f"{self._config.max_queue}",
+                    reason=Rejection.QUEUE,
                 )
             self.withdraw(shed)
         job.submitted_at = now_at
@@ -356,7 +397,10 @@ class JobQueue:
         return True
 
     def withdraw(self, job: Job) -> bool:
-        """Take a job out, and its later steps. Returns False if it is not waiting: the step that runs is its last."""
+        """Take a job out, and its later steps.
+
+        Returns False if it is not waiting: the step that runs is its last.
+        """
         with self._lock:
             job.rest = ()
             return self._leave(job)
@@ -376,7 +420,10 @@ class JobQueue:
         return True
 
     def hasten(self, job: Job, order_at: float) -> None:
-        """Move a job forward because something more urgent waits for it. If a step of it runs, the later steps move."""
+        """Move a job forward because something more urgent waits for it.
+
+        If a step of it runs, the later steps move.
+        """
         with self._lock:
             if order_at < job.order_at:
                 job.order_at = order_at
@@ -426,10 +473,14 @@ class JobQueue:
         heapq.heappush(self._heap, (job.order_at, next(self._numbers), job))
 
     def _pop(self, now_at: float, expired: list[Job]) -> Job | None:
-        """Take the first job out of the heap that still waits and is in time; it stays `is_waiting`."""
+        """Take the first job out of the heap that still waits and is in time.
+
+        It stays `is_waiting`.
+        """
         while self._heap:
             order_at, _, job = heapq.heappop(self._heap)
-            if not job.is_waiting or order_at != job.order_at:  # withdrawn, or hastened and pushed again
+            # withdrawn, or hastened and pushed again
+            if not job.is_waiting or order_at != job.order_at:
                 continue
             if job.deadline_at <= now_at:
                 self.withdraw(job)

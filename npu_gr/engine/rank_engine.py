@@ -1,10 +1,14 @@
-"""The ranker's device work: prefill a history into pages, score candidates against one. READ after `service.py`.
+"""The ranker's device work: prefill a history into pages, score candidates against one.
 
-A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the best of every item of
-the model's own table. A later pass over candidates may give each one's retrieval score beside its logits; where what
-was found is all that will be ranked, both passes are one job (`Ahead`).
+READ after `service.py`.
 
-Every method submits a job to the scheduler and awaits it; tensors are built and read on the device threads only.
+A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the
+best of every item of the model's own table. A later pass over candidates may give each one's
+retrieval score beside its logits; where what was found is all that will be ranked, both passes are
+one job (`PrefetchedScores`).
+
+Every method submits a job to the scheduler and awaits it; tensors are built and read on the device
+threads only.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.feature_rows import FeatureValues, NewItems
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
@@ -62,7 +66,8 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
     candidates: I64  # [c] item rows; none = a prefill
     candidate_time: int  # unix seconds at which the candidates are shown
     cached: CachedPrefix | None = None
-    keep: tuple[PageRun, ...] | None = None  # pages for the whole history; those of `cached`, if there are any
+    # pages for the whole history; those of `cached`, if there are any
+    keep: tuple[PageRun, ...] | None = None
     vector: F32 | None = None  # [d] u, whose product with each candidate is wanted too
     features: LateFeatures = NONE_LATE
 
@@ -114,14 +119,16 @@ class NextItems(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Ahead:
+class PrefetchedScores:
     """A rank of what a pass finds, in the same job: the request would ask for it as soon as it had the items."""
 
-    merge: Callable[[I64], I64] | None  # found item rows -> all candidates; called on a device thread; None = as found
+    # found item rows -> all candidates; called on a device thread; None = as found
+    merge: Callable[[I64], I64] | None
     max_candidates: int  # the first so many are scored
     least: int = 0  # of fewer candidates none is scored
     cross: Callable[[I64], Encoded | None] = lambda _rows: None  # of those; called there too
-    found: NextItems | None = None  # kept here too, for a request whose wait ended before the job did
+    # kept here too, for a request whose wait ended before the job did
+    found: NextItems | None = None
 
     def candidates(self, found: I64) -> I64:
         """Choose the rows that are scored, or none."""
@@ -136,7 +143,7 @@ class FindPass:
     history: RankPass  # without candidates; `candidate_time` is that of NEXT
     k: int  # most items to find; 0 = only u is wanted
     hidden: I64  # [n] item rows that must not be found, in any order, maybe more than once
-    ahead: Ahead | None = None  # None = nothing is scored
+    ahead: PrefetchedScores | None = None  # None = nothing is scored
 
     @property
     def scored_as_found(self) -> tuple[int, int]:
@@ -149,7 +156,9 @@ class FindPass:
     @property
     def demand(self) -> Demand:
         """The tokens that the pass computes, NEXT, and the candidates of the pass after it."""
-        return self.history.demand.plus(Demand(rows=1 + (self.ahead.max_candidates if self.ahead else 0)))
+        return self.history.demand.plus(
+            Demand(rows=1 + (self.ahead.max_candidates if self.ahead else 0))
+        )
 
 
 class _Batches:
@@ -172,7 +181,9 @@ class _Batches:
             told.append(one)
         return told
 
-    def tensors(self, backend: Backend, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
+    def tensors(
+        self, backend: Backend, passes: Sequence[RankPass], *, is_next: bool
+    ) -> list[Segment]:
         """Make a batch of tensors on the backend's device."""
         return [self._one(backend, work, is_next=is_next) for work in passes]
 
@@ -240,21 +251,31 @@ class RankEngine(PageJobs):
     def __init__(self, model: HSTU, backend: Backend, scheduler: Scheduler, arena: KVArena) -> None:
         super().__init__(scheduler, backend, arena)
         self.model = model
-        self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
-        self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
-        self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
+        # device seconds of finding items once u is there, until the warm-up has measured them
+        self.find_s = 0.0
+        # that `find` searches: of trained items, and of new ones that are shown
+        self.num_rows = model.config.num_items
+        # [spare rows included, d], fp32: what u is compared with
+        self._items: torch.Tensor | None = None
         self._batches = _Batches(model, arena)
 
     async def prefill(
-        self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
+        self,
+        tokens: Tokens,
+        keep: tuple[PageRun, ...],
+        deadline_at: float,
+        order: JobOrder,
+        first_token: int = 0,
     ) -> int:
         """Encode a history into pages, one chunk a pass: a rank waits for one chunk at most.
 
         Args:
             tokens: the whole history.
             keep: pages for all of it; they hold its first `first_token` tokens already.
-            deadline_at: instant on time.monotonic(); a chunk that has not begun by then is dropped with the rest.
-            order: its place in the queue. If it is cancelled at a step, the prefill ends with the chunk that runs.
+            deadline_at: instant on time.monotonic(); a chunk that has not begun by then is dropped
+                with the rest.
+            order: its place in the queue. If it is cancelled at a step, the prefill ends with the
+                chunk that runs.
             first_token: where to continue.
 
         Returns:
@@ -269,10 +290,13 @@ class RankEngine(PageJobs):
             work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
             return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
 
-        most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)  # which are never parted
+        # which are never parted
+        most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)
         parts = list(chunks(first_token, len(tokens), most))
         steps = [step(start, stop) for start, stop in parts]
-        done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
+        done = await self.scheduler.sequence(
+            steps, deadline_at, order, preemptible=True, kind="prefill"
+        )
         return parts[done.steps - 1][1] if done.steps else first_token
 
     async def rank(
@@ -283,9 +307,10 @@ class RankEngine(PageJobs):
         Args:
             work: the request.
             deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
-            arrived_at: the instant at which the request arrived at this instance, before its history was read. Its
-                place in the queue is `arrived_at + objective_s`, and aging counts from it, so time spent reading the
-                history makes the request older, not younger. None = now.
+            arrived_at: the instant at which the request arrived at this instance, before its
+                history was read. Its place in the queue is `arrived_at + objective_s`, and aging
+                counts from it, so time spent reading the history makes the request older, not
+                younger. None = now.
             tenant: of the request; see `Scheduler.batch`.
 
         Raises:
@@ -335,14 +360,17 @@ class RankEngine(PageJobs):
         )
         found: NextItems = done.value
         if found.scores is not None:
-            found = found._replace(scores=found.scores._replace(queue_s=done.queue_s, device_s=done.device_s))
+            found = found._replace(
+                scores=found.scores._replace(queue_s=done.queue_s, device_s=done.device_s)
+            )
         return found
 
     def forward(self, passes: Sequence[RankPass]) -> list[F32]:
         """Run one forward pass over all requests. Only on a device thread.
 
         Returns:
-            one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it has a vector.
+            one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it
+            has a vector.
         """
         scores = self._at_once(passes, is_next=False)
         if scores is not None:
@@ -351,16 +379,21 @@ class RankEngine(PageJobs):
                     (products,) = self.backend.fetch([self._products(p)])
                     scores[place] = np.concatenate([scores[place], products[:, None]], 1)
             return scores
-        tensors = self.model(self.backend, self._batches.tensors(self.backend, passes, is_next=False))
+        tensors = self.model(
+            self.backend, self._batches.tensors(self.backend, passes, is_next=False)
+        )
         for place, p in enumerate(passes):
             if p.vector is not None:
                 tensors[place] = torch.cat([tensors[place], self._products(p)[:, None]], 1)
-        if not any(len(p.candidates) for p in passes):  # a prefill: its pages are read once this returns
+        # a prefill: its pages are read once this returns
+        if not any(len(p.candidates) for p in passes):
             self.backend.synchronize()
         return self.backend.fetch(tensors)
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
-        """Run NEXT behind every history, and search for all of them at once; then score what is wanted ahead.
+        """Run NEXT behind every history, and search for all of them at once.
+
+        Then score what is wanted ahead.
 
         Only on a device thread.
         """
@@ -401,12 +434,16 @@ class RankEngine(PageJobs):
             self.backend,
             told,
             partial(self._batches.tensors, self.backend, passes, is_next=True),
-            lambda call: HstuFindCall(call, self._table(), self.num_rows, most, hidden, wanted, least),
+            lambda call: HstuFindCall(
+                call, self._table(), self.num_rows, most, hidden, wanted, least
+            ),
         )
         if found is None:
             return None
         answers, end = [], 0
-        for work, u, rows, count in zip(works, found.vectors, found.items, found.num_scored.tolist(), strict=True):
+        for work, u, rows, count in zip(
+            works, found.vectors, found.items, found.num_scored.tolist(), strict=True
+        ):
             own = rows[: work.k]
             if work.k and own[-1] < 0:  # there are fewer
                 own = own[own >= 0]
@@ -427,7 +464,9 @@ class RankEngine(PageJobs):
                 if found.scores is None and len(rows := work.ahead.candidates(found.rows)):
                     passes[place] = work.history.then(rows, found.vector, work.ahead.cross(rows))
         if passes:
-            for (place, one), scores in zip(passes.items(), self.forward([*passes.values()]), strict=True):
+            for (place, one), scores in zip(
+                passes.items(), self.forward([*passes.values()]), strict=True
+            ):
                 answers[place] = answers[place]._replace(
                     candidates=one.candidates, scores=_scores(one, scores), features=one.features
                 )
@@ -435,10 +474,14 @@ class RankEngine(PageJobs):
 
     @torch.inference_mode()
     def write_items(self, first_row: int, new: NewItems) -> None:
-        """Write the vectors of new items into rows that nobody reads yet. Only on a device thread."""
+        """Write the vectors of new items into rows that nobody reads yet.
+
+        Only on a device thread.
+        """
         vectors = self.model.items.new_vectors(new)
         self.model.items.write(first_row, vectors)
-        if self._items is not None:  # a copy where the model is bf16, or normalises its items; the warm-up made it
+        # a copy where the model is bf16, or normalises its items; the warm-up made it
+        if self._items is not None:
             self._items[first_row : first_row + len(vectors)] = self.model.items.compared(vectors)
         self.backend.synchronize()
 
@@ -460,10 +503,15 @@ class RankEngine(PageJobs):
         if told is None:
             return None
         return self.model.whole.run(
-            self.backend, told, is_next, partial(self._batches.tensors, self.backend, passes, is_next=is_next)
+            self.backend,
+            told,
+            is_next,
+            partial(self._batches.tensors, self.backend, passes, is_next=is_next),
         )
 
-    async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
+    async def warm_up(
+        self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]
+    ) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.
 
         A live rank waits for one of these passes at most.
@@ -477,7 +525,9 @@ class RankEngine(PageJobs):
         samples = []
         for n in lengths:
             for c in candidates:
-                work = RankPass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
+                work = RankPass(
+                    tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1])
+                )
                 samples.append((n, c, await self.timed(partial(self.forward, [work]))))
         self.cost = fit(samples)
         if self.model.config.retrieval:
@@ -488,7 +538,8 @@ class RankEngine(PageJobs):
         """Time what follows u in a lone pass."""
         history = RankPass(tokens, 0, np.empty(0, np.int64), int(tokens.events.timestamps[-1]))
         without_s, with_s = [
-            await self.timed(partial(self.find_all, [FindPass(history, k, np.empty(0, np.int64))])) for k in (0, FOUND)
+            await self.timed(partial(self.find_all, [FindPass(history, k, np.empty(0, np.int64))]))
+            for k in (0, FOUND)
         ]
         return max(0.0, with_s - without_s)
 
@@ -500,7 +551,10 @@ def _start(work: RankPass) -> int:
 
 
 def _times(work: RankPass) -> I64:
-    """Unix seconds of each token; of a history without events, the user's tokens are as old as the candidates."""
+    """Unix seconds of each token.
+
+    Of a history without events, the user's tokens are as old as the candidates.
+    """
     times = work.tokens.timestamps
     return times if len(work.tokens.rows) else np.full_like(times, work.candidate_time)
 

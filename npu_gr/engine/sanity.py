@@ -1,9 +1,9 @@
 """The self-tests of a model on this very device, before the first request is served: parity, and sanity.
 
-`parity` compares a ranker with itself: cold scores == HBM hit == DRAM hit. A checkpoint of zeros passes it.
-The sanity checks look at the numbers: every weight is finite, every score is finite, and scores differ
-between candidates and between histories. A model that cannot tell candidates apart, or computes no numbers,
-does not become ready.
+`parity` compares a ranker with itself: cold scores == HBM hit == DRAM hit. A checkpoint of zeros
+passes it. The sanity checks look at the numbers: every weight is finite, every score is finite, and
+scores differ between candidates and between histories. A model that cannot tell candidates apart,
+or computes no numbers, does not become ready.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from npu_gr.backend.tiles import Slab
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError, DeviceError
 from npu_gr.engine.generate_engine import GenerateEngine
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, PageCopy, proof_order
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, PageCopy, warmup_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
+# of the logits' standard deviation
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}
 _FAR = float("inf")
 
 
@@ -39,7 +40,9 @@ async def parity(
     tokens: Tokens,
     candidates: I64,
 ) -> float:
-    """Rank one history cold, from HBM and from DRAM, and compare the scores; and its vector, where the model retrieves.
+    """Rank one history cold, from HBM and from DRAM, and compare the scores.
+
+    And its vector, where the model retrieves.
 
     Args:
         engine: the engine to test. Its ranks wait as live ones do; `engine.objective_s` is set.
@@ -50,23 +53,25 @@ async def parity(
         candidates: [c] item rows.
 
     Returns:
-        the largest difference of a cached score from the cold one, in standard deviations of the cold scores.
+        the largest difference of a cached score from the cold one, in standard deviations of the
+        cold scores.
 
     Raises:
-        DeviceError: the difference is over the tolerance of the dtype in which keys and values are kept.
+        DeviceError: the difference is over the tolerance of the dtype in which keys and values are
+            kept.
     """
     layout = engine.arena.layout
     cut = max(len(tokens) * 3 // 4, tokens.num_user)
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
     cold = await _asked(engine, RankPass(tokens, 0, candidates, shown_at))
-    await engine.prefill(head, runs, _FAR, proof_order())
+    await engine.prefill(head, runs, _FAR, warmup_order())
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
     results = {"HBM": await _asked(engine, hit)}
     if dram is not None:
-        await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, proof_order())
+        await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, warmup_order())
         await engine.zero(engine.arena, runs)
-        await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, proof_order())
+        await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, warmup_order())
         results["DRAM"] = await _asked(engine, hit)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)
@@ -76,7 +81,8 @@ async def parity(
         worst = max(worst, drift)
         if not drift <= TOLERANCE[layout.dtype]:
             raise DeviceError(
-                f"self-test: scores from {tier} differ from cold ones by {drift:.1e} of their standard deviation, "
+                f"self-test: scores from {tier} differ from cold ones by {drift:.1e} of their "
+                "standard deviation, "
                 f"the limit for {layout.dtype} is {TOLERANCE[layout.dtype]:.0e}"
             )
     return worst
@@ -112,7 +118,8 @@ def check_weights(model: nn.Module, where: str) -> None:
         wrong = torch.nonzero(~tensor.isfinite())
         first = tuple(wrong[0].tolist())
         raise CheckpointError(
-            f"{where}: self-test: {len(wrong)} of {tensor.numel()} values of {name} are not finite, "
+            f"{where}: self-test: {len(wrong)} of {tensor.numel()} values of {name} are not "
+            "finite, "
             f"the first is {float(tensor[first])} at {list(first)}"
         )
 
@@ -121,8 +128,8 @@ def check_scores(logits: F32, names: Sequence[str], where: str) -> None:
     """Check that scores are finite, and that they differ between candidates and between histories.
 
     Args:
-        logits: [h, c, n] of h different histories, c different candidates, n tasks. Of one candidate or one history
-            nothing can differ, so only the rest is checked.
+        logits: [h, c, n] of h different histories, c different candidates, n tasks. Of one
+            candidate or one history nothing can differ, so only the rest is checked.
         names: [n] what each score is called in the message.
         where: begins the message.
 
@@ -133,20 +140,28 @@ def check_scores(logits: F32, names: Sequence[str], where: str) -> None:
     for name, scores in zip(names, np.moveaxis(logits, 2, 0), strict=True):
         broken = int(np.count_nonzero(~np.isfinite(scores)))
         if broken:
-            raise CheckpointError(f"{where}: self-test: {broken} of {scores.size} scores of {name} are not finite")
+            raise CheckpointError(
+                f"{where}: self-test: {broken} of {scores.size} scores of {name} are not finite"
+            )
         if num_candidates > 1 and (scores == scores[:, :1]).all():
             raise CheckpointError(
-                f"{where}: self-test: all {num_candidates} candidates have the same score of {name}, "
+                f"{where}: self-test: all {num_candidates} candidates have the same score of "
+                f"{name}, "
                 f"{float(scores[0, 0]):g}"
             )
         if num_histories > 1 and (scores == scores[:1]).all():
             raise CheckpointError(
-                f"{where}: self-test: scores of {name} are the same for {num_histories} different histories"
+                f"{where}: self-test: scores of {name} are the same for {num_histories} different "
+                "histories"
             )
 
 
 async def check_ranker(
-    engine: RankEngine, histories: Sequence[Tokens], candidates: I64, tasks: Sequence[str], where: str
+    engine: RankEngine,
+    histories: Sequence[Tokens],
+    candidates: I64,
+    tasks: Sequence[str],
+    where: str,
 ) -> None:
     """Rank different candidates for different histories, cold, and check the scores.
 
@@ -172,7 +187,9 @@ def _first(kv: Mapping[int, Slab], num_tokens: int) -> LayerSlabs:
     return lambda layer: [(kv[layer][0][:num_tokens], kv[layer][1][:num_tokens])]
 
 
-async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_token: int, where: str) -> None:
+async def check_generator(
+    engine: GenerateEngine, codes: Sequence[int], first_token: int, where: str
+) -> None:
     """Score the semantic-ID tokens that may follow two different prompts, and check the scores.
 
     Its weights were checked when they were read (`model/hf.py`).
@@ -194,12 +211,14 @@ async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_to
         """Of the token after two random items, on a device thread."""
         tokens: I64 = (bases + random.integers(0, codes, (2, len(codes)))).ravel()
         kv: dict[int, Slab] = {}
-        for piece in model.encoding(engine.backend, tokens, 0, None, lambda layer, k, v: kv.update({layer: (k, v)})):
+        for piece in model.encoding(
+            engine.backend, tokens, 0, None, lambda layer, k, v: kv.update({layer: (k, v)})
+        ):
             piece()
         begun = model.begin(engine.backend, tokens, partial(_first, kv))
         logits = model.logits(begun.hidden, (first_token, first_token + sum(codes)))
         scores: F32 = logits[0].to("cpu", torch.float32).numpy()
         return scores
 
-    found = [await engine.scheduler.call(score, _FAR, proof_order()) for _ in range(2)]
+    found = [await engine.scheduler.call(score, _FAR, warmup_order()) for _ in range(2)]
     check_scores(np.stack([each.value for each in found])[:, :, None], ("the next token",), where)

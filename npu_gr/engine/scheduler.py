@@ -1,11 +1,14 @@
-"""Jobs for the device, submitted and awaited on the event loop. `device_threads.py` runs them, `queue.py` orders them.
+"""Jobs for the device, submitted and awaited on the event loop.
+
+`device_threads.py` runs them, `queue.py` orders them.
 
     call      one function, alone
     sequence  functions one after the other; more urgent jobs run in between (the chunks of a prefill)
     batch     work that shares a pass with other work of the same function (ranks, generates, matches)
     post      one function before every job that waits (an overwrite of pages)
 
-Only device threads touch tensor values. With several streams, several passes run at once over one copy of the weights.
+Only device threads touch tensor values. With several streams, several passes run at once over one
+copy of the weights.
 
 Invariants, held by tests/engine/test_scheduler.py:
   S1  every submitted job ends exactly once: with a result, with an error, or dropped because nobody waits for it
@@ -52,15 +55,18 @@ class Scheduler:
 
         Args:
             config: limits of the queue and of a pass.
-            stream: enters a device thread's own stream of work on the device, for as long as the thread runs.
+            stream: enters a device thread's own stream of work on the device, for as long as the
+                thread runs.
             streams: what runs the passes; None = threads.
         """
         self.config = config
         self._streams = DeviceThreads(config, stream) if streams is None else streams
         self._streams.on_pass = self._pass_ended
         # Both are called on a device thread.
-        self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None  # after a shared pass
-        self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None  # after every pass
+        # after a shared pass
+        self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None
+        # after every pass
+        self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
 
     def start(self) -> None:
         """Begin to run jobs. Results go to the event loop that runs now."""
@@ -81,7 +87,10 @@ class Scheduler:
 
     @property
     def failures_in_a_row(self) -> int:
-        """Jobs that failed on the device since the last one that did not; our own errors do not count."""
+        """Jobs that failed on the device since the last one that did not.
+
+        Our own errors do not count.
+        """
         return self._streams.failures_in_a_row
 
     @property
@@ -92,11 +101,12 @@ class Scheduler:
     def wait_s(self, objective_s: float) -> float:
         """Estimate how long a request that comes now would wait for the device.
 
-        It counts the pass that runs and the jobs that go before the request, by their estimates and by how much longer
-        than their estimates passes have taken recently.
+        It counts the pass that runs and the jobs that go before the request, by their estimates and
+        by how much longer than their estimates passes have taken recently.
 
         Args:
-            objective_s: of the request, from arrival to answer; it sets the request's place in the queue.
+            objective_s: of the request, from arrival to answer; it sets the request's place in the
+                queue.
         """
         return self._streams.wait_s(min(objective_s, self.config.aging_s))
 
@@ -114,15 +124,18 @@ class Scheduler:
 
         Args:
             function: reads and writes tensors; it must not touch the event loop.
-            deadline_at: instant on time.monotonic(); a function that has not begun by then is dropped.
-            order: its place in the queue; it can be hastened while the job waits. None = by its deadline.
+            deadline_at: instant on time.monotonic(); a function that has not begun by then is
+                dropped.
+            order: its place in the queue; it can be hastened while the job waits. None = by its
+                deadline.
             estimate_s: device seconds.
             preemptible: it waits behind every request, and a full queue may drop it.
             kind: label of the device-time metric: prefill, generate, copy, match, other.
 
         Raises:
-            Overloaded: the queue is full, or was when a request came (if preemptible). DeadlineExceeded. DeviceError:
-            the function failed. Unavailable: the scheduler stops.
+            Overloaded: the queue is full, or was when a request came (if preemptible).
+                DeadlineExceeded. DeviceError: the function failed. Unavailable: the scheduler
+                stops.
         """
         order = JobOrder(deadline_at) if order is None else order
         job = _job([JobStep(function, estimate_s)], deadline_at, order, preemptible, kind)
@@ -138,12 +151,16 @@ class Scheduler:
         preemptible: bool = False,
         kind: str = "other",
     ) -> JobResult[Any]:
-        """Run functions on device threads, each alone and after the one before it. Urgent jobs may run in between.
+        """Run functions on device threads, each alone and after the one before it.
+
+        Urgent jobs may run in between.
 
         Args:
-            steps: at least one; their works read and write tensors and must not touch the event loop.
+            steps: at least one; their works read and write tensors and must not touch the event
+                loop.
             deadline_at: instant on time.monotonic(); steps that have not begun by then are dropped.
-            order: its place in the queue. If it is cancelled at a step, the sequence ends after the step that runs.
+            order: its place in the queue. If it is cancelled at a step, the sequence ends after the
+                step that runs.
             preemptible: it waits behind every request, and a full queue may drop it.
             kind: label of the device-time metric.
 
@@ -181,19 +198,22 @@ class Scheduler:
     ) -> JobResult[Any]:
         """Run `work` in a pass that it may share with other work of the same `run`.
 
-        A bound method is the same `run` only for the same object: works of two versions of a model never share a pass.
+        A bound method is the same `run` only for the same object: works of two versions of a model
+        never share a pass.
 
         Args:
             work: what `run` gets, in a list.
             run: computes one result for each work of a pass, on a device thread.
             deadline_at: instant on time.monotonic(); work that has not begun by then is dropped.
-            objective_s: of the request, from arrival to answer; `arrived_at + objective_s` is its place in the queue.
-            arrived_at: the instant at which the request arrived, not the instant of this call; aging counts from it.
-                None = now.
-            tenant: of the request; one with less than its share of the queue goes before the others.
+            objective_s: of the request, from arrival to answer; `arrived_at + objective_s` is its
+                place in the queue.
+            arrived_at: the instant at which the request arrived, not the instant of this call;
+                aging counts from it. None = now.
+            tenant: of the request; one with less than its share of the queue goes before the
+                others.
             estimate_s: device seconds of this work alone.
-            max_requests: the most works in a pass; the same for every work of one `run`. None = the scheduler's own
-                `max_batch_requests`.
+            max_requests: the most works in a pass; the same for every work of one `run`. None = the
+                scheduler's own `max_batch_requests`.
             kind: label of the device-time metric.
 
         Raises:
@@ -218,7 +238,9 @@ class Scheduler:
         )
 
     def post(self, function: Callable[[], None]) -> asyncio.Future[JobResult[None]]:
-        """Run `function` before every job that waits. It is queued when this returns, and never refused.
+        """Run `function` before every job that waits.
+
+        It is queued when this returns, and never rejected.
 
         Returns:
             its end, which need not be awaited; Unavailable if the scheduler stops.
@@ -270,7 +292,9 @@ async def _ended(future: asyncio.Future[Any]) -> None:
             await asyncio.wait({future})
 
 
-def _job(steps: Sequence[JobStep], deadline_at: float, order: JobOrder, preemptible: bool, kind: str) -> Job:
+def _job(
+    steps: Sequence[JobStep], deadline_at: float, order: JobOrder, preemptible: bool, kind: str
+) -> Job:
     return Job(
         run=_each,
         work=steps[0].work,

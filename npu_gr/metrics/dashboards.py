@@ -1,15 +1,16 @@
 """The Grafana dashboards, as `npu-gr dashboards` writes them, from the templates in `boards/`.
 
-A template is a dashboard in YAML: rows of panels, each with a title, a sentence that explains it, a unit, and PromQL
-expressions by legend. Two words stand for what every expression repeats:
+A template is a dashboard in YAML: rows of panels, each with a title, a sentence that explains it, a
+unit, and PromQL expressions by legend. Two words stand for what every expression repeats:
 
     $of   the label matchers of the instances that the reader chose
     $w    the window of a rate
 
-A row or a panel with `each` is there once for each of those kinds of requests, so a new kind gets its panels without a
-line: its expressions and texts say `$kind`, `$Title`, `$plural`, and what else `_words` has. Tests hold three things:
-the files in `dashboards/` are what the templates make, every metric that they name is in the registry, and every
-expression gives figures on a real Prometheus that scrapes a real service.
+A row or a panel with `each` is there once for each of those kinds of requests, so a new kind gets
+its panels without a line: its expressions and texts say `$kind`, `$Title`, `$plural`, and what else
+`_words` has. Tests hold three things: the files in `dashboards/` are what the templates make, every
+metric that they name is in the registry, and every expression gives figures on a real Prometheus
+that scrapes a real service.
 """
 
 from __future__ import annotations
@@ -45,9 +46,17 @@ def dashboards(objectives: Sequence[Objective]) -> dict[str, dict[str, Any]]:
 
 def files(objectives: Sequence[Objective], runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Make the text of every dashboard and of `rules.yml`, by file name."""
-    texts = {name: json.dumps(board, indent=1) + "\n" for name, board in dashboards(objectives).items()}
-    head = "# Written by `npu-gr dashboards`: change the objectives or npu_gr/metrics/rules.py, not this file.\n"
-    return {**texts, "rules.yml": head + yaml.safe_dump(rules(objectives, runbooks), sort_keys=False, width=120)}
+    texts = {
+        name: json.dumps(board, indent=1) + "\n" for name, board in dashboards(objectives).items()
+    }
+    head = (
+        "# Written by `npu-gr dashboards`: change the objectives or npu_gr/metrics/rules.py, "
+        "not this file.\n"
+    )
+    return {
+        **texts,
+        "rules.yml": head + yaml.safe_dump(rules(objectives, runbooks), sort_keys=False, width=120),
+    }
 
 
 def write(folder: Path, objectives: Sequence[Objective], runbooks: str = RUNBOOKS) -> list[Path]:
@@ -85,19 +94,32 @@ def _dashboard(name: str, objectives: Sequence[Objective]) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [_datasource(), _variable("job", ""), _variable("instance", 'job=~"$job"')]},
+        "templating": {
+            "list": [_datasource(), _variable("job", ""), _variable("instance", 'job=~"$job"')]
+        },
         "links": [_LINKS],
         "annotations": {"list": []},
         "panels": [{**panel, "id": place} for place, panel in enumerate(placed, 1)],
     }
 
 
-def _placed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]]) -> Iterator[Panel]:
-    """Place panels in rows from the left; one that does not fit any more begins a new line of its row."""
+def _placed(
+    rows: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]]
+) -> Iterator[Panel]:
+    """Place panels in rows from the left.
+
+    One that does not fit any more begins a new line of its row.
+    """
     y = 0
     for row, words in _repeated(rows, kinds):
         at = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        yield {"type": "row", "title": _said(row["row"], words), "collapsed": False, "panels": [], "gridPos": at}
+        yield {
+            "type": "row",
+            "title": _said(row["row"], words),
+            "collapsed": False,
+            "panels": [],
+            "gridPos": at,
+        }
         y += 1
         x = 0
         line_height = 0
@@ -115,7 +137,9 @@ def _placed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]
 
 
 def _repeated(
-    parts: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]], own: Mapping[str, str] | None = None
+    parts: Sequence[Mapping[str, Any]],
+    kinds: Sequence[Mapping[str, str]],
+    own: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, str]]]:
     """List rows or panels with their words: one with `each` once for every kind that it is for.
 
@@ -217,7 +241,10 @@ def _draw_lines(defaults: dict[str, Any], panel: Mapping[str, Any]) -> None:
 
 def _thresholds(steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Colours from values on; the first value is None."""
-    found = [{"value": None if value is None else float(value), "color": colour} for value, colour in steps]
+    found = [
+        {"value": None if value is None else float(value), "color": colour}
+        for value, colour in steps
+    ]
     return {"mode": "absolute", "steps": found}
 
 
@@ -227,7 +254,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
         "tooltip": {"mode": "multi", "sort": "desc"},
     },
-    "number": {"reduceOptions": _REDUCED, "colorMode": "value", "graphMode": "area", "textMode": "auto"},
+    "number": {
+        "reduceOptions": _REDUCED,
+        "colorMode": "value",
+        "graphMode": "area",
+        "textMode": "auto",
+    },
     "bars": {
         "reduceOptions": _REDUCED,
         "displayMode": "gradient",
@@ -251,7 +283,12 @@ _LINKS = {
 
 
 def _datasource() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    return {
+        "name": "datasource",
+        "type": "datasource",
+        "query": "prometheus",
+        "label": "Prometheus",
+    }
 
 
 def _variable(label: str, matchers: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The text of `/metrics`, made one metric family at a time: the event loop serves requests in between.
 
-The whole text takes milliseconds. Made in one piece, it would delay every request beside it by as much.
+The whole text takes milliseconds. Made in one piece, it would delay every request beside it by as
+much.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prometheus rules: recordings under Sloth's names and burn-rate alerts of every kind, and the alerts of `causes.yml`.
 
 Source: the names, labels and groups are those that Sloth generates (github.com/slok/sloth,
-examples/_gen/getting-started.yml), so Sloth's public dashboards work with these rules. The windows and factors are
-those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
+examples/_gen/getting-started.yml), so Sloth's public dashboards work with these rules. The windows
+and factors are those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
 
 - A window without traffic records no sample: a division by zero would spoil the average over 30 days.
 - A burn-rate alert needs `MIN_REQUESTS` in its long window: one failure in a quiet night must wake nobody.
@@ -36,11 +36,15 @@ class Burn(NamedTuple):
     factor: float
 
 
-FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # spends 2 % of the budget in an hour, or 5 % in six hours
-SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # spends 10 % of it in a day, or in three days
+# spends 2 % of the budget in an hour, or 5 % in six hours
+FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))
+# spends 10 % of it in a day, or in three days
+SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))
 
 
-def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str, list[dict[str, Any]]]:
+def rules(
+    objectives: Iterable[Objective], runbooks: str = RUNBOOKS
+) -> dict[str, list[dict[str, Any]]]:
     """Build the content of a Prometheus rule file.
 
     Args:
@@ -52,7 +56,12 @@ def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str
         for promise in Promise:
             groups += _slo_groups(objective, promise, runbooks)
     causes = yaml.safe_load(resources.files("npu_gr.metrics").joinpath("causes.yml").read_text())
-    return {"groups": [*groups, {"name": "npu_gr-causes", "rules": [_cause(cause, runbooks) for cause in causes]}]}
+    return {
+        "groups": [
+            *groups,
+            {"name": "npu_gr-causes", "rules": [_cause(cause, runbooks) for cause in causes]},
+        ]
+    }
 
 
 def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[dict[str, Any]]:
@@ -62,14 +71,24 @@ def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[d
     labels = {"sloth_id": slo_id, "sloth_service": SERVICE, "sloth_slo": name}
     return [
         {"name": f"sloth-slo-sli-recordings-{slo_id}", "rules": _errors(kind, promise, labels)},
-        {"name": f"sloth-slo-meta-recordings-{slo_id}", "rules": _meta(objective.ratio(promise), labels)},
-        {"name": f"sloth-slo-alerts-{slo_id}", "rules": _alerts(objective, promise, labels, runbooks)},
+        {
+            "name": f"sloth-slo-meta-recordings-{slo_id}",
+            "rules": _meta(objective.ratio(promise), labels),
+        },
+        {
+            "name": f"sloth-slo-alerts-{slo_id}",
+            "rules": _alerts(objective, promise, labels, runbooks),
+        },
     ]
 
 
 def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
     """Record the share of requests that broke the promise, over each window."""
-    bad, all_ = ('result="slow"', 'result=~"good|slow"') if promise is Promise.LATENCY else ('result="failed"', "")
+    bad, all_ = (
+        ('result="slow"', 'result=~"good|slow"')
+        if promise is Promise.LATENCY
+        else ('result="failed"', "")
+    )
 
     def rate(results: str, window: str) -> str:
         matchers = ",".join(filter(None, (f'kind="{kind}"', results)))
@@ -88,7 +107,8 @@ def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
     recorded.append(
         {
             "record": f"slo:sli_error:ratio_rate{period}",
-            "expr": f"sum_over_time({five}[{period}])\n/ ignoring (sloth_window)\ncount_over_time({five}[{period}])",
+            "expr": f"sum_over_time({five}[{period}])\n/ ignoring "
+            f"(sloth_window)\ncount_over_time({five}[{period}])",
             "labels": {**labels, "sloth_window": period},
         }
     )
@@ -108,24 +128,42 @@ def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
         "slo:period_burn_rate:ratio": f"slo:sli_error:ratio_rate{PERIOD_DAYS}d{selector}\n{burn}",
         "slo:period_error_budget_remaining:ratio": f"1 - slo:period_burn_rate:ratio{selector}",
     }
-    recorded: list[Rule] = [{"record": name, "expr": expr, "labels": labels} for name, expr in exprs.items()]
-    about = {"sloth_mode": "npu-gr-dashboards", "sloth_spec": "prometheus/v1", "sloth_version": "npu_gr"}
-    return [*recorded, {"record": "sloth_slo_info", "expr": "vector(1)", "labels": {**labels, **about}}]
+    recorded: list[Rule] = [
+        {"record": name, "expr": expr, "labels": labels} for name, expr in exprs.items()
+    ]
+    about = {
+        "sloth_mode": "npu-gr-dashboards",
+        "sloth_spec": "prometheus/v1",
+        "sloth_version": "npu_gr",
+    }
+    return [
+        *recorded,
+        {"record": "sloth_slo_info", "expr": "vector(1)", "labels": {**labels, **about}},
+    ]
 
 
-def _alerts(objective: Objective, promise: Promise, labels: dict[str, str], runbooks: str) -> list[Rule]:
+def _alerts(
+    objective: Objective, promise: Promise, labels: dict[str, str], runbooks: str
+) -> list[Rule]:
     """A fast burn pages if the kind wakes somebody; every other burn opens a ticket."""
     kind = KINDS[objective.kind]
     budget = f"(1-{objective.ratio(promise)!r})"
     plural = kind.plural.capitalize()
-    broken = f"later than {objective.threshold_s * 1e3:g} ms" if promise is Promise.LATENCY else "not answered"
+    broken = (
+        (f"later than {objective.threshold_s * 1e3:g} ms")
+        if promise is Promise.LATENCY
+        else "not answered"
+    )
 
     def alert(speed: str, burns: tuple[Burn, ...], severity: str, how: str) -> Rule:
         return _alert(
             f"NpuGr{kind.title}{promise.value.title()}{speed}Burn",
-            "\nor ignoring (sloth_window)\n".join(_burning(burn, budget, kind.name, labels) for burn in burns),
+            "\nor ignoring (sloth_window)\n".join(
+                _burning(burn, budget, kind.name, labels) for burn in burns
+            ),
             severity,
-            f"{plural} are {broken} so often that the error budget of {PERIOD_DAYS} days burns {how}.",
+            f"{plural} are {broken} so often that the error budget of {PERIOD_DAYS} days burns "
+            f"{how}.",
             f"{runbooks}/{kind.name}-{promise.value}.md",
         )
 
@@ -139,20 +177,33 @@ def _burning(burn: Burn, budget: str, kind: str, labels: dict[str, str]) -> str:
     def over(window: str) -> str:
         return f"slo:sli_error:ratio_rate{window}{_selector(labels)} > {burn.factor:g} * {budget}"
 
-    enough = f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
-    return f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () ({enough}))"
+    enough = (
+        f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
+    )
+    return (
+        f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () "
+        f"({enough}))"
+    )
 
 
 def _cause(cause: dict[str, str], runbooks: str) -> Rule:
     page = f"{runbooks}/{cause['runbook']}.md"
-    return _alert(cause["alert"], cause["expr"], cause["severity"], cause["summary"], page, cause["for"])
+    return _alert(
+        cause["alert"], cause["expr"], cause["severity"], cause["summary"], page, cause["for"]
+    )
 
 
-def _alert(name: str, expr: str, severity: str, summary: str, runbook: str, wait: str | None = None) -> Rule:
+def _alert(
+    name: str, expr: str, severity: str, summary: str, runbook: str, wait: str | None = None
+) -> Rule:
     rule: Rule = {"alert": name, "expr": expr}
     if wait is not None:
         rule["for"] = wait
-    rule["labels"] = {"severity": severity, "sloth_severity": severity} if wait is None else {"severity": severity}
+    rule["labels"] = (
+        {"severity": severity, "sloth_severity": severity}
+        if wait is None
+        else {"severity": severity}
+    )
     rule["annotations"] = {"summary": summary, "runbook_url": runbook}
     return rule
 

@@ -2,8 +2,8 @@
 
 Source: Google, The Site Reliability Workbook, chapters 2 and 5.
 
-The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for the status page, so
-no name is a metric's label.
+The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for
+the status page, so no name is a metric's label.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Result(StrEnum):
 
     GOOD = "good"  # answered within the threshold
     SLOW = "slow"  # answered later
-    FAILED = "failed"  # refused for load, out of time, or broken
+    FAILED = "failed"  # rejected for load, out of time, or broken
 
 
 class Promise(StrEnum):
@@ -58,7 +58,9 @@ def is_promised(has_s: float, threshold_s: float) -> bool:
     return has_s >= LEAST_SHARE * threshold_s
 
 
-def judge(status: int, took_s: float, threshold_s: float, has_s: float = float("inf")) -> Result | None:
+def evaluate(
+    status: int, took_s: float, threshold_s: float, has_s: float = float("inf")
+) -> Result | None:
     """Count one request.
 
     Args:
@@ -68,8 +70,8 @@ def judge(status: int, took_s: float, threshold_s: float, has_s: float = float("
         has_s: what the caller grants, from its last byte on.
 
     Returns:
-        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised for): the objectives
-        do not count it.
+        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised
+        for): the objectives do not count it.
     """
     if status in (429, 504) and not is_promised(has_s, threshold_s):
         return None
@@ -186,7 +188,7 @@ class Share(NamedTuple):
 
     num: int
     per_s: float
-    in_time_ratio: float
+    within_slo_ratio: float
     p99_s: float
 
 
@@ -220,7 +222,10 @@ class RecentAnswers:
         groups: dict[str, list[RecentAnswer]] = {}
         for answer in recent:
             groups.setdefault(name_of(answer), []).append(answer)
-        return {name: _share(answers, span_s) for name, answers in sorted(groups.items(), key=lambda one: -len(one[1]))}
+        return {
+            name: _share(answers, span_s)
+            for name, answers in sorted(groups.items(), key=lambda one: -len(one[1]))
+        }
 
 
 def _share(answers: list[RecentAnswer], span_s: float) -> Share:
@@ -228,6 +233,6 @@ def _share(answers: list[RecentAnswer], span_s: float) -> Share:
     return Share(
         num=len(answers),
         per_s=len(answers) / span_s,
-        in_time_ratio=sum(answer.is_good for answer in answers) / len(answers),
+        within_slo_ratio=sum(answer.is_good for answer in answers) / len(answers),
         p99_s=times_s[math.ceil(0.99 * len(times_s)) - 1],
     )

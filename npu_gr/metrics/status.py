@@ -1,10 +1,12 @@
 """The status page: the Structs of its JSON, and its HTML.
 
-The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
-own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
+The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It
+holds no data of its own, so it is served without an API key; it asks the reader for a key when the
+server rejects the JSON.
 
-The API console is such a text, too. It reads the OpenAPI document with the reader's key. Browsers may not call the
-public address from a page of the admin address, so for its routes the page makes the `curl` call.
+The API console is such a text, too. It reads the OpenAPI document with the reader's key. Browsers
+may not call the public address from a page of the admin address, so for its routes the page makes
+the `curl` call.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     num: int
     per_s: float
-    in_time_ratio: float
+    within_slo_ratio: float
     p99_s: float
 
 
@@ -91,7 +93,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
+    "'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
@@ -108,7 +111,8 @@ def console(endpoint: str, scheme: str, port: int) -> str:
     Args:
         endpoint: path of the OpenAPI document on the same server.
         scheme: http or https, of the public address.
-        port: of the public address, which has the host of the page unless its reader says otherwise.
+        port: of the public address, which has the host of the page unless its reader says
+            otherwise.
     """
     text = resources.files("npu_gr.metrics").joinpath("console.html").read_text()
     for name, value in (("endpoint", endpoint), ("scheme", scheme), ("port", str(port))):

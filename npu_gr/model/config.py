@@ -1,7 +1,7 @@
 """The HSTU ranker's configuration: what a checkpoint says about itself, and which settings keep a prefix exact.
 
-A variant on which public implementations disagree is a field, never guessed from the weights. The rules E1 to E8, cited
-below, say which variants keep a cached prefix exact: `docs/exactness.md`.
+A variant on which public implementations disagree is a field, never guessed from the weights. The
+rules E1 to E8, cited below, say which variants keep a cached prefix exact: `docs/exactness.md`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from npu_gr.core.settings import Count
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One side feature of items: each item has up to `max_values` of `num_values` values; they are averaged."""
+    """One side feature of items: each item has up to `max_values` of `num_values` values.
+
+    They are averaged.
+    """
 
     name: str
     num_values: Count
     max_values: Count = 1
-    values: tuple[str, ...] = ()  # their names, by which a new item says its own; none = they were not kept
+    # their names, by which a new item says its own; none = they were not kept
+    values: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.values and len(set(self.values)) != self.num_values:
-            raise ValueError(f"item_features {self.name}: values: needs {self.num_values} names, each once")
+            raise ValueError(
+                f"item_features {self.name}: values: needs {self.num_values} names, each once"
+            )
 
 
 class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,13 +60,18 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
-    item_codes: tuple[Count, ...] = ()  # number of codes of each level of the items' semantic IDs; none = not read
-    row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the training; 0 = no score for a new item
+    # number of codes of each level of the items' semantic IDs; none = not read
+    item_codes: tuple[Count, ...] = ()
+    # of the training; 0 = no score for a new item
+    row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
-    user_tokens: Literal["sum", "each"] = "sum"  # the user's features are one token, their sum; or a token each
-    # what the user's tokens see: what stands before them; or the whole history (public code's contextual mask)
+    # the user's features are one token, their sum; or a token each
+    user_tokens: Literal["sum", "each"] = "sum"
+    # what the user's tokens see: what stands before them; or the whole history (public code's
+    # contextual mask)
     context: Literal["causal", "full"] = "causal"
-    actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
+    # what a behaviour can be, e.g. ratings; an event's action is an index into it
+    actions: tuple[str, ...]
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
     num_layers: Count = 2
@@ -72,31 +83,36 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     position_buckets: Annotated[int, msgspec.Meta(ge=2)] = 256
     retrieval: bool = False  # the model has the NEXT row, and finds items beside ranking them
 
-    activation: Literal["uvqk", "u"] = "uvqk"  # SiLU on all four projections (paper) or on U alone (Meta)
+    # SiLU on all four projections (paper) or on U alone (Meta)
+    activation: Literal["uvqk", "u"] = "uvqk"
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
-    # of the attention output: over all heads; each head by itself, with weights that heads share; the same, with one
-    # weight and bias a head (Meta's group norm)
+    # of the attention output: over all heads; each head by itself, with weights that heads share;
+    # the same, with one weight and bias a head (Meta's group norm)
     norm: Literal["layer", "group", "head"] = "layer"
     norm_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-6  # of every norm
-    attention_norm_in_concat: bool = False  # [U, norm(O), Y] instead of [U, O, Y]: Meta's `concat_ua`
+    # [U, norm(O), Y] instead of [U, O, Y]: Meta's `concat_ua`
+    attention_norm_in_concat: bool = False
     alpha: float | None = None  # factor on Q K^T; None = 1 / sqrt(qk_dim)
 
-    relative_bias: Literal["position_time", "position", "none"] = "position_time"  # of each layer's attention
+    # of each layer's attention
+    relative_bias: Literal["position_time", "position", "none"] = "position_time"
     time_buckets: TimeBuckets | None = None  # of its time table; None = half octaves of seconds
-    # whose time a row of the history asks with: its own, or that of the behaviour after it (Meta's research code; the
-    # last behaviour is then the row that answers, with the request's time)
+    # whose time a row of the history asks with: its own, or that of the behaviour after it (Meta's
+    # research code; the last behaviour is then the row that answers, with the request's time)
     attention_time: Literal["own", "next"] = "own"
 
-    # a behaviour is one token, item + action; or two, its item and then its action (a candidate is an item alone)
+    # a behaviour is one token, item + action; or two, its item and then its action (a candidate is
+    # an item alone)
     token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
 
     # every token also embeds the seconds from it to the request (Meta's DLRM form)
     query_times: TimeBuckets | None = None
 
-    # what makes logits of a final row: an MLP; an MLP of its product with a row of the candidate's own; or the product
-    # with each candidate's item row. All times `head_scale`
+    # what makes logits of a final row: an MLP; an MLP of its product with a row of the candidate's
+    # own; or the product with each candidate's item row. All times `head_scale`
     head: Literal["mlp", "product", "dot"] = "mlp"
-    head_periods: tuple[TimePeriod, ...] = ()  # of the request's time, mixed into the final row by a linear layer
+    # of the request's time, mixed into the final row by a linear layer
+    head_periods: tuple[TimePeriod, ...] = ()
     head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
     head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
     head_norm_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # None = `norm_eps`
@@ -106,7 +122,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Count = 4096  # the constant scale is 1 / scaling_seqlen
-    positions: Literal["none", "start", "reverse"] = "none"  # learned token positions beside the relative bias
+    # learned token positions beside the relative bias
+    positions: Literal["none", "start", "reverse"] = "none"
 
     def __post_init__(self) -> None:
         for field in ("actions", "tasks"):
@@ -118,11 +135,18 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.attention_norm_in_concat and self.residual != "concat":
             raise ValueError("attention_norm_in_concat: only with residual 'concat'")
         if (self.head == "dot") != (self.attention_time == "next"):
-            raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
-        if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
+            raise ValueError(
+                "head: 'dot' and attention_time 'next' go together: the last "
+                "behaviour's row answers"
+            )
+        if self.head == "dot" and (
+            len(self.tasks) != 1 or not self.retrieval or self.is_interleaved
+        ):
             raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
         if self.is_interleaved and self.max_history_tokens < 2:
-            raise ValueError("max_history_tokens: a behaviour of an interleaved model is two tokens")
+            raise ValueError(
+                "max_history_tokens: a behaviour of an interleaved model is two tokens"
+            )
         if self.retrieval and self.head == "product":
             raise ValueError("retrieval: not with head 'product': NEXT is no candidate")
         if self.features and self.head == "dot":
@@ -131,7 +155,9 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("features: none of events with token 'interleaved'")
         check_features(self.features)
         if self.max_history_tokens <= self.num_user_tokens:
-            raise ValueError(f"max_history_tokens: the user's features are {self.num_user_tokens} tokens of them")
+            raise ValueError(
+                f"max_history_tokens: the user's features are {self.num_user_tokens} tokens of them"
+            )
         if self.context == "full" and self.relative_bias != "none":
             raise ValueError("context: 'full' only with relative_bias 'none'")
 
@@ -173,7 +199,9 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def has_plain_layers(self) -> bool:
         """Whether a layer around its attention is one that kernels of whole layers know."""
-        return self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
+        return (
+            self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
+        )
 
     @property
     def has_plain_passes(self) -> bool:
@@ -189,7 +217,12 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def has_plain_head(self) -> bool:
         """Whether the logits are the MLP, with SiLU, of the layer norm of a final row."""
-        plain = (self.head, self.head_norm, self.head_activation, self.head_scale) == ("mlp", "layer", "silu", 1.0)
+        plain = (self.head, self.head_norm, self.head_activation, self.head_scale) == (
+            "mlp",
+            "layer",
+            "silu",
+            1.0,
+        )
         return plain and not self.head_periods
 
     @property
@@ -200,18 +233,29 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def scores_new_items(self) -> bool:
         """Whether an item that was not in the training gets a score: by its features and codes."""
-        return self.row_dropout > 0 and bool(self.item_codes or self.item_features or self.features_of("item"))
+        return self.row_dropout > 0 and bool(
+            self.item_codes or self.item_features or self.features_of("item")
+        )
 
 
 # Keys that are written only where they are not the default: older versions know no such key.
 LATER = (
     *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
-    *("attention_time", "token", "query_times", "head", "head_periods", "head_norm", "head_item_norm"),
+    *(
+        "attention_time",
+        "token",
+        "query_times",
+        "head",
+        "head_periods",
+        "head_norm",
+        "head_item_norm",
+    ),
     *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout", "user_tokens"),
 )
 
-# Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
-# value breaks a cached prefix. Key -> the value, and the rule that another value breaks.
+# Keys of a checkpoint's config.json that have one value: our forward pass computes that variant
+# only, because any other value breaks a cached prefix. Key -> the value, and the rule that another
+# value breaks.
 PINNED: dict[str, tuple[str | int, str]] = {
     "candidate_position": ("shared", "E8: scores would depend on the order of the candidates"),
     "query_time_embedding": ("none", "E3: the query time is not known when the prefix is encoded"),
@@ -224,7 +268,9 @@ PINNED: dict[str, tuple[str | int, str]] = {
 def write_keys(config: HSTUConfig) -> dict[str, Any]:
     """The keys of `model` in config.json, the pinned ones included, so that older versions read new checkpoints."""
     keys: dict[str, Any] = msgspec.to_builtins(config)
-    defaults = dict(zip(HSTUConfig.__struct_fields__[::-1], HSTUConfig.__struct_defaults__[::-1], strict=False))
+    defaults = dict(
+        zip(HSTUConfig.__struct_fields__[::-1], HSTUConfig.__struct_defaults__[::-1], strict=False)
+    )
     for key in LATER:
         if keys[key] == defaults[key]:
             del keys[key]
@@ -245,18 +291,29 @@ def take_pinned(keys: dict[str, Any]) -> dict[str, Any]:
     """
     for key, (value, rule) in PINNED.items():
         if key in keys and (keys[key] != value or isinstance(keys[key], bool)):
-            raise ValueError(f"{key}: {keys[key]!r} is not served; only {value!r} keeps a cached prefix exact ({rule})")
+            raise ValueError(
+                f"{key}: {keys[key]!r} is not served; only {value!r} keeps a cached "
+                f"prefix exact ({rule})"
+            )
     return {key: value for key, value in keys.items() if key not in PINNED}
 
 
 def inexact_fields(config: HSTUConfig) -> list[str]:
-    """Name each setting with which a cached prefix would change the scores, a line each; empty = exact."""
+    """Name each setting with which a cached prefix would change the scores, a line each.
+
+    Empty = exact.
+    """
     lines = []
     if config.scaling != "constant":
-        rule = "E1: a scale by the runtime length changes every cached value when the sequence grows"
+        rule = (
+            "E1: a scale by the runtime length changes every cached value when the sequence grows"
+        )
         lines.append(f"model.scaling: {config.scaling!r} with the prefix cache on ({rule})")
     if config.context != "causal":
-        rule = "E4: the user's tokens see the whole history, so their keys change with every behaviour after them"
+        rule = (
+            "E4: the user's tokens see the whole history, so their keys change with every "
+            "behaviour after them"
+        )
         lines.append(f"model.context: {config.context!r} with the prefix cache on ({rule})")
     if config.positions == "reverse":
         rule = "E2: positions counted from the end shift when behaviours are appended"

@@ -1,17 +1,18 @@
 """A causal decoder of the Llama kind, written for serving: one prefill, then lock-step beams.
 
-Qwen3: RMSNorm of each query and key head; its mixture of experts in `Experts`. Qwen2: bias on q, k, v. Llama and
-Mistral: neither, or bias on q, k, v and the output. All: RoPE, grouped queries, SwiGLU, a head of its own or the token
-embedding. K is kept after norm and RoPE, so a cached prefix is read as it is. Attention is the backend's; the prefix
-is *shared KV*, the few tokens a beam adds are *unshared KV*.
+Qwen3: RMSNorm of each query and key head; its mixture of experts in `Experts`. Qwen2: bias on q, k,
+v. Llama and Mistral: neither, or bias on q, k, v and the output. All: RoPE, grouped queries,
+SwiGLU, a head of its own or the token embedding. K is kept after norm and RoPE, so a cached prefix
+is read as it is. Attention is the backend's; the prefix is *shared KV*, the few tokens a beam adds
+are *unshared KV*.
 
-Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783), Mistral (arXiv:2310.06825);
-shared and unshared KV: xGR (arXiv:2512.11529).
-Invariant: a token's keys and values depend on it and the tokens before it alone, so prefill may be cut anywhere.
+Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783), Mistral
+(arXiv:2310.06825); shared and unshared KV: xGR (arXiv:2512.11529). Invariant: a token's keys and
+values depend on it and the tokens before it alone, so prefill may be cut anywhere.
 
-RoPE: RoFormer (arXiv:2104.09864), with the scalings of the served families; `llama3` as its checkpoints state it.
-Mixture of experts, where each row goes through the few MLPs that its router likes best: Qwen3, as transformers
-computes it.
+RoPE: RoFormer (arXiv:2104.09864), with the scalings of the served families; `llama3` as its
+checkpoints state it. Mixture of experts, where each row goes through the few MLPs that its router
+likes best: Qwen3, as transformers computes it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     kind: Literal["linear", "llama3"]
     factor: Positive
-    low_freq_factor: Positive = 1.0  # llama3: wavelengths over original_max_tokens / this are scaled whole
-    high_freq_factor: Positive = 4.0  # llama3: wavelengths under original_max_tokens / this are not scaled
+    # llama3: wavelengths over original_max_tokens / this are scaled whole
+    low_freq_factor: Positive = 1.0
+    # llama3: wavelengths under original_max_tokens / this are not scaled
+    high_freq_factor: Positive = 4.0
     original_max_tokens: Count = 8192  # llama3: positions of the model before it was scaled
 
     def __post_init__(self) -> None:
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor: {self.low_freq_factor} is not below high_freq_factor {self.high_freq_factor}"
+                f"low_freq_factor: {self.low_freq_factor} is not below high_freq_factor "
+                f"{self.high_freq_factor}"
             )
 
 
@@ -68,13 +72,17 @@ def rope_angles(first: int, num_tokens: int, frequencies: Tensor) -> tuple[Tenso
         num_tokens: how many positions.
         frequencies: what `rope_frequencies` gave; its device is that of the result.
     """
-    positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=frequencies.device)
+    positions = torch.arange(
+        first, first + num_tokens, dtype=torch.float32, device=frequencies.device
+    )
     angles = positions[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 @lru_cache(maxsize=32)
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
     """Compute the frequency of each pair of a head: float32 [head_dim / 2], radians a position."""
     with torch.inference_mode(False):  # kept for training too
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -84,7 +92,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, d
         if scaling.kind == "linear":
             return plain / scaling.factor
         turns = scaling.original_max_tokens * plain / (2 * math.pi)  # within the original positions
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         kept = kept.clamp(0.0, 1.0)
         return (1 - kept) * plain / scaling.factor + kept * plain
 
@@ -106,7 +116,9 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.num_per_token > self.num_experts:
-            raise ValueError(f"num_per_token: {self.num_per_token} is more than num_experts {self.num_experts}")
+            raise ValueError(
+                f"num_per_token: {self.num_per_token} is more than num_experts {self.num_experts}"
+            )
 
 
 class Experts(nn.Module):
@@ -122,17 +134,24 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, ops: Affine) -> Tensor:
-        """Compute the experts' update of rows x: [..., dim] -> [..., dim]. No shape depends on values."""
+        """Compute the experts' update of rows x: [..., dim] -> [..., dim].
+
+        No shape depends on values.
+        """
         if x.ndim > 2:
             rows: Tensor = self(x.flatten(0, -2), ops)
             return rows.view(x.shape)
         config = self.config
         liked = ops.affine(x, self.router, 0, config.num_experts, False)
-        weight, expert = liked.to(accumulator(liked.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
+        weight, expert = (
+            liked.to(accumulator(liked.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
+        )
         if config.normalises:
             weight = weight / weight.sum(-1, keepdim=True)
         through = _grouped if _has_grouped(x, self.gate_up) else _gathered
-        each = through(x.repeat_interleave(config.num_per_token, 0), expert.flatten(), self.gate_up, self.down)
+        each = through(
+            x.repeat_interleave(config.num_per_token, 0), expert.flatten(), self.gate_up, self.down
+        )
         wide: Tensor = each.unflatten(0, weight.shape) * weight.to(x.dtype)[..., None]
         return wide.sum(1)
 
@@ -141,7 +160,9 @@ def _has_grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies groups of rows in one launch here, without asking the device for their sizes."""
     if not hasattr(functional, "grouped_mm"):  # torch before 2.10
         return False
-    is_aligned = all(width * x.element_size() % 16 == 0 for width in (weight.shape[1] // 2, weight.shape[2]))
+    is_aligned = all(
+        width * x.element_size() % 16 == 0 for width in (weight.shape[1] // 2, weight.shape[2])
+    )
     if x.device.type == "cpu":
         return is_aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return is_aligned and x.is_cuda and x.dtype == torch.bfloat16
@@ -150,7 +171,9 @@ def _has_grouped(x: Tensor, weight: Tensor) -> bool:
 def _grouped(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Sort the rows by expert, and multiply each run of rows with its expert's weights."""
     order = expert.argsort(stable=True)
-    ends = torch.searchsorted(expert[order], torch.arange(len(gate_up), device=x.device), right=True)
+    ends = torch.searchsorted(
+        expert[order], torch.arange(len(gate_up), device=x.device), right=True
+    )
     ends = ends.to(torch.int32)
     gate, up = functional.grouped_mm(x[order], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     mixed = functional.grouped_mm(silu(gate) * up, down.transpose(1, 2), offs=ends)
@@ -185,7 +208,9 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: RoPE turns pairs, {self.head_dim} is odd")
 
@@ -220,8 +245,13 @@ class DecoderLayer(nn.Module):
             self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
             self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor]:
-        """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D]; rotate by cos and sin [n, 1, D / 2]."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, ops: Affine = _TORCH
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D].
+
+        Rotate by cos and sin [n, 1, D / 2].
+        """
         every = whole(ops, self.norm_in(x), self.qkv)
         q, k, v = every.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
@@ -269,7 +299,9 @@ class Decoder(GenerativeModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.vocab_size, config.dim, config.tied_head)
         self.config = config
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index) for index in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied_head:
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -328,7 +360,9 @@ class Decoder(GenerativeModel):
     def _between(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
         """Make the work of a decode step between the attention of layer index - 1 and that of layer `index`."""
 
-        def work(x: Tensor, cos: Tensor, sin: Tensor, attention: Tensor | None = None) -> tuple[Tensor, ...]:
+        def work(
+            x: Tensor, cos: Tensor, sin: Tensor, attention: Tensor | None = None
+        ) -> tuple[Tensor, ...]:
             if attention is not None:
                 x = self._layer(index - 1).finish(x, attention, ops)
             if index == len(self.layers):
@@ -344,16 +378,23 @@ class Decoder(GenerativeModel):
         counts = [len(step.tokens) for step in steps]
         angles = [self.config.angles(step.position, 1, device) for step in steps]
         cos, sin = (
-            torch.cat([each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)])
+            torch.cat(
+                [each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)]
+            )
             for i in (0, 1)
         )
         rows = [self.embed(torch.cat([step.tokens for step in steps])), cos, sin]
         for index in range(len(self.layers)):
             x, q, k, v = backend.row_wise(self, index, self._between(index, backend), rows)
             own = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
-            parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in own]
+            parts = [
+                step.attend(backend, index, own_q, own_k, own_v, scale)
+                for step, own_q, own_k, own_v in own
+            ]
             rows = [x, cos, sin, joined(parts)]
-        (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), backend), rows)
+        (x,) = backend.row_wise(
+            self, len(self.layers), self._between(len(self.layers), backend), rows
+        )
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -370,4 +411,8 @@ class Decoder(GenerativeModel):
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
         """Run the last token of the prompt again, for its row."""
         last = len(tokens) - 1
-        return Begun(self.prefill(backend, backend.upload(tokens[last:]), last, prompt(last) if last else None, None))
+        return Begun(
+            self.prefill(
+                backend, backend.upload(tokens[last:]), last, prompt(last) if last else None, None
+            )
+        )

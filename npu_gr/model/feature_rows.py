@@ -2,17 +2,22 @@
 
     row = sum of the table's rows (a multi-valued feature: their mean) + numbers @ W
 
-A row depends on its own values alone, so a cached prefix stays exact. `core/feature_schema/encode.py` makes the values.
+A row depends on its own values alone, so a cached prefix stays exact.
+`core/feature_schema/encode.py` makes the values.
 
-An item's vector is made of a row of its own, and of what it has in common with other items (`ItemCodeRows`):
+An item's vector is made of a row of its own, and of what it has in common with other items
+(`ItemCodeRows`):
 
-    e_i = residual_i + the mean of each side feature's values + features of the schema + the row of each code
+    e_i = residual_i + the mean of each side feature's values + features of the schema + the row of
+    each code
 
-An item that the model was not trained with has no residual row: its vector is the rest of the sum. Row dropout
-(`HSTUConfig.row_dropout`) makes the rest worth something by itself: every step of the training leaves the residual rows
-of some items out, in histories, among candidates and in the softmax alike.
+An item that the model was not trained with has no residual row: its vector is the rest of the sum.
+Row dropout (`HSTUConfig.row_dropout`) makes the rest worth something by itself: every step of the
+training leaves the residual rows of some items out, in histories, among candidates and in the
+softmax alike.
 
-Serving reads one frozen table: the sums of the trained items, spare rows for the sums of new ones, and NEXT's row last.
+Serving reads one frozen table: the sums of the trained items, spare rows for the sums of new ones,
+and NEXT's row last.
 """
 
 from __future__ import annotations
@@ -77,7 +82,9 @@ class FeatureTable(nn.Module):
 
     def missing(self, num_rows: int) -> FeatureValues:
         """Return the values of n rows of which nothing is known."""
-        return FeatureValues(self.missing_codes.expand(num_rows, -1), self.missing_numbers.expand(num_rows, -1))
+        return FeatureValues(
+            self.missing_codes.expand(num_rows, -1), self.missing_numbers.expand(num_rows, -1)
+        )
 
     def forward(self, values: FeatureValues, ops: Affine = _TORCH) -> Tensor:
         """Embed values of [...] rows: [..., dim]."""
@@ -96,7 +103,11 @@ class FeatureTable(nn.Module):
     def each(self, values: FeatureValues, ops: Affine = _TORCH) -> Tensor:
         """Embed values of n rows feature by feature: [n, features, dim], in the order of the checkpoint."""
         found: list[Tensor] = []
-        rows = self.codes(values.codes) * self._shares(values.codes)[..., None] if values.codes.shape[-1] else None
+        rows = (
+            self.codes(values.codes) * self._shares(values.codes)[..., None]
+            if values.codes.shape[-1]
+            else None
+        )
         for columns in self._columns:
             if isinstance(columns, slice):
                 assert rows is not None
@@ -122,9 +133,11 @@ I32 = npt.NDArray[np.int32]
 class NewItems(NamedTuple):
     """What is known of items that a model was not trained with. n = items."""
 
-    features: tuple[I64, ...]  # of each of `item_features`: [n, max_values] value ids, num_values = padding
+    # of each of `item_features`: [n, max_values] value ids, num_values = padding
+    features: tuple[I64, ...]
     codes: I32  # [n, levels of `item_codes`]; a level's number of codes = the item has none
-    values: Encoded | None = None  # [n] of the schema's features of items; None = the model has none
+    # [n] of the schema's features of items; None = the model has none
+    values: Encoded | None = None
 
 
 class ItemCodeRows(nn.Module):
@@ -135,13 +148,17 @@ class ItemCodeRows(nn.Module):
     def __init__(self, num_items: int, code_count: tuple[int, ...], dim: int) -> None:
         """Give no item a code."""
         super().__init__()
-        self.levels = nn.ModuleList(nn.Embedding(count + 1, dim, padding_idx=count) for count in code_count)
+        self.levels = nn.ModuleList(
+            nn.Embedding(count + 1, dim, padding_idx=count) for count in code_count
+        )
         for table in self.levels:
             assert isinstance(table, nn.Embedding)
             nn.init.normal_(table.weight, std=0.02)
             with torch.no_grad():
                 table.weight[-1] = 0
-        self.register_buffer("of_item", torch.tensor(code_count, dtype=torch.int32).repeat(num_items, 1))
+        self.register_buffer(
+            "of_item", torch.tensor(code_count, dtype=torch.int32).repeat(num_items, 1)
+        )
 
     def add(self, x: Tensor, codes: Tensor) -> Tensor:
         """Add the rows of codes, int [..., levels], to x [..., dim]."""
@@ -151,7 +168,9 @@ class ItemCodeRows(nn.Module):
 
     @torch.no_grad()
     def start(self, codes: I32, residual: Tensor) -> None:
-        """Give the items their codes; a code's row starts as what its items have in common, which leaves the residual.
+        """Give the items their codes.
+
+        A code's row starts as what its items have in common, which leaves the residual.
 
         Args:
             codes: [num_items, levels].
@@ -172,6 +191,7 @@ def draw_kept(num_items: int, row_dropout: float) -> Tensor | None:
     """Draw the items that keep their residual rows in a step of the training: float32 [num_items, 1] of 0 and 1.
 
     Returns:
-        None = all of them do. What is kept is not scaled up: a trained item is served with its whole row.
+        None = all of them do. What is kept is not scaled up: a trained item is served with its
+        whole row.
     """
     return (torch.rand(num_items, 1) >= row_dropout).float() if row_dropout else None

@@ -1,6 +1,7 @@
 """A model that generates, and the nouns of a decode step. The engine knows no more of a model.
 
-A prompt's KV, kept in pages, is *shared KV*: all beams of a request read it. What a beam adds is *unshared KV*.
+A prompt's KV, kept in pages, is *shared KV*: all beams of a request read it. What a beam adds is
+*unshared KV*.
 
     decoder (`decoder.py`)   the keys and values of the prompt's tokens: one attention a layer over both kinds of KV
     T5 (`t5.py`)             the encoder's output as each decoder layer reads it: a layer has an attention for each kind
@@ -43,7 +44,8 @@ class UnsharedKV:
 
     slabs: Callable[[int], Slab]  # layer -> (k, v), each [W, S, Hkv, D]; slot `step` is written
     step: int  # slots 0..step-1 are valid before the step, 0..step after it
-    ancestry: Tensor | None = None  # int64 [step + 1, rows]: row of the slab that holds slot s; None = the row itself
+    # int64 [step + 1, rows]: row of the slab that holds slot s; None = the row itself
+    ancestry: Tensor | None = None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Slab:
         """Write the beams' keys and values [rows, Hkv, D] into their slot, and return the layer's slab."""
@@ -71,11 +73,15 @@ class BeamStep:
     position: int  # its position, the same for every beam: prompt length + step
     shared: LayerSlabs  # the whole prompt
     unshared: UnsharedKV
-    begun: Sequence[Slab] = ()  # of each layer, the KV of the token that all beams begin with; empty = there is none
-    # two attention stages and a merge, or one stage, which is faster for short prompts; equal but for rounding
+    # of each layer, the KV of the token that all beams begin with; empty = there is none
+    begun: Sequence[Slab] = ()
+    # two attention stages and a merge, or one stage, which is faster for short prompts; equal but
+    # for rounding
     split: bool = True
 
-    def attend(self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
         """Write the beams' keys and values into their slot, then attend over the prompt and the beams' own.
 
         Args:
@@ -91,12 +97,19 @@ class BeamStep:
         own = self.unshared
         slab = own.write(layer, k, v)
         slots, ancestry = own.step + 1, own.ancestry
-        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, slots, ancestry, scale, self.split))
+        return backend.beam_attention(
+            BeamCall(q, self.shared(layer), slab, slots, ancestry, scale, self.split)
+        )
 
     def read_prompt(self, backend: Backend, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Attend over the prompt alone: [rows, Hq, D] of q [rows, Hq, D]. The arguments are those of `attend`."""
+        """Attend over the prompt alone: [rows, Hq, D] of q [rows, Hq, D].
+
+        The arguments are those of `attend`.
+        """
         slab = self.unshared.slabs(layer)
-        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, 0, None, scale, self.split))
+        return backend.beam_attention(
+            BeamCall(q, self.shared(layer), slab, 0, None, scale, self.split)
+        )
 
 
 class Begun(NamedTuple):
@@ -132,9 +145,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class GenerativeModel(nn.Module, ABC):
-    """A model that generates, and what every one has: embedding and head. What computes runs on a device thread."""
+    """A model that generates, and what every one has: embedding and head.
 
-    is_divisible: ClassVar[bool]  # a token's KV depends on it and those before it: a prompt's beginning can be kept
+    What computes runs on a device thread.
+    """
+
+    # a token's KV depends on it and those before it: a prompt's beginning can be kept
+    is_divisible: ClassVar[bool]
     head: nn.Linear  # unless the head is tied
 
     def __init__(self, vocab_size: int, dim: int, tied_head: bool) -> None:
@@ -177,7 +194,8 @@ class GenerativeModel(nn.Module, ABC):
 
         Args:
             hidden: [rows, dim] from `begin` or `decode`.
-            token_range: first token and the one after the last, e.g. one codebook; None = the vocabulary.
+            token_range: first token and the one after the last, e.g. one codebook; None = the
+                vocabulary.
             room: gives the result's memory, [rows, tokens]; None = new memory.
 
         Returns:
@@ -200,7 +218,9 @@ class GenerativeModel(nn.Module, ABC):
     def encoding(
         self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of a prompt into pieces, each bounded, that run in this order. Computes nothing itself.
+        """Divide the encoding of a prompt into pieces, each bounded, that run in this order.
+
+        Computes nothing itself.
 
         Args:
             backend: the model's device.

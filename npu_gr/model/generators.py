@@ -37,7 +37,9 @@ def _is_t5(folder: Path) -> bool:
     try:
         keys = msgspec.json.decode((folder / hf_files.CONFIG).read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {hf_files.CONFIG}") from error
+        raise CheckpointError(
+            f"checkpoint {folder}: {error.strerror}: {hf_files.CONFIG}"
+        ) from error
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"checkpoint {folder}: {hf_files.CONFIG}: {error}") from error
     return bool(keys.get("model_type") == "t5")

@@ -44,7 +44,10 @@ def _copies(config: DecoderConfig) -> Mapping[str, str]:
 
 
 def tensor_places(model: Decoder) -> dict[str, Tensor]:
-    """Name in the checkpoint -> the part of our parameter that it fills; q, k, v and gate, up are joined here."""
+    """Name in the checkpoint -> the part of our parameter that it fills.
+
+    Q, k, v and gate, up are joined here.
+    """
     config = model.config
     state = model.state_dict()
     q_width = config.num_heads * config.head_dim
@@ -59,7 +62,12 @@ def tensor_places(model: Decoder) -> dict[str, Tensor]:
         mlp = theirs + "mlp."
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             parts = state[ours + "qkv." + kind].split([q_width, kv_width, kv_width])
-            places.update({f"{attention}{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)})
+            places.update(
+                {
+                    f"{attention}{name}_proj.{kind}": part
+                    for name, part in zip("qkv", parts, strict=True)
+                }
+            )
         if config.experts is None or layer in config.experts.dense_layers:
             places |= _mlp(mlp, state[ours + "gate_up.weight"], state[ours + "down.weight"])
         else:
@@ -85,4 +93,6 @@ def _mlp(at: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     return {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up, f"{at}down_proj.weight": down}
 
 
-FORMAT = hf_files.Format(decode=hf_config.decode, sizes=_sizes, make=Decoder, places=tensor_places, copies=_copies)
+FORMAT = hf_files.Format(
+    decode=hf_config.decode, sizes=_sizes, make=Decoder, places=tensor_places, copies=_copies
+)

@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face causal language model, as the decoder that it describes, and back.
 
-`FAMILIES` lists what is served. A setting that would change the numbers and is not served is refused by its name;
-every other key is the trainer's business and passed over.
+`FAMILIES` lists what is served. A setting that would change the numbers and is not served is
+rejected by its name; every other key is the trainer's business and passed over.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ class Family(NamedTuple):
 
     architecture: str
     qk_norm: bool = False
-    qkv_bias: bool | None = False  # None: as `attention_bias` says, and then the attention's output has one too
+    # None: as `attention_bias` says, and then the attention's output has one too
+    qkv_bias: bool | None = False
     has_experts: bool = False
-    head_dim: int | None = None  # where config.json says none; None = hidden_size / num_attention_heads
+    # where config.json says none; None = hidden_size / num_attention_heads
+    head_dim: int | None = None
     sliding_window: int | None = None  # where config.json has no such key
 
 
@@ -96,18 +98,19 @@ def decode(text: bytes) -> DecoderConfig:
     """Read what `config.json` describes.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served; names the key.
+        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served;
+            names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
-    refuse_unknown_kind(keys)
+    reject_unknown_kind(keys)
     found = msgspec.json.decode(text, type=_HFConfig)
-    _refuse_unserved(found)
+    _reject_unserved(found)
     # from a dict, so that msgspec checks the limits of the fields
     return msgspec.convert(_decoder_fields(found), DecoderConfig)
 
 
-def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
-    """Refuse a model of another family, or experts where the family has none.
+def reject_unknown_kind(keys: Mapping[str, Any]) -> None:
+    """Reject a model of another family, or experts where the family has none.
 
     Raises:
         ValueError: with the key and its value.
@@ -115,25 +118,29 @@ def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
     kind = keys.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not family.has_experts:
-        refuse_experts(keys)
+        reject_experts(keys)
     if family is None:
         raise ValueError(f"model_type: {kind!r} is none of {', '.join(KINDS)}")
     if keys.get("architectures") != [family.architecture]:
-        raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{family.architecture!r}]")
+        raise ValueError(
+            f"architectures: {keys.get('architectures')!r} is not [{family.architecture!r}]"
+        )
 
 
-def refuse_experts(keys: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts.
+def reject_experts(keys: Mapping[str, Any]) -> None:
+    """Reject a mixture of experts.
 
     Raises:
         ValueError: with the key and its value.
     """
     for key in EXPERT_KEYS:
         if keys.get(key):
-            raise ValueError(f"{key}: {keys[key]!r}: a mixture of experts is served of qwen3_moe only")
+            raise ValueError(
+                f"{key}: {keys[key]!r}: a mixture of experts is served of qwen3_moe only"
+            )
 
 
-def _refuse_unserved(config: _HFConfig) -> None:
+def _reject_unserved(config: _HFConfig) -> None:
     family = FAMILIES[config.model_type]
     rope = config.rope
     bias = config.attention_bias
@@ -141,7 +148,7 @@ def _refuse_unserved(config: _HFConfig) -> None:
     sliding = [kind for kind in config.layer_types or [] if kind != "full_attention"]
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     is_served = rope["rope_type"] in ("default", *SCALINGS) and not nested
-    refused = {
+    rejected = {
         "use_sliding_window": config.use_sliding_window or None,
         "layer_types": sliding[0] if sliding else None,
         "rope_scaling" if config.rope_scaling else "rope_parameters": None if is_served else rope,
@@ -151,7 +158,7 @@ def _refuse_unserved(config: _HFConfig) -> None:
         "mlp_bias": config.mlp_bias or None,
         "attention_bias": None if bias is None or family.qkv_bias in (None, bias) else bias,
     }
-    for key, value in refused.items():
+    for key, value in rejected.items():
         if value is not None:
             raise ValueError(f"{key}: {value!r} is not served for {config.model_type}")
     if missing := [key for key in SCALINGS.get(rope["rope_type"], {}) if key not in rope]:
@@ -164,7 +171,11 @@ def _decoder_fields(config: _HFConfig) -> dict[str, Any]:
     has_bias = bool(config.attention_bias) if family.qkv_bias is None else family.qkv_bias
     scaling = SCALINGS.get(rope["rope_type"])
     kv_heads = config.num_key_value_heads
-    width = config.head_dim or family.head_dim or config.hidden_size // max(config.num_attention_heads, 1)
+    width = (
+        config.head_dim
+        or family.head_dim
+        or config.hidden_size // max(config.num_attention_heads, 1)
+    )
     return {
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,
@@ -180,17 +191,24 @@ def _decoder_fields(config: _HFConfig) -> dict[str, Any]:
         "qkv_bias": has_bias,
         "tied_head": config.tie_word_embeddings,
         "out_bias": has_bias and family.qkv_bias is None,
-        "rope_scaling": scaling and {"kind": rope["rope_type"], **{ours: rope[key] for key, ours in scaling.items()}},
+        "rope_scaling": scaling
+        and {"kind": rope["rope_type"], **{ours: rope[key] for key, ours in scaling.items()}},
         "experts": _experts(config) if family.has_experts else None,
     }
 
 
 def _max_tokens(config: _HFConfig, family: Family) -> int:
     """As long as a text is no longer than the sliding window, each token sees all before it: that much is served."""
-    if config.model_type.startswith("qwen"):  # its window is off, or refused
+    if config.model_type.startswith("qwen"):  # its window is off, or rejected
         return config.max_position_embeddings
-    window = family.sliding_window if config.sliding_window is msgspec.UNSET else config.sliding_window
-    return config.max_position_embeddings if window is None else min(config.max_position_embeddings, window)
+    window = (
+        family.sliding_window if config.sliding_window is msgspec.UNSET else config.sliding_window
+    )
+    return (
+        config.max_position_embeddings
+        if window is None
+        else min(config.max_position_embeddings, window)
+    )
 
 
 def _experts(config: _HFConfig) -> dict[str, Any] | None:
@@ -200,7 +218,9 @@ def _experts(config: _HFConfig) -> dict[str, Any] | None:
         raise ValueError(f"num_hidden_layers: {config.num_hidden_layers} is over {MAX_LAYERS}")
     only = set(config.mlp_only_layers or [])
     step = config.decoder_sparse_step
-    dense = tuple(index for index in range(config.num_hidden_layers) if index in only or (index + 1) % step)
+    dense = tuple(
+        index for index in range(config.num_hidden_layers) if index in only or (index + 1) % step
+    )
     num_experts = 128 if config.num_experts is None else config.num_experts
     if config.num_local_experts is not None:
         num_experts = config.num_local_experts
@@ -228,11 +248,16 @@ def keys_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         kind = "qwen2" if config.qkv_bias and not config.out_bias else "llama"
     family = FAMILIES[kind]
     has_bias = config.qkv_bias if family.qkv_bias is None else family.qkv_bias
-    assert (config.qkv_bias, bool(config.experts)) == (has_bias, family.has_experts), "none of the families"
+    assert (config.qkv_bias, bool(config.experts)) == (has_bias, family.has_experts), (
+        "none of the families"
+    )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope["rope_type"] = config.rope_scaling.kind
-        rope |= {key: getattr(config.rope_scaling, ours) for key, ours in SCALINGS[config.rope_scaling.kind].items()}
+        rope |= {
+            key: getattr(config.rope_scaling, ours)
+            for key, ours in SCALINGS[config.rope_scaling.kind].items()
+        }
     keys = {
         "architectures": [family.architecture],
         "model_type": kind,

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, read whole or sharded.
 
-What is said here holds for every family; `hf.py` (decoders) and `hf_t5.py` name the tensors. Every shape is compared
-before anything is allocated; then each tensor is read once, checked and copied into its place, so loading needs the
-model's memory and that of one tensor.
+What is said here holds for every family; `hf.py` (decoders) and `hf_t5.py` name the tensors. Every
+shape is compared before anything is allocated; then each tensor is read once, checked and copied
+into its place, so loading needs the model's memory and that of one tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.core.private import as_public_as
+from npu_gr.core.file_permissions import as_public_as
 from npu_gr.model.weights import give_memory, shapes_only
 
 WEIGHTS = "model.safetensors"
@@ -38,11 +38,15 @@ class Format(Generic[C, M]):
     """How one kind of model lies in a folder. `C` is its configuration, `M` the model."""
 
     decode: Callable[[bytes], C]  # config.json; ValueError or msgspec.MsgspecError names the key
-    fit: Callable[[C, frozenset[str]], C] = lambda config, _names: config  # what the names of the tensors decide
-    sizes: Callable[[C], Mapping[str, int]]  # key of config.json -> something of which each has a tensor at least
+    # what the names of the tensors decide
+    fit: Callable[[C, frozenset[str]], C] = lambda config, _names: config
+    # key of config.json -> something of which each has a tensor at least
+    sizes: Callable[[C], Mapping[str, int]]
     make: Callable[[C], M]
-    places: Callable[[M], dict[str, Tensor]]  # name in the checkpoint -> the part of our parameter that it fills
-    copies: Callable[[C], Mapping[str, str]]  # name that may be there too -> the one whose values it must have
+    # name in the checkpoint -> the part of our parameter that it fills
+    places: Callable[[M], dict[str, Tensor]]
+    # name that may be there too -> the one whose values it must have
+    copies: Callable[[C], Mapping[str, str]]
     passed_over: frozenset[str] = frozenset()  # names of tensors that compute nothing
 
 
@@ -81,8 +85,9 @@ def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
     """Read a checkpoint and compute in `dtype`, on the CPU.
 
     Raises:
-        CheckpointError: a file is missing or corrupt, a tensor is missing, not expected, of another shape or not
-            finite, or the configuration is not served. The message names the file or the tensor.
+        CheckpointError: a file is missing or corrupt, a tensor is missing, not expected, of another
+            shape or not finite, or the configuration is not served. The message names the file or
+            the tensor.
     """
     try:
         config, model = _without_memory(folder, form)
@@ -123,19 +128,24 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
     """Make the model of a configuration whose tensors the folder has: nothing is allocated for one that it has not.
 
     Raises:
-        CheckpointError: a tensor is missing, not expected or of another shape, or no tensor can be so large.
+        CheckpointError: a tensor is missing, not expected or of another shape, or no tensor can be
+            so large.
     """
     config = read_config(folder, form)
     found = [(file, name, tensor.get_shape()) for file, name, tensor in _tensors(folder)]
     for key, count in form.sizes(config).items():
         if count > len(found):
-            raise CheckpointError(f"checkpoint {folder}: {key}: {count}, and there are {len(found)} tensors")
+            raise CheckpointError(
+                f"checkpoint {folder}: {key}: {count}, and there are {len(found)} tensors"
+            )
     config = form.fit(config, frozenset(name for _, name, _ in found))
     try:
         with shapes_only():
             model = form.make(config)
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
-        raise CheckpointError(f"checkpoint {folder}: {CONFIG}: {str(error).partition(chr(10))[0]}") from error
+        raise CheckpointError(
+            f"checkpoint {folder}: {CONFIG}: {str(error).partition(chr(10))[0]}"
+        ) from error
     places = form.places(model)
     missing = set(places)
     places |= {name: places[like] for name, like in form.copies(config).items()}
@@ -146,7 +156,9 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
         if name not in places:
             raise CheckpointError(f"{what}: unexpected tensor {name}")
         if shape != list(places[name].shape):
-            raise CheckpointError(f"{what}: {name}: shape {shape}, config.json asks for {list(places[name].shape)}")
+            raise CheckpointError(
+                f"{what}: {name}: shape {shape}, config.json asks for {list(places[name].shape)}"
+            )
         missing.discard(name)
     if missing:
         raise CheckpointError(f"checkpoint {folder}: missing tensors: {_some(missing)}")
@@ -167,7 +179,8 @@ def save(keys: Mapping[str, Any], places: Mapping[str, Tensor], folder: Path) ->
     tensors = {name: part.detach().clone().contiguous() for name, part in places.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # which transformers asks for
+        # which transformers asks for
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
         as_public_as(folder / WEIGHTS, folder / CONFIG)  # safetensors makes it 0600
     except (OSError, SafetensorError) as error:
@@ -177,12 +190,16 @@ def save(keys: Mapping[str, Any], places: Mapping[str, Tensor], folder: Path) ->
 def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
     """Copy a tensor into its place, or say why not."""
     if tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{what}: dtype {tensor.dtype} is none of {', '.join(map(str, DTYPES))}")
+        raise CheckpointError(
+            f"{what}: dtype {tensor.dtype} is none of {', '.join(map(str, DTYPES))}"
+        )
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"{what}: NaN or infinity")
     place.copy_(tensor)
     if not torch.isfinite(place).all():
-        raise CheckpointError(f"{what}: values up to {float(tensor.abs().max()):g} do not fit {place.dtype}")
+        raise CheckpointError(
+            f"{what}: values up to {float(tensor.abs().max()):g} do not fit {place.dtype}"
+        )
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
@@ -199,9 +216,13 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
             with safe_open(folder / file, framework="pt") as opened:
                 names = set(opened.keys())
                 if index and (absent := {name for name, at in index.items() if at == file} - names):
-                    raise CheckpointError(f"checkpoint {folder}: {file}: missing tensors: {_some(absent)}")
+                    raise CheckpointError(
+                        f"checkpoint {folder}: {file}: missing tensors: {_some(absent)}"
+                    )
                 if index and (extra := {name for name in names if index.get(name) != file}):
-                    raise CheckpointError(f"checkpoint {folder}: {file}: tensors not in {INDEX}: {_some(extra)}")
+                    raise CheckpointError(
+                        f"checkpoint {folder}: {file}: tensors not in {INDEX}: {_some(extra)}"
+                    )
                 for name in sorted(names):
                     yield file, name, opened.get_slice(name)
         except SafetensorError as error:
@@ -221,7 +242,9 @@ def _index(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"checkpoint {folder}: {INDEX}: weight_map is empty")
     for file in found.values():
         if Path(file).name != file:
-            raise CheckpointError(f"checkpoint {folder}: {INDEX}: {file!r} is not a file of this folder")
+            raise CheckpointError(
+                f"checkpoint {folder}: {INDEX}: {file!r} is not a file of this folder"
+            )
     return found
 
 
@@ -232,4 +255,6 @@ class _Index(msgspec.Struct, frozen=True):
 def _some(names: set[str]) -> str:
     """The first few names and how many more."""
     shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+    return ", ".join(shown) + (
+        f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    )

@@ -1,8 +1,9 @@
 """T5 in Hugging Face folders (`T5ForConditionalGeneration`): its `config.json`, and which parameter each tensor fills.
 
-A setting that would change the numbers and is not served is refused by its name; every other key is the trainer's
-business and passed over. Where transformers 4 and 5 read a key differently, we read it as 5 does: a head of its own
-is one that the weights' file has, whatever `tie_word_embeddings` says.
+A setting that would change the numbers and is not served is rejected by its name; every other key
+is the trainer's business and passed over. Where transformers 4 and 5 read a key differently, we
+read it as 5 does: a head of its own is one that the weights' file has, whatever
+`tie_word_embeddings` says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.model import hf_files
-from npu_gr.model.hf_config import refuse_experts
+from npu_gr.model.hf_config import reject_experts
 from npu_gr.model.t5 import T5, Activation, T5Config
 
 ARCHITECTURE = "T5ForConditionalGeneration"
@@ -52,7 +53,8 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_encoder_decoder: bool = True
     decoder_start_token_id: int | None = None
     tie_word_embeddings: bool | None = None
-    scale_decoder_outputs: bool | None = None  # transformers 5; before, it was whether embeddings are tied
+    # transformers 5; before, it was whether embeddings are tied
+    scale_decoder_outputs: bool | None = None
     quantization_config: dict[str, Any] | None = None
 
 
@@ -60,10 +62,11 @@ def decode(text: bytes) -> T5Config:
     """Read what `config.json` describes.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served; names the key.
+        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served;
+            names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
-    refuse_experts(keys)
+    reject_experts(keys)
     if keys.get("architectures") != [ARCHITECTURE]:
         raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{ARCHITECTURE!r}]")
     found = msgspec.json.decode(text, type=_HFConfig)
@@ -71,23 +74,27 @@ def decode(text: bytes) -> T5Config:
     if found.feed_forward_proj == "gated-gelu":
         name = "gelu_new"
     name = name if found.dense_act_fn is None else found.dense_act_fn
-    refused = {
+    rejected = {
         "feed_forward_proj": None if way in ("", "gated") else found.feed_forward_proj,
         "dense_act_fn": None if name in ACTIVATIONS else name,
         "is_encoder_decoder": None if found.is_encoder_decoder else False,
         "quantization_config": found.quantization_config,
     }
-    for key, value in refused.items():
+    for key, value in rejected.items():
         if value is not None:
             raise ValueError(f"{key}: {value!r} is not served for t5")
     if found.decoder_start_token_id is None:
-        raise ValueError("decoder_start_token_id: missing, and every answer of a t5 begins behind it")
+        raise ValueError(
+            "decoder_start_token_id: missing, and every answer of a t5 begins behind it"
+        )
     scales = found.tie_word_embeddings is not False
     fields = {
         "vocab_size": found.vocab_size,
         "dim": found.d_model,
         "num_encoder_layers": found.num_layers,
-        "num_decoder_layers": found.num_layers if found.num_decoder_layers is None else found.num_decoder_layers,
+        "num_decoder_layers": found.num_layers
+        if found.num_decoder_layers is None
+        else found.num_decoder_layers,
         "num_heads": found.num_heads,
         "head_dim": found.d_kv,
         "mlp_dim": found.d_ff,
@@ -97,9 +104,12 @@ def decode(text: bytes) -> T5Config:
         "max_distance": found.relative_attention_max_distance,
         "norm_eps": found.layer_norm_epsilon,
         "start_token": found.decoder_start_token_id,
-        "scales_head": scales if found.scale_decoder_outputs is None else found.scale_decoder_outputs,
+        "scales_head": scales
+        if found.scale_decoder_outputs is None
+        else found.scale_decoder_outputs,
     }
-    return msgspec.convert(fields, T5Config)  # from a dict, so that msgspec checks the limits of the fields
+    # from a dict, so that msgspec checks the limits of the fields
+    return msgspec.convert(fields, T5Config)
 
 
 def keys_of(config: T5Config, dtype: str) -> dict[str, Any]:
@@ -137,18 +147,25 @@ def keys_of(config: T5Config, dtype: str) -> dict[str, Any]:
 
 
 def tensor_places(model: T5) -> dict[str, Tensor]:
-    """Name in the checkpoint -> the part of our parameter that it fills; q, k, v and gate, up are joined here."""
+    """Name in the checkpoint -> the part of our parameter that it fills.
+
+    Q, k, v and gate, up are joined here.
+    """
     config = model.config
     state = model.state_dict()
     places = {EMBEDDING: state["embedding.weight"]}
     if not config.tied_head:
         places[HEAD] = state["head.weight"]
-    for stack, num_layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+    for stack, num_layers in (
+        ("encoder", config.num_encoder_layers),
+        ("decoder", config.num_decoder_layers),
+    ):
         places[f"{stack}.block.0.layer.0.{BIAS}"] = state[f"{stack}_bias"]
         places[f"{stack}.final_layer_norm.weight"] = state[f"{stack}_norm.weight"]
         for layer in range(num_layers):
             ours = f"{stack}.{layer}."
-            parts = iter(range(3))  # a layer's parts are numbered: its own attention, the prompt's, the MLP
+            # a layer's parts are numbered: its own attention, the prompt's, the MLP
+            parts = iter(range(3))
             theirs = f"{stack}.block.{layer}.layer.{next(parts)}."
             places |= _parts(f"{theirs}SelfAttention.", ("q", "k", "v"), state[ours + "qkv.weight"])
             places[f"{theirs}SelfAttention.o.weight"] = state[ours + "out.weight"]
@@ -156,7 +173,9 @@ def tensor_places(model: T5) -> dict[str, Tensor]:
             if stack == "decoder":
                 theirs = f"{stack}.block.{layer}.layer.{next(parts)}."
                 places[f"{theirs}EncDecAttention.q.weight"] = state[ours + "prompt_q.weight"]
-                places |= _parts(f"{theirs}EncDecAttention.", ("k", "v"), state[ours + "prompt_kv.weight"])
+                places |= _parts(
+                    f"{theirs}EncDecAttention.", ("k", "v"), state[ours + "prompt_kv.weight"]
+                )
                 places[f"{theirs}EncDecAttention.o.weight"] = state[ours + "prompt_out.weight"]
                 places[f"{theirs}layer_norm.weight"] = state[ours + "norm_prompt.weight"]
             theirs = f"{stack}.block.{layer}.layer.{next(parts)}."
@@ -168,7 +187,10 @@ def tensor_places(model: T5) -> dict[str, Tensor]:
 
 
 def _parts(at: str, names: tuple[str, ...], joined: Tensor) -> dict[str, Tensor]:
-    return {f"{at}{name}.weight": part for name, part in zip(names, joined.chunk(len(names)), strict=True)}
+    return {
+        f"{at}{name}.weight": part
+        for name, part in zip(names, joined.chunk(len(names)), strict=True)
+    }
 
 
 def _with_head(config: T5Config, names: frozenset[str]) -> T5Config:
@@ -176,7 +198,10 @@ def _with_head(config: T5Config, names: frozenset[str]) -> T5Config:
 
 
 def _sizes(config: T5Config) -> Mapping[str, int]:
-    return {"num_layers": config.num_encoder_layers, "num_decoder_layers": config.num_decoder_layers}
+    return {
+        "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+    }
 
 
 def _copies(_: T5Config) -> Mapping[str, str]:
@@ -190,7 +215,9 @@ FORMAT = hf_files.Format(
     make=T5,
     places=tensor_places,
     copies=_copies,
-    passed_over=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
+    passed_over=frozenset(
+        {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
+    ),
 )
 
 

@@ -1,16 +1,18 @@
 """The HSTU ranker: one forward pass for prefill, append, cached rank and full inference.
 
-A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
-segments. Prefill is a segment without candidates, full inference one without a past, so cold and cached scores come
-from the same lines of code. `hstu_layer.py` runs the layers; where the backend has kernels of whole passes or of
-whole layers, `WholeCalls` describes the model to them. `hstu_input.py` has the weights, and the rows of segments.
+A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch
+is a list of segments. Prefill is a segment without candidates, full inference one without a past,
+so cold and cached scores come from the same lines of code. `hstu_layer.py` runs the layers; where
+the backend has kernels of whole passes or of whole layers, `FusedForwardCalls` describes the model
+to them. `hstu_input.py` has the weights, and the rows of segments.
 
-A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row `num_items`, one
-past the last. Its final row becomes the user vector u, and the retrieval score of item i is u . e_i with the items'
-input embeddings e.
+A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row
+`num_items`, one past the last. Its final row becomes the user vector u, and the retrieval score of
+item i is u . e_i with the items' input embeddings e.
 
 Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
-Invariants: history rows never depend on candidates or on later history; candidates never see each other.
+Invariants: history rows never depend on candidates or on later history; candidates never see each
+other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import (
+    FusedForwardCall,
     HstuFindCall,
     HstuFound,
     HstuHead,
@@ -32,7 +35,6 @@ from npu_gr.backend.calls import (
     HstuPassCall,
     HstuSegment,
     HstuWeights,
-    HstuWholeCall,
 )
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import F32
@@ -49,22 +51,25 @@ class HSTU(HSTUWeights):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__(config)
         self._rows = InputRows(self)
-        self.whole = WholeCalls(self, self._rows, self._answer)
+        self.whole = FusedForwardCalls(self, self._rows, self._answer)
 
     @torch.inference_mode()
     def forward(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
         """Score every segment's candidates; hand every segment's new keys and values to its sink.
 
         Returns:
-            Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order; for a NEXT segment
-            u [1, dim].
+            Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order; for
+            a NEXT segment u [1, dim].
         """
         if self.config.head == "dot":
             return self._by_last(backend, segments)
         return self._through_layers(backend, segments)
 
     def _by_last(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
-        """Multiply each last behaviour's row with the candidates' rows; without a behaviour every product is 0."""
+        """Multiply each last behaviour's row with the candidates' rows.
+
+        Without a behaviour every product is 0.
+        """
         known = [s.asking_by_last() for s in segments if len(s.items)]
         found = iter(self._through_layers(backend, known) if known else [])
         answers = []
@@ -89,10 +94,14 @@ class HSTU(HSTUWeights):
         if told is not None:
             whole = whole_pass(self.config, self.attention_scale, self.dtype, backend, told)
         if whole is not None:
-            rows = whole.run(self, partial(run_whole_layers, self.each_layer(), self.config.dim, backend), x)
+            rows = whole.run(
+                self, partial(run_whole_layers, self.each_layer(), self.config.dim, backend), x
+            )
             parts = rows.split([len(s.candidates) for s in segments])
             return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
-        rows_of = run_by_segments(self.each_layer(), self.config, self.attention_scale, backend, segments, x)
+        rows_of = run_by_segments(
+            self.each_layer(), self.config, self.attention_scale, backend, segments, x
+        )
         return [self._answer(s, own, backend) for s, own in zip(segments, rows_of, strict=True)]
 
     def _answer(self, segment: Segment, own: Tensor, backend: Backend) -> Tensor:
@@ -100,7 +109,11 @@ class HSTU(HSTUWeights):
             return self.user_vectors(own, backend)
         if self.config.head_periods:
             own = self.clock(own, torch.full_like(segment.candidates, segment.candidate_time))
-        beside = self.candidate(segment.candidates).to(own.dtype) if self.config.head == "product" else None
+        beside = (
+            self.candidate(segment.candidates).to(own.dtype)
+            if self.config.head == "product"
+            else None
+        )
         return self.task_logits(own, backend, beside)
 
     def task_logits(self, x: Tensor, ops: Affine = _TORCH, beside: Tensor | None = None) -> Tensor:
@@ -119,12 +132,17 @@ class HSTU(HSTUWeights):
         assert isinstance(out, nn.Linear)
         is_silu = self.config.head_activation == "silu"
         normed = self.norm_head(x)
-        wide = ops.affine(normed if beside is None else normed * beside, hidden, 0, hidden.out_features, is_silu)
+        wide = ops.affine(
+            normed if beside is None else normed * beside, hidden, 0, hidden.out_features, is_silu
+        )
         logits = ops.affine(wide if is_silu else middle(wide), out, 0, out.out_features, False)
         return logits if self.config.head_scale == 1.0 else logits * self.config.head_scale
 
     def user_vectors(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """[..., dim] final rows of NEXT, or of last behaviours -> [..., dim] u, fp32 or fp64. Only with `retrieval`."""
+        """[..., dim] final rows of NEXT, or of last behaviours -> [..., dim] u, fp32 or fp64.
+
+        Only with `retrieval`.
+        """
         if self.config.head == "dot":
             scaled: Tensor = self.norm_head(x) * self.config.head_scale
             return scaled
@@ -143,7 +161,9 @@ def told_in_numbers(config: HSTUConfig, segments: Sequence[Segment]) -> list[Hst
         new = s.times.shape[0]  # len() of a tensor takes ten times as long
         own = s.candidates.shape[0]
         cached = len(times) - new
-        told.append(HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids))
+        told.append(
+            HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids)
+        )
     return told
 
 
@@ -154,7 +174,9 @@ def weights_of(
     read = []
     for layer in layers:
         assert isinstance(layer.norm_attention, nn.LayerNorm)
-        read.append(HstuLayerWeights(layer.norm_in, layer.uvqk, layer.bias, layer.norm_attention, layer.out))
+        read.append(
+            HstuLayerWeights(layer.norm_in, layer.uvqk, layer.bias, layer.norm_attention, layer.out)
+        )
     return HstuWeights(
         read,
         heads,
@@ -195,7 +217,9 @@ def whole_pass(
     )
 
 
-def run_whole_layers(layers: Sequence[HSTULayer], dim: int, backend: Backend, whole: HstuPass, x: Tensor) -> Tensor:
+def run_whole_layers(
+    layers: Sequence[HSTULayer], dim: int, backend: Backend, whole: HstuPass, x: Tensor
+) -> Tensor:
     """Run all layers: [rows, dim] of all segments -> [c, dim] of all candidates, and rows that mean nothing."""
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
@@ -210,11 +234,14 @@ def run_whole_layers(layers: Sequence[HSTULayer], dim: int, backend: Backend, wh
     return x
 
 
-class WholeCalls:
+class FusedForwardCalls:
     """Runs a model with plain passes by one call of the backend, where it has kernels of whole passes."""
 
     def __init__(
-        self, model: HSTUWeights, rows: InputRows, answer: Callable[[Segment, Tensor, Backend], Tensor]
+        self,
+        model: HSTUWeights,
+        rows: InputRows,
+        answer: Callable[[Segment, Tensor, Backend], Tensor],
     ) -> None:
         """Keep what such a call needs of the model.
 
@@ -238,21 +265,27 @@ class WholeCalls:
         is_next: bool | None,
         segments: Callable[[], Sequence[Segment]],
     ) -> list[F32] | None:
-        """Compute what `forward` does by one call of the backend. Only where `config.has_plain_passes`.
+        """Compute what `forward` does by one call of the backend.
+
+        Only where `config.has_plain_passes`.
 
         Args:
             backend: that computes.
             told: the batch.
             is_next: every segment is NEXT, or none is; None = some are.
-            segments: makes the same batch of tensors, for what such a call leaves over; most passes need none.
+            segments: makes the same batch of tensors, for what such a call leaves over; most passes
+                need none.
 
         Returns:
-            What `forward` does, on the host. None = the backend has no such kernel, or not for this model.
+            What `forward` does, on the host. None = the backend has no such kernel, or not for this
+            model.
         """
         if not self._has_one_scale:
             return None
-        answer = "next" if is_next else "logits" if is_next is False and self._has_plain_head else "rows"
-        found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
+        answer = (
+            "next" if is_next else "logits" if is_next is False and self._has_plain_head else "rows"
+        )
+        found = backend.fused_forward(self._whole_call(backend, told, segments, answer))
         if found is None:
             return None
         ends = itertools.accumulate(s.num_candidates for s in told)
@@ -260,7 +293,10 @@ class WholeCalls:
         if answer == "rows":
             with torch.inference_mode():
                 rows = [torch.from_numpy(own) for own in parts]
-                return [self._answer(s, own, backend).float().numpy() for s, own in zip(segments(), rows, strict=True)]
+                return [
+                    self._answer(s, own, backend).float().numpy()
+                    for s, own in zip(segments(), rows, strict=True)
+                ]
         return parts
 
     def find(
@@ -268,7 +304,7 @@ class WholeCalls:
         backend: Backend,
         told: Sequence[HstuSegment],
         segments: Callable[[], Sequence[Segment]],
-        search: Callable[[HstuWholeCall], HstuFindCall],
+        search: Callable[[FusedForwardCall], HstuFindCall],
     ) -> HstuFound | None:
         """Find items, and score what of them is wanted, by one call of the backend.
 
@@ -284,11 +320,15 @@ class WholeCalls:
         return backend.hstu_find(search(self._whole_call(backend, told, segments, "next")))
 
     def _whole_call(
-        self, backend: Backend, told: Sequence[HstuSegment], segments: Callable[[], Sequence[Segment]], answer: str
-    ) -> HstuWholeCall:
+        self,
+        backend: Backend,
+        told: Sequence[HstuSegment],
+        segments: Callable[[], Sequence[Segment]],
+        answer: str,
+    ) -> FusedForwardCall:
         model = self._model
         table = model.items.table
-        return HstuWholeCall(
+        return FusedForwardCall(
             model,
             self._pass_weights,
             model.dtype if table is None else table.dtype,

@@ -2,7 +2,7 @@
 
 Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
 carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
-of the user has one token of them in front. Order [user | history | candidates]; a candidate's position is the number of
+of the user has one token of them in front. ScoreBlend [user | history | candidates]; a candidate's position is the number of
 tokens before all candidates. NEXT is a candidate without an item: item row `num_items`, one past the last.
 """
 
@@ -30,18 +30,22 @@ class HSTUWeights(nn.Module):
     codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
-    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `core/feature_schema/factors.py`
+    # only with `mf_score`, as is the next one; see `core/feature_schema/factors.py`
+    factors_of_items: Tensor
     factors_of_actions: Tensor
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
         self.item = nn.Embedding(config.num_items, config.dim)
-        self.action = nn.Embedding(len(config.actions) + 1, config.dim)  # the last row: shown, not yet acted on
+        # the last row: shown, not yet acted on
+        self.action = nn.Embedding(len(config.actions) + 1, config.dim)
         self.feature = nn.ModuleList(
-            nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values) for f in config.item_features
+            nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values)
+            for f in config.item_features
         )
-        for index, f in enumerate(config.item_features):  # value ids of every item, num_values = padding
+        # value ids of every item, num_values = padding
+        for index, f in enumerate(config.item_features):
             ids = torch.full((config.num_items, f.max_values), f.num_values)
             self.register_buffer(f"feature_ids_{index}", ids)
         if config.item_codes:
@@ -50,7 +54,11 @@ class HSTUWeights(nn.Module):
             {of: FeatureTable(own, config.dim) for of in OFS if (own := config.features_of(of))}
         )
         if "user" in self.features:
-            shape = (config.dim,) if config.user_tokens == "sum" else (config.num_user_tokens, config.dim)
+            shape = (
+                (config.dim,)
+                if config.user_tokens == "sum"
+                else (config.num_user_tokens, config.dim)
+            )
             self.user_token = nn.Parameter(torch.empty(shape).normal_(std=0.02))
         if "item" in self.features:
             missing = self.table_of("item").missing(config.num_items)
@@ -85,11 +93,15 @@ class HSTUWeights(nn.Module):
     def cast(self, dtype: torch.dtype) -> Self:
         """Compute in `dtype`, in place.
 
-        The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual
-        would turn every rounding difference of a split into a visible one. Factors stay as they are: nothing of the
-        model computes with them.
+        The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and
+        a bf16 residual would turn every rounding difference of a split into a visible one. Factors
+        stay as they are: nothing of the model computes with them.
         """
-        kept = {name: values for name, values in self.named_buffers(recurse=False) if name.startswith("factors_")}
+        kept = {
+            name: values
+            for name, values in self.named_buffers(recurse=False)
+            if name.startswith("factors_")
+        }
         self.to(dtype)
         self._buffers.update(kept)
         if dtype == torch.bfloat16:
@@ -127,7 +139,9 @@ class HSTUWeights(nn.Module):
 
     def attention_scale(self, num_tokens: int) -> float:
         """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
-        length = self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
+        length = (
+            self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
+        )
         return 1.0 / length
 
     def table_of(self, of: Of) -> FeatureTable:
@@ -142,15 +156,19 @@ class ItemVectors:
 
     def __init__(self, model: HSTUWeights) -> None:
         self._model = model
-        self.table: Tensor | None = None  # frozen: [num_rows, and NEXT's where the model has it; dim]
+        # frozen: [num_rows, and NEXT's where the model has it; dim]
+        self.table: Tensor | None = None
         self._num_spare = 0  # of its rows
-        self.kept_rows: Tensor | None = None  # of a step with row dropout, see `draw_kept`; None = every residual row
+        # of a step with row dropout, see `draw_kept`; None = every residual row
+        self.kept_rows: Tensor | None = None
 
     def embed(self, rows: Tensor) -> Tensor:
         """Sum up what each item's vector is made of: [...] item rows -> [..., dim]; NEXT is one row."""
         if self._model.config.has_next:
             items = self._embed_known(rows.clamp(max=self._model.config.num_items - 1))
-            return torch.where((rows == self._model.config.num_items)[..., None], self._model.next_item, items)
+            return torch.where(
+                (rows == self._model.config.num_items)[..., None], self._model.next_item, items
+            )
         return self._embed_known(rows)
 
     def _embed_known(self, rows: Tensor) -> Tensor:
@@ -158,20 +176,32 @@ class ItemVectors:
         if self.kept_rows is not None:
             x = x * self.kept_rows[rows]
         ids = [
-            getattr(self._model, f"feature_ids_{index}")[rows] for index in range(len(self._model.config.item_features))
+            getattr(self._model, f"feature_ids_{index}")[rows]
+            for index in range(len(self._model.config.item_features))
         ]
         values = None
         if "item" in self._model.features:
-            values = FeatureValues(self._model.item_feature_codes[rows], self._model.item_feature_numbers[rows])
+            values = FeatureValues(
+                self._model.item_feature_codes[rows], self._model.item_feature_numbers[rows]
+            )
         return self._add_common(
-            x, ids, self._model.codes.of_item[rows] if self._model.config.item_codes else None, values
+            x,
+            ids,
+            self._model.codes.of_item[rows] if self._model.config.item_codes else None,
+            values,
         )
 
     def _add_common(
-        self, x: Tensor, feature_ids: Sequence[Tensor], codes: Tensor | None, values: FeatureValues | None
+        self,
+        x: Tensor,
+        feature_ids: Sequence[Tensor],
+        codes: Tensor | None,
+        values: FeatureValues | None,
     ) -> Tensor:
         """Add what items have in common: the means of their features' values, and the rows of their codes."""
-        for f, table, ids in zip(self._model.config.item_features, self._model.feature, feature_ids, strict=True):
+        for f, table, ids in zip(
+            self._model.config.item_features, self._model.feature, feature_ids, strict=True
+        ):
             count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
             x = x + table(ids).sum(-2) / count.to(x.dtype)
         if values is not None:
@@ -188,14 +218,17 @@ class ItemVectors:
         return [parameter for table in tables for parameter in table.parameters()]
 
     def freeze(self, num_spare: int = 0) -> None:
-        """Fold everything into one table, so that serving gathers one row an item. Call after loading.
+        """Fold everything into one table, so that serving gathers one row an item.
+
+        Call after loading.
 
         Args:
             num_spare: rows for new items, behind those of the trained ones.
         """
         with torch.inference_mode():
             rows = torch.arange(
-                self._model.config.num_items + self._model.config.has_next, device=self._model.item.weight.device
+                self._model.config.num_items + self._model.config.has_next,
+                device=self._model.item.weight.device,
             )
             parts = [self.embed(part) for part in rows.split(65536)]
             if num_spare:
@@ -261,11 +294,17 @@ class InputRows:
         """[rows, dim] of every segment's history and candidates, in order."""
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self._model.config.actions)
-        asking = [torch.full_like(s.candidates, shown) if s.last is None else s.last.action for s in segments]
-        actions = torch.cat([part for s, own in zip(segments, asking, strict=True) for part in (s.actions, own)])
+        asking = [
+            torch.full_like(s.candidates, shown) if s.last is None else s.last.action
+            for s in segments
+        ]
+        actions = torch.cat(
+            [part for s, own in zip(segments, asking, strict=True) for part in (s.actions, own)]
+        )
         x: Tensor = self._model.items.rows(items)
         acted = self._model.action(actions.clamp(min=0))
-        if self._model.config.is_interleaved:  # an item's token has action -1, an action's one of 0 ..
+        # an item's token has action -1, an action's one of 0 ..
+        if self._model.config.is_interleaved:
             x = torch.where((actions < 0)[:, None], x, acted + x * (actions == shown)[:, None])
         else:
             x = x + acted
@@ -276,9 +315,15 @@ class InputRows:
         if self._model.config.query_times is not None:
             assert isinstance(self._model.query_edges, Tensor)
             is_float = self._model.config.query_times.of_float32
-            parts = [part for s in segments for part in (_ahead(s, is_float), torch.zeros_like(s.candidates))]
+            parts = [
+                part
+                for s in segments
+                for part in (_ahead(s, is_float), torch.zeros_like(s.candidates))
+            ]
             ahead = torch.cat(parts)
-            x = x + self._model.query_time(torch.bucketize(ahead, self._model.query_edges, right=True))
+            x = x + self._model.query_time(
+                torch.bucketize(ahead, self._model.query_edges, right=True)
+            )
         return x.to(self._model.residual_dtype)
 
     def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
@@ -290,7 +335,9 @@ class InputRows:
         rows: list[Tensor] = []
         wide = x.to(self._model.residual_dtype)  # whatever else is in the batch
         for place, s in enumerate(segments):
-            history, shown, wide = wide.tensor_split((len(s.items), len(s.items) + len(s.candidates)))
+            history, shown, wide = wide.tensor_split(
+                (len(s.items), len(s.items) + len(s.candidates))
+            )
             if users and s.user is not None:
                 rows.append(users[place])
             rows.append(history + events[place] if events else history)
@@ -302,15 +349,25 @@ class InputRows:
     def _user_rows(self, segments: Sequence[Segment], ops: Affine) -> Sequence[Tensor]:
         """The users' tokens, [n, dim] of each segment; nothing where the model has none."""
         if self._model.config.user_tokens == "sum":
-            rows = self._feature_rows("user", [(s.user, int(s.user is not None)) for s in segments], ops)
+            rows = self._feature_rows(
+                "user", [(s.user, int(s.user is not None)) for s in segments], ops
+            )
             return [self._model.user_token.to(own.dtype) + own for own in rows]
         if "user" not in self._model.features:
             return []
         nobody, table = self._model.user_token[:0], self._model.table_of("user")
-        return [nobody if s.user is None else self._model.user_token + table.each(s.user, ops)[0] for s in segments]
+        return [
+            nobody if s.user is None else self._model.user_token + table.each(s.user, ops)[0]
+            for s in segments
+        ]
 
-    def _feature_rows(self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine) -> Sequence[Tensor]:
-        """Embed the values of all segments at once, [n, dim] each; nothing where the model has no such features."""
+    def _feature_rows(
+        self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine
+    ) -> Sequence[Tensor]:
+        """Embed the values of all segments at once, [n, dim] each.
+
+        Nothing where the model has no such features.
+        """
         if of not in self._model.features:
             return ()
         table = self._model.table_of(of)
@@ -320,20 +377,27 @@ class InputRows:
         return torch.split(rows, [n for _, n in given])
 
     def _positions(self, segment: Segment) -> Tensor:
-        """Learned position of each row: counted from the start; or (an E2 breaker) from the end, the user's first."""
+        """Learned position of each row: counted from the start.
+
+        Or (an E2 breaker) from the end, the user's first.
+        """
         past = segment.past.num_tokens if segment.past else 0
         new = segment.num_tokens
         c = len(segment.candidates)
         index = torch.arange(past, past + new + 1, device=segment.items.device)
         if self._model.config.positions == "reverse":
             index = past + new - index + self._model.config.num_user_tokens
-            index[: segment.num_user_tokens] = torch.arange(segment.num_user_tokens, device=index.device)
+            index[: segment.num_user_tokens] = torch.arange(
+                segment.num_user_tokens, device=index.device
+            )
         index = index.clamp(max=self._model.config.max_history_tokens)
         return torch.cat([index[:new], index[new:].expand(c)])
 
 
 def _ahead(segment: Segment, is_float: bool) -> Tensor:
-    """Seconds from each new token to the request, int64 [n]; public code has the user's tokens of the year 1970.
+    """Seconds from each new token to the request, int64 [n].
+
+    Public code has the user's tokens of the year 1970.
 
     Args:
         segment: of the tokens.
@@ -346,7 +410,9 @@ def _ahead(segment: Segment, is_float: bool) -> Tensor:
 
 
 def cross_features(model: HSTUWeights) -> CrossFeatures:
-    """Make what computes the model's cross features; the values of items are the model's own, not a copy.
+    """Make what computes the model's cross features.
+
+    The values of items are the model's own, not a copy.
 
     Args:
         model: of a model on another device than the host they are a copy.
@@ -356,10 +422,14 @@ def cross_features(model: HSTUWeights) -> CrossFeatures:
     """
     config = model.config
     tables = {
-        feature.name: ItemValueTable(getattr(model, f"feature_ids_{index}").cpu().numpy(), feature.num_values)
+        feature.name: ItemValueTable(
+            getattr(model, f"feature_ids_{index}").cpu().numpy(), feature.num_values
+        )
         for index, feature in enumerate(config.item_features)
     }
     factors = None
     if config.has_factors:
-        factors = ItemFactors(model.factors_of_items.cpu().numpy(), model.factors_of_actions.cpu().numpy())
+        factors = ItemFactors(
+            model.factors_of_items.cpu().numpy(), model.factors_of_actions.cpu().numpy()
+        )
     return CrossFeatures(config.features_of("cross"), config.actions, tables, factors)

@@ -1,11 +1,13 @@
 """One layer of the HSTU ranker around its attention, and what torch has no module for: norms, and time buckets.
 
-Public code computes a time bucket in fp32 (log or sqrt of seconds, divided, floored). Vectorised logarithms differ in
-the last place from device to device, and so would a bucket whose edge a time difference just meets. Seconds are whole
-numbers: the seconds at which each bucket begins are found once, and comparing with them is exact on every device.
+Public code computes a time bucket in fp32 (log or sqrt of seconds, divided, floored). Vectorised
+logarithms differ in the last place from device to device, and so would a bucket whose edge a time
+difference just meets. Seconds are whole numbers: the seconds at which each bucket begins are found
+once, and comparing with them is exact on every device.
 
-A segment is the rows of one request in a pass of the ranker, and the cached tokens that they read. Every backend has
-the ops of this pass. Kernels of whole layers or passes (`hstu.py`) give its numbers.
+A segment is the rows of one request in a pass of the ranker, and the cached tokens that they read.
+Every backend has the ops of this pass. Kernels of whole layers or passes (`hstu.py`) give its
+numbers.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ class NormSiLU(nn.LayerNorm):
 class ClockMix(nn.Module):
     """Mix what clocks show at the request's time into rows, by a linear layer.
 
-    A clock shows the cosine and the sine of (units since 1970 mod its units) / its units * 6.28, in fp32 as public code
-    has it (seconds of this century are rounded to 128).
+    A clock shows the cosine and the sine of (units since 1970 mod its units) / its units * 6.28, in
+    fp32 as public code has it (seconds of this century are rounded to 128).
     """
 
     def __init__(self, dim: int, periods: Sequence[TimePeriod]) -> None:
@@ -117,7 +119,9 @@ class ClockMix(nn.Module):
         shown = []
         for period in self.periods:
             units = torch.div(at.float(), float(period.unit_s), rounding_mode="floor")
-            angle = torch.remainder(units, float(period.num_units)) / float(period.num_units) * 2 * 3.14
+            angle = (
+                torch.remainder(units, float(period.num_units)) / float(period.num_units) * 2 * 3.14
+            )
             shown += [angle.cos(), angle.sin()]
         mixed: Tensor = self.linear(torch.cat([x, torch.stack(shown, -1).to(x.dtype)], dim=-1))
         return mixed
@@ -138,14 +142,21 @@ def head_mlp(config: HSTUConfig) -> nn.Sequential:
     normed = {"norm_gate": NormGate, "norm_silu": NormSiLU}
     kind = plain.get(config.head_activation)
     middle = normed[config.head_activation](config.head_dim, eps=eps) if kind is None else kind()
-    return nn.Sequential(nn.Linear(config.dim, config.head_dim), middle, nn.Linear(config.head_dim, len(config.tasks)))
+    return nn.Sequential(
+        nn.Linear(config.dim, config.head_dim),
+        middle,
+        nn.Linear(config.head_dim, len(config.tasks)),
+    )
 
 
 _TORCH = TorchOps()  # differentiable, for training
 
 
 class HSTULayer(nn.Module):
-    """A layer without its attention: U, V, Q, K from the normed input; gated output and residual."""
+    """A layer without its attention: U, V, Q, K from the normed input.
+
+    Gated output and residual.
+    """
 
     position_bias: Tensor
     time_bias: Tensor
@@ -163,10 +174,16 @@ class HSTULayer(nn.Module):
         self.norm_in = nn.LayerNorm(config.dim, eps=config.norm_eps)
         group = config.v_dim if config.norm == "group" else self.uv_width
         per_head = config.norm == "head"
-        norm = PerHeadNorm(config.num_heads, config.norm_eps) if per_head else nn.LayerNorm(group, eps=config.norm_eps)
+        norm = (
+            PerHeadNorm(config.num_heads, config.norm_eps)
+            if per_head
+            else nn.LayerNorm(group, eps=config.norm_eps)
+        )
         self.norm_attention = norm
         times = config.time_buckets
-        self.register_buffer("time_edges", None if times is None else edges_of(times), persistent=False)
+        self.register_buffer(
+            "time_edges", None if times is None else edges_of(times), persistent=False
+        )
         for name, buckets in (
             ("position_bias", config.position_buckets),
             ("time_bias", TIME_BUCKETS if times is None else times.count),
@@ -175,7 +192,8 @@ class HSTULayer(nn.Module):
             if name.removesuffix("_bias") in config.relative_bias.split("_"):
                 self.register_parameter(name, nn.Parameter(table))
             else:
-                self.register_buffer(name, table, persistent=False)  # zeros that no checkpoint holds
+                # zeros that no checkpoint holds
+                self.register_buffer(name, table, persistent=False)
 
     @property
     def bias(self) -> BiasTables:
@@ -188,7 +206,9 @@ class HSTULayer(nn.Module):
 
     def project(self, x: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Project rows x [..., dim] to U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq]."""
-        mixed = ops.affine(self.norm_in(x), self.uvqk, 0, sum(self.widths), self.config.activation == "uvqk")
+        mixed = ops.affine(
+            self.norm_in(x), self.uvqk, 0, sum(self.widths), self.config.activation == "uvqk"
+        )
         u, v, q, k = torch.split(mixed, self.widths, dim=-1)
         if self.config.activation == "u":
             u = silu(u)
@@ -243,8 +263,8 @@ class Past:
         return len(self.times)
 
 
-# (layer, k [n, H, Dq], v [n, H, Dv] of the new history rows) -> slabs of the whole history as it is now stored, which
-# the attention then reads; None = the attention reads the rows themselves.
+# (layer, k [n, H, Dq], v [n, H, Dv] of the new history rows) -> slabs of the whole history as it is
+# now stored, which the attention then reads; None = the attention reads the rows themselves.
 Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
 
 
@@ -252,8 +272,10 @@ class HostTokens(NamedTuple):
     """What the host knows of a segment's tokens: `Past` and `Sink` as numbers."""
 
     times: npt.NDArray[np.int64]  # [p + n] unix seconds
-    pages: PagedKV | None  # of the cached tokens, and of the new ones if they are kept; None = neither
-    ids: HstuIds | None = None  # of the new tokens and the candidates; None = the tensors alone have them
+    # of the cached tokens, and of the new ones if they are kept; None = neither
+    pages: PagedKV | None
+    # of the new tokens and the candidates; None = the tensors alone have them
+    ids: HstuIds | None = None
 
 
 class LastEvent(NamedTuple):
@@ -270,7 +292,9 @@ class Segment:
 
     items: Tensor  # int64 [e] item rows of the new events
     actions: Tensor  # int64 [e]
-    times: Tensor  # int64 [n] unix seconds of the new history tokens: the user's if they are among them, then events'
+    # int64 [n] unix seconds of the new history tokens: the user's if they are among them, then
+    # events'
+    times: Tensor
     candidates: Tensor  # int64 [c] item rows
     candidate_time: int = 0  # unix seconds
     is_next: bool = False  # `candidates` is NEXT alone: the result is u
@@ -278,7 +302,8 @@ class Segment:
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
     host: HostTokens | None = None  # the same, for a device that computes whole layers
     last: LastEvent | None = None  # `candidates` is the last behaviour, which asks what comes next
-    user: FeatureValues | None = None  # [1] makes the user's tokens the first of the new ones; None = there are none
+    # [1] makes the user's tokens the first of the new ones; None = there are none
+    user: FeatureValues | None = None
     events: FeatureValues | None = None  # [e]; None of these three: missing
     request: FeatureValues | None = None  # [1]
     cross: FeatureValues | None = None  # [c]
@@ -299,7 +324,10 @@ class Segment:
         return self.num_tokens + len(self.candidates)
 
     def asking_by_last(self) -> Segment:
-        """Let the last behaviour be the row that answers, at the request's time. Needs a behaviour, and no past."""
+        """Let the last behaviour be the row that answers, at the request's time.
+
+        Needs a behaviour, and no past.
+        """
         assert self.past is None
         assert self.sink is None
         last = LastEvent(self.times[1:], self.actions[-1:], self.times[-1])
@@ -358,14 +386,25 @@ def run_by_segments(
                 new = (k[:0], v[:0])
             if n:
                 asked = None if s.last is None else s.last.row_times
-                call = HstuCall(q[history], *new, past, at, layer.bias, alpha, row_times=asked, edges=layer.time_edges)
+                call = HstuCall(
+                    q[history],
+                    *new,
+                    past,
+                    at,
+                    layer.bias,
+                    alpha,
+                    row_times=asked,
+                    edges=layer.time_edges,
+                )
                 out = backend.hstu_causal(call)
                 if config.context == "full" and (users := s.num_user_tokens):
                     out[:users] = backend.hstu_targets(_seeing_all(layer, call, users))
                 attention[history] = out.mul_(scale)
             if len(s.candidates):
                 slabs = [*past, new] if len(new[0]) else past
-                out = backend.hstu_targets(_asking(layer, s, q[own], k[own], v[own], slabs, at, alpha))
+                out = backend.hstu_targets(
+                    _asking(layer, s, q[own], k[own], v[own], slabs, at, alpha)
+                )
                 attention[own] = out.mul_(scale)
         x = layer.finish(x, u, attention, backend)
     return _last_layer(layers, config, scale_of, backend, x, bounds, times)
@@ -422,4 +461,6 @@ def _asking(
     """Let a segment's candidates attend."""
     own = None if segment.last is None else segment.last.time
     at = segment.candidate_time
-    return HstuCall(q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges)
+    return HstuCall(
+        q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges
+    )

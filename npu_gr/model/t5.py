@@ -1,17 +1,19 @@
 """An encoder-decoder of the T5 kind, written for serving: a prompt is encoded once, then beams in lock step.
 
-Every token of the prompt sees every other one, so nothing of an encoded prompt can be used for a longer one. What is
-kept of it is what the decoder reads: the keys and values of each decoder layer's attention over the prompt. That is
-the *shared KV* of the beams; the keys and values of a layer's attention over the answer are *unshared KV*, but for
-those of the start token, which all beams of a request share too.
+Every token of the prompt sees every other one, so nothing of an encoded prompt can be used for a
+longer one. What is kept of it is what the decoder reads: the keys and values of each decoder
+layer's attention over the prompt. That is the *shared KV* of the beams; the keys and values of a
+layer's attention over the answer are *unshared KV*, but for those of the start token, which all
+beams of a request share too.
 
-RMSNorm without bias, no scale on q k^T, a bias on the scores by the distance of query and key in the two attentions
-of tokens over their own kind, the same in every layer. The attention over the prompt is the backend's; that of the
-encoder, and the few tokens of an answer, run as plain torch ops on every device.
+RMSNorm without bias, no scale on q k^T, a bias on the scores by the distance of query and key in
+the two attentions of tokens over their own kind, the same in every layer. The attention over the
+prompt is the backend's; that of the encoder, and the few tokens of an answer, run as plain torch
+ops on every device.
 
-Source: T5 (arXiv:1910.10683); as a generator of items: TIGER (arXiv:2305.05065); shared and unshared KV: xGR
-(arXiv:2512.11529).
-Invariant: a prompt is encoded in the same pieces whoever asks for it, so its KV has the same bits.
+Source: T5 (arXiv:1910.10683); as a generator of items: TIGER (arXiv:2305.05065); shared and
+unshared KV: xGR (arXiv:2512.11529). Invariant: a prompt is encoded in the same pieces whoever asks
+for it, so its KV has the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from npu_gr.model.generative import (
     whole,
 )
 
-MAX_TOKENS = 4096  # of a prompt: a piece of the encoder holds scores of some hundred rows against all of them
+# of a prompt: a piece of the encoder holds scores of some hundred rows against all of them
+MAX_TOKENS = 4096
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
@@ -60,7 +63,8 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mlp_dim: Count
     activation: Activation
     is_gated: bool  # activation(x A) * (x B), as of T5 1.1; else activation(x A)
-    num_buckets: Annotated[int, msgspec.Meta(ge=4)]  # of distances; the encoder has half of them for each direction
+    # of distances; the encoder has half of them for each direction
+    num_buckets: Annotated[int, msgspec.Meta(ge=4)]
     max_distance: Count  # tokens; all that is further away is in one bucket
     norm_eps: Positive
     start_token: Annotated[int, msgspec.Meta(ge=0)]  # every answer begins behind it
@@ -69,18 +73,32 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if self.num_buckets % 2:
-            raise ValueError(f"num_buckets: {self.num_buckets} is odd, and the encoder has half of them a direction")
+            raise ValueError(
+                f"num_buckets: {self.num_buckets} is odd, and the encoder has half of "
+                "them a direction"
+            )
         if self.max_distance <= self.num_buckets // 2:
-            raise ValueError(f"max_distance: {self.max_distance} is not over half of num_buckets {self.num_buckets}")
+            raise ValueError(
+                f"max_distance: {self.max_distance} is not over half of num_buckets "
+                f"{self.num_buckets}"
+            )
         if self.start_token >= self.vocab_size:
-            raise ValueError(f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}"
+            )
 
     def buckets_before(self, distances: I64) -> I64:
-        """Bucket of a key so many tokens before its query, in the decoder; the shape of the distances >= 0."""
+        """Bucket of a key so many tokens before its query, in the decoder.
+
+        The shape of the distances >= 0.
+        """
         return _bucket(distances, self.num_buckets, self.max_distance)
 
     def buckets_around(self, offsets: I64) -> I64:
-        """Bucket of a key at its query's position + offset, in the encoder; the shape of the offsets."""
+        """Bucket of a key at its query's position + offset, in the encoder.
+
+        The shape of the offsets.
+        """
         half = self.num_buckets // 2
         return _bucket(np.abs(offsets), half, self.max_distance) + half * (offsets > 0)
 
@@ -88,8 +106,8 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def _bucket(distances: I64, num_buckets: int, max_distance: int) -> I64:
     """A bucket for each distance up to half of the buckets, from there on logarithmic.
 
-    In fp32 and by torch on the CPU, as models learnt it: another logarithm has other edges. So it is the same on
-    every device.
+    In fp32 and by torch on the CPU, as models learnt it: another logarithm has other edges. So it
+    is the same on every device.
     """
     exact = num_buckets // 2
     far = torch.from_numpy(np.maximum(distances, exact)).float()
@@ -106,7 +124,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
 }
 
-Answer = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v [rows, H, D] -> attention over the answer
+# layer, q, k, v [rows, H, D] -> attention over the answer
+Answer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def _heads(ops: Affine, x: Tensor, layer: nn.Linear, num_heads: int) -> Tensor:
@@ -181,7 +200,9 @@ class T5(GenerativeModel):
         self.encoder = nn.ModuleList(T5Layer(config) for _ in range(config.num_encoder_layers))
         self.encoder_bias = nn.Parameter(torch.zeros(config.num_buckets, config.num_heads))
         self.encoder_norm = RMSNorm(config.dim, config.norm_eps)
-        self.decoder = nn.ModuleList(T5DecoderLayer(config) for _ in range(config.num_decoder_layers))
+        self.decoder = nn.ModuleList(
+            T5DecoderLayer(config) for _ in range(config.num_decoder_layers)
+        )
         self.decoder_bias = nn.Parameter(torch.zeros(config.num_buckets, config.num_heads))
         self.decoder_norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied_head:
@@ -251,14 +272,21 @@ class T5(GenerativeModel):
         counts = [len(step.tokens) for step in steps]
         rows = [self.embed(torch.cat([step.tokens for step in steps]))]
         for index in range(len(self.decoder)):
-            x, q, k, v = backend.row_wise(self, ("answer", index), self._to_answer(index, backend), rows)
+            x, q, k, v = backend.row_wise(
+                self, ("answer", index), self._to_answer(index, backend), rows
+            )
             attended = answer(index, q, k, v)
-            x, q = backend.row_wise(self, ("prompt", index), self._to_prompt(index, backend), [x, attended])
+            x, q = backend.row_wise(
+                self, ("prompt", index), self._to_prompt(index, backend), [x, attended]
+            )
             parts = [
-                step.read_prompt(backend, index, own_q, 1.0) for step, own_q in zip(steps, q.split(counts), strict=True)
+                step.read_prompt(backend, index, own_q, 1.0)
+                for step, own_q in zip(steps, q.split(counts), strict=True)
             ]
             rows = [x, joined(parts)]
-        (x,) = backend.row_wise(self, ("answer", len(self.decoder)), self._to_answer(len(self.decoder), backend), rows)
+        (x,) = backend.row_wise(
+            self, ("answer", len(self.decoder)), self._to_answer(len(self.decoder), backend), rows
+        )
         hidden: Tensor = self.decoder_norm(x)
         return hidden * self.config.dim**-0.5 if self.config.scales_head else hidden
 
@@ -269,7 +297,11 @@ class T5(GenerativeModel):
             if told is not None:
                 before = self.decoder_layer(index - 1)
                 x = before.finish(before.told(x, told, ops), ops)
-            return (x,) if index == len(self.decoder) else (x, *self.decoder_layer(index).project(x, ops))
+            return (
+                (x,)
+                if index == len(self.decoder)
+                else (x, *self.decoder_layer(index).project(x, ops))
+            )
 
         return work
 
@@ -314,12 +346,16 @@ class _Encoding:
         self._backend = backend
         self._tokens = tokens
         self._sink = sink
-        self._parts = [slice(first, min(first + ROWS, len(tokens))) for first in range(0, len(tokens), ROWS)]
+        self._parts = [
+            slice(first, min(first + ROWS, len(tokens))) for first in range(0, len(tokens), ROWS)
+        ]
         self._rows: list[Tensor] = []  # of each part [n, dim]
         self._queries: list[Tensor] = []  # of the layer that runs, of each part [n, H, D]
         self._keys = self._values = torch.empty(0)  # of the layer that runs [1, H, tokens, D]
-        self._coming: list[tuple[Tensor, Tensor, Tensor]] = []  # q, k, v of the next layer, of the parts that are done
-        self._bias = torch.empty(0)  # [H, 2 tokens - 1] by offset, from the first token seen from the last one
+        # q, k, v of the next layer, of the parts that are done
+        self._coming: list[tuple[Tensor, Tensor, Tensor]] = []
+        # [H, 2 tokens - 1] by offset, from the first token seen from the last one
+        self._bias = torch.empty(0)
         self._hidden = torch.empty(0)  # [tokens, dim] what the decoder reads
 
     def pieces(self) -> list[Callable[[], None]]:
@@ -330,7 +366,11 @@ class _Encoding:
             for layer in range(model.config.num_encoder_layers)
             for part in range(len(self._parts))
         ]
-        return [self._begin, *layers, *(partial(self._tell, layer) for layer in range(model.config.num_decoder_layers))]
+        return [
+            self._begin,
+            *layers,
+            *(partial(self._tell, layer) for layer in range(model.config.num_decoder_layers)),
+        ]
 
     @torch.inference_mode()
     def _begin(self) -> None:
@@ -348,11 +388,15 @@ class _Encoding:
         if part == 0:
             queries, keys, values = zip(*self._coming, strict=True)
             self._queries = list(queries)
-            self._keys, self._values = (torch.cat(each).transpose(0, 1)[None] for each in (keys, values))
+            self._keys, self._values = (
+                torch.cat(each).transpose(0, 1)[None] for each in (keys, values)
+            )
             self._coming = []
         query = self._queries[part].transpose(0, 1)[None]
         mask = self._block(part).to(query.dtype)
-        attention = scaled_dot_product_attention(query, self._keys, self._values, attn_mask=mask, scale=1.0)
+        attention = scaled_dot_product_attention(
+            query, self._keys, self._values, attn_mask=mask, scale=1.0
+        )
         layer = model.encoder_layer(index)
         rows = layer.attended(self._rows[part], attention[0].transpose(0, 1), self._backend)
         rows = self._rows[part] = layer.finish(rows, self._backend)
@@ -366,7 +410,8 @@ class _Encoding:
     def _block(self, part: int) -> Tensor:
         """[1, H, rows, tokens]: the bias of each row of a part for each token."""
         rows = self._parts[part]
-        windows = self._bias.unfold(1, len(self._tokens), 1)  # the window at w begins at offset w - (tokens - 1)
+        # the window at w begins at offset w - (tokens - 1)
+        windows = self._bias.unfold(1, len(self._tokens), 1)
         at = len(self._tokens) - 1 - np.arange(rows.start, rows.stop)
         return windows[None, :, self._backend.upload(at)]
 
@@ -374,10 +419,14 @@ class _Encoding:
     def _tell(self, index: int) -> None:
         """Hand over the keys and values with which a layer of the decoder reads the prompt."""
         heads = self._model.config.num_heads
-        both = _heads(self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads)
+        both = _heads(
+            self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads
+        )
         self._sink(index, both[:, :heads], both[:, heads:])
 
 
 def _answer_bias(model: T5, backend: Backend, step: int) -> Tensor:
     """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
-    return model.decoder_bias[backend.upload(model.config.buckets_before(np.arange(step + 1, -1, -1)))]
+    return model.decoder_bias[
+        backend.upload(model.config.buckets_before(np.arange(step + 1, -1, -1)))
+    ]

@@ -1,12 +1,13 @@
 """A checkpoint directory: `config.json` (what it is) and `model.safetensors` (weights, side features, item ids).
 
-Both files are written beside their place and renamed, the weights first, so a reader never sees half of one. A model
-that also retrieves may have a fitted order beside them, `order.safetensors`; it goes first and comes last, so a reader
-never sees another model's.
+Both files are written beside their place and renamed, the weights first, so a reader never sees
+half of one. A model that also retrieves may have a fitted order beside them, `order.safetensors`;
+it goes first and comes last, so a reader never sees another model's.
 
-Models are made without memory and without values first (`shapes_only`), for the names and shapes of their tensors. A
-tensor on the meta device has no values, and yet torch imports its compiler to draw them, or to make a tensor like it:
-125,000 objects, .7 s of the start, and 65 ms in every full collection of the garbage as long as the process lives.
+Models are made without memory and without values first (`shapes_only`), for the names and shapes of
+their tensors. A tensor on the meta device has no values, and yet torch imports its compiler to draw
+them, or to make a tensor like it: 125,000 objects, .7 s of the start, and 65 ms in every full
+collection of the garbage as long as the process lives.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from torch.overrides import TorchFunctionMode
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.file_permissions import as_public_as
 from npu_gr.core.names import value_name
-from npu_gr.core.private import as_public_as
+from npu_gr.model.blend import FILE as ORDER
+from npu_gr.model.blend import ScoreBlend, load_blend, save_blend
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.order import FILE as ORDER
-from npu_gr.model.order import Order, load_order, save_order
 
 # what fills a tensor at random, or with a constant; as functions of `nn.init` and as methods
-_FILLS = frozenset(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_"))
+_FILLS = frozenset(
+    name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
+)
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -86,10 +89,13 @@ class Checkpoint:
     item_ids: I64  # [num_items] external id of each row, each once
     name: str
     version: str = ""  # digest of the weights, and of the order where there is one; made when saved
-    action_values: tuple[float, ...] = ()  # value in an interaction log of each action, where it has one
-    action_names: tuple[str, ...] = ()  # what the company calls each action; none = its value is its name
+    # value in an interaction log of each action, where it has one
+    action_values: tuple[float, ...] = ()
+    # what the company calls each action; none = its value is its name
+    action_names: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)  # what training measured
-    order: Order | None = None  # how recommend sums up what it knows of an item; None = not fitted
+    # how recommend sums up what it knows of an item; None = not fitted
+    order: ScoreBlend | None = None
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +117,10 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in checkpoint.model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().contiguous().cpu()
+        for name, tensor in checkpoint.model.state_dict().items()
+    }
     tensors[ITEM_IDS] = torch.from_numpy(checkpoint.item_ids)
     weights = folder / "model.safetensors"
     manifest = folder / "config.json"
@@ -130,14 +139,15 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         )
         text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
         manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
-        as_public_as(weights.with_suffix(".tmp"), manifest.with_suffix(".tmp"))  # safetensors makes them 0600
+        # safetensors makes them 0600
+        as_public_as(weights.with_suffix(".tmp"), manifest.with_suffix(".tmp"))
         (folder / ORDER).unlink(missing_ok=True)
         os.replace(weights.with_suffix(".tmp"), weights)
         os.replace(manifest.with_suffix(".tmp"), manifest)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
     if checkpoint.order is not None:
-        save_order(checkpoint.order, folder)
+        save_blend(checkpoint.order, folder)
     return _with_order(version, folder)
 
 
@@ -152,7 +162,9 @@ def load(folder: Path) -> Checkpoint:
     try:
         about = _read_manifest(manifest)
         if digest(weights) != about.version:
-            raise CheckpointError(f"checkpoint {folder}: model.safetensors is not the one that config.json names")
+            raise CheckpointError(
+                f"checkpoint {folder}: model.safetensors is not the one that config.json names"
+            )
         tensors: dict[str, Any] = load_file(weights)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
@@ -164,14 +176,18 @@ def load(folder: Path) -> Checkpoint:
     model = HSTU(about.model)
     model.cast(tensors["item.weight"].dtype).load_state_dict(tensors)
     if item_ids is None or item_ids.shape != (about.model.num_items,):
-        raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must name all {about.model.num_items} items")
+        raise CheckpointError(
+            f"checkpoint {folder}: {ITEM_IDS} must name all {about.model.num_items} items"
+        )
     ids: I64 = item_ids.numpy().astype(np.int64)
     if len(np.unique(ids)) != len(ids) or (ids < 0).any():
         raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must be distinct and not negative")
     names = about.action_names or tuple(map(value_name, about.action_values))
     if names and (len(names) != len(about.model.actions) or len(set(names)) != len(names)):
-        raise CheckpointError(f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions")
-    order = load_order(folder)
+        raise CheckpointError(
+            f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions"
+        )
+    order = load_blend(folder)
     if order is not None and (misfit := _order_misfit(about.model, order)):
         raise CheckpointError(f"checkpoint {folder}: {ORDER} does not fit config.json: {misfit}")
     return Checkpoint(
@@ -189,16 +205,22 @@ def load(folder: Path) -> Checkpoint:
 def _with_order(version: str, folder: Path) -> str:
     """Make the version of a checkpoint out of that of its weights: another order is another version."""
     path = folder / ORDER
-    return xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
+    return (
+        xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
+    )
 
 
-def _order_misfit(config: HSTUConfig, order: Order) -> str:
+def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
     """Say why a model cannot be asked for what the order sums up; empty = it can."""
     if not config.retrieval:
         return "the model does not retrieve"
     if order.num_items != config.num_items:
         return f"transitions of {order.num_items} items, the model has {config.num_items}"
-    return "" if order.task in config.tasks else f"no task {order.task!r} among {', '.join(config.tasks)}"
+    return (
+        ""
+        if order.task in config.tasks
+        else (f"no task {order.task!r} among {', '.join(config.tasks)}")
+    )
 
 
 def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:
@@ -230,7 +252,8 @@ def _read_manifest(path: Path) -> _Manifest:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: (msgspec's errors are such) it is not what a checkpoint has, or a pinned key has another value.
+        ValueError: (msgspec's errors are such) it is not what a checkpoint has, or a pinned key has
+            another value.
     """
     keys = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     if isinstance(model := keys.get("model"), dict):

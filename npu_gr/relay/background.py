@@ -1,7 +1,7 @@
 """The background work of a relay: its tasks, and the overwriting of erased users' pages.
 
-The work belongs to the relay, not to the request that started it. A request that goes away takes no task
-with it, and a task that fails never reaches a caller: it is counted and logged.
+The work belongs to the relay, not to the request that started it. A request that goes away takes no
+task with it, and a task that fails never reaches a caller: it is counted and logged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobResult
 from npu_gr.relay.encoder import Encoder, P
 
@@ -51,8 +51,13 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # under overload there is one of these a request, and each is counted: not worth a line of the log
-            level = logging.DEBUG if isinstance(error, DeadlineExceeded | Overloaded) else logging.WARNING
+            # under overload there is one of these a request, and each is counted: not worth a line
+            # of the log
+            level = (
+                logging.DEBUG
+                if isinstance(error, DeadlineExceeded | Overloaded)
+                else logging.WARNING
+            )
             log.log(level, "a relay task failed: %s: %s", type(error).__name__, error)
 
     async def finished(self) -> None:
@@ -68,7 +73,9 @@ class BackgroundTasks:
 
 
 class Overwrites:
-    """Zeroes the pages of erased users, as the tiers report them, before they are free. Event loop only.
+    """Zeroes the pages of erased users, as the tiers report them, before they are free.
+
+    Event loop only.
 
     The latest relay over shared tiers takes the reports over from the one before it.
     """
@@ -84,7 +91,9 @@ class Overwrites:
         """Count the overwrites that are queued or run."""
         return len(self._pending)
 
-    def _overwrite(self, arena: KVArena, runs: tuple[PageRun, ...], free: Callable[[], None]) -> None:
+    def _overwrite(
+        self, arena: KVArena, runs: tuple[PageRun, ...], free: Callable[[], None]
+    ) -> None:
         future = self._zero(arena, runs)
         self._pending.add(future)
 
@@ -103,7 +112,8 @@ class Overwrites:
             NpuGrError: one of them failed.
         """
         if self._pending:
-            done, _ = await asyncio.wait(self._pending)  # unlike gather, it cancels none if the waiter is cancelled
+            # unlike gather, it cancels none if the waiter is cancelled
+            done, _ = await asyncio.wait(self._pending)
             for future in done:
                 future.result()
 

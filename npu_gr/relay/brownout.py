@@ -25,7 +25,8 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """When the level goes up and down, and how far."""
 
     enabled: bool = True
-    high: Positive = 0.4  # pressure: objectives' worth of work that waits; the door lets 0.75 wait at most
+    # pressure: objectives' worth of work that waits; the door lets 0.75 wait at most
+    high: Positive = 0.4
     low: Positive = 0.1
     rise_s: Seconds = 0.25
     fall_s: Seconds = 2.0

@@ -19,7 +19,8 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     enabled: bool = True
     t_life_s: Seconds = 10.0  # how long a prefix waits for its rank
-    keep_full: bool = True  # a full inference publishes the prefix that it computed anyway, if there is room
+    # a full inference publishes the prefix that it computed anyway, if there is room
+    keep_full: bool = True
     degrade: bool = True  # truncate a history whose full inference would miss the deadline
     margin_s: SecondsOrZero = 0.002  # kept back for what follows the device
     max_reloads: Count = 2  # copies from DRAM at once
@@ -31,24 +32,31 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which signals lead to a pre-infer."""
 
-    policy: Literal["at_risk", "always"] = "at_risk"  # always: every prefix that is long enough, if there is room
+    # always: every prefix that is long enough, if there is room
+    policy: Literal["at_risk", "always"] = "at_risk"
     min_prefix_tokens: Count = 64  # shorter prefixes are never produced
     max_inflight: Count = 8  # pre-infers and reloads at once
     rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
     margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
     num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c, for a signal that does not say
-    q_m_per_s: Positive | None = None  # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
-    q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8  # share of Q_m that pre-infers may take
+    # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
+    q_m_per_s: Positive | None = None
+    # share of Q_m that pre-infers may take
+    q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     burst_s: Seconds = 0.5  # the bucket holds this many seconds of its rate
 
 
 @dataclass(slots=True)
 class LiveSettings:
-    """The settings in force. A reload and the brown-out change them in place, so nobody keeps a copy."""
+    """The settings in force.
+
+    A reload and the brown-out change them in place, so nobody keeps a copy.
+    """
 
     relay: RelayConfig
     trigger: TriggerConfig
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of the shares of tenants; all others have 1
+    # of the shares of tenants; all others have 1
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     brownout: Brownout = Brownout.NONE
 
     @property
@@ -75,7 +83,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_token_bytes: SomeBytes  # keys and values of one token, all layers
     kv_p99_tokens: Count  # P99 of the length of a prefix
     t_life_s: Seconds  # T_life: P99 of the time from a signal to the end of its rank
-    q_m_per_s: Positive  # Q_m: pre-infers of kv_p99_tokens tokens a second, on a device that does nothing else
+    # Q_m: pre-infers of kv_p99_tokens tokens a second, on a device that does nothing else
+    q_m_per_s: Positive
 
 
 def beside(config_path: Path) -> Path:

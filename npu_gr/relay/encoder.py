@@ -1,7 +1,7 @@
 """The two contracts of the relay: what it needs of a history (`Prefix`), and of an engine (`Encoder`).
 
-The relay knows prefixes and pages, and no model: `RankEngine`, `GenerateEngine` and the simulator's `Device` are
-encoders alike.
+The relay knows prefixes and pages, and no model: `RankEngine`, `GenerateEngine` and the simulator's
+`Device` are encoders alike.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import PageCopy
 from npu_gr.engine.queue import JobOrder, JobResult
 
@@ -77,7 +77,12 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
         ...
 
     async def prefill(
-        self, tokens: P_in, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
+        self,
+        tokens: P_in,
+        keep: tuple[PageRun, ...],
+        deadline_at: float,
+        order: JobOrder,
+        first_token: int = 0,
     ) -> int:
         """Encode a prefix into pages.
 
@@ -85,17 +90,23 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
             tokens: the whole prefix.
             keep: pages for all of it; they hold its first `first_token` tokens already.
             deadline_at: instant of the clock; what has not begun by then is dropped.
-            order: its place in the queue. If it is cancelled at a step, the prefill ends with the chunk that runs.
+            order: its place in the queue. If it is cancelled at a step, the prefill ends with the
+                chunk that runs.
             first_token: where to continue.
 
         Returns:
-            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step. Of a prefix that is
-            not divisible, all or none.
+            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
+            Of a prefix that is not divisible, all or none.
         """
         ...
 
     async def copy(
-        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
+        self,
+        pages: PageCopy,
+        deadline_at: float,
+        order: JobOrder | None = None,
+        *,
+        preemptible: bool = False,
     ) -> None:
         """Copy a prefix between tiers; the contract is that of `PageJobs.copy`."""
         ...

@@ -7,8 +7,9 @@
     in DRAM, and a copy is faster       reloads it and waits       ReloadCopy        dram_hit | miss_full reload_*
     nowhere                             computes everything        ComputeAll        miss_full | degraded
 
-Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the beginning
-of the history: same user, model version and layout, and the same fingerprint of that many tokens.
+Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the
+beginning of the history: same user, model version and layout, and the same fingerprint of that many
+tokens.
 
     Inventory     what exists                RankTime   what the rank has time for
     choose        what to use of it (pure)   LastSignals   why there is nothing
@@ -30,13 +31,20 @@ import msgspec
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import DramEntry, PrefixKey, TierEntry
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.tier import DramEntry, PrefixKey, TierEntry
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.encoder import DeviceEstimates, Encoder, P, Prefix
-from npu_gr.relay.producers import Adoption, PrefixFiller, Producer, ProducerKind, Producers, ProducerTable
+from npu_gr.relay.prefill_manager import (
+    Adoption,
+    PrefillJob,
+    PrefillKind,
+    PrefillManager,
+    PrefillTable,
+    PrefixFiller,
+)
 from npu_gr.relay.trigger import reload_pays
 
 E = TypeVar("E", bound=TierEntry)
@@ -51,13 +59,13 @@ class UseResident(msgspec.Struct, frozen=True):
 class AdoptPrefill(msgspec.Struct, frozen=True):
     """Stop a prefill of the whole history, and encode the rest in the rank's own pass."""
 
-    producer: Producer
+    producer: PrefillJob
 
 
 class JoinProducer(msgspec.Struct, frozen=True):
     """Wait for a producer."""
 
-    producer: Producer
+    producer: PrefillJob
 
 
 class ReloadCopy(msgspec.Struct, frozen=True):
@@ -79,7 +87,7 @@ class Existing(NamedTuple):
     """The longest usable prefix of a history in each place, looked up in this order until one is found."""
 
     resident: PrefixEntry | None = None
-    producer: Producer | None = None
+    producer: PrefillJob | None = None
     copy: DramEntry | None = None  # in DRAM
     copy_pays: bool = False  # reloading it is faster than computing it, and in time
     why_missing: Reason = Reason.NO_SIGNAL  # if none is found
@@ -87,7 +95,10 @@ class Existing(NamedTuple):
 
 def is_usable(entry: TierEntry, tokens: Prefix) -> bool:
     """Return whether an entry holds the beginning of a history, given that user, version and layout agree."""
-    return 0 < entry.num_tokens <= len(tokens) and tokens.fingerprint(entry.num_tokens) == entry.key.fingerprint
+    return (
+        0 < entry.num_tokens <= len(tokens)
+        and tokens.fingerprint(entry.num_tokens) == entry.key.fingerprint
+    )
 
 
 def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
@@ -99,9 +110,14 @@ def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
     return found
 
 
-def longest_producer(producers: Iterable[Producer], tokens: Prefix) -> Producer | None:
-    """Return the producer of the longest usable prefix. A producer whose user was erased will publish nothing."""
-    usable = (each for each in producers if not each.entry.is_erased and is_usable(each.entry, tokens))
+def longest_producer(producers: Iterable[PrefillJob], tokens: Prefix) -> PrefillJob | None:
+    """Return the producer of the longest usable prefix.
+
+    A producer whose user was erased will publish nothing.
+    """
+    usable = (
+        each for each in producers if not each.entry.is_erased and is_usable(each.entry, tokens)
+    )
     return max(usable, key=lambda each: each.entry.num_tokens, default=None)
 
 
@@ -158,7 +174,9 @@ class RankTime(msgspec.Struct, frozen=True):
         """
         left_s = self.deadline_at - self.clock()
         # Kept back: the pass that does without the prefix, what follows it, and waking up late.
-        without_s = self.engine.cost.full_s(self.num_tokens, self.num_candidates) + 2 * self.config.margin_s
+        without_s = (
+            self.engine.cost.full_s(self.num_tokens, self.num_candidates) + 2 * self.config.margin_s
+        )
         return max(left_s - (without_s if left_s > without_s else self.config.margin_s), 0.0)
 
     @property
@@ -181,7 +199,7 @@ class RankTime(msgspec.Struct, frozen=True):
 
 
 # Why a signal produced nothing. A verdict that is not here produced something, or found it there.
-_REFUSALS = {
+_REJECTIONS = {
     Verdict.SKIP_NOT_AT_RISK: Reason.NOT_AT_RISK,
     Verdict.SKIP_FOOTPRINT: Reason.REJECTED_FOOTPRINT,
     Verdict.SKIP_LOAD: Reason.REJECTED_LOAD,
@@ -192,7 +210,7 @@ _REFUSALS = {
 
 
 class _Signal(NamedTuple):
-    refusal: Reason  # NONE = it led to a prefix
+    rejection: Reason  # NONE = it led to a prefix
     came_at: float
     is_pending: bool  # no rank has ended since
 
@@ -200,7 +218,8 @@ class _Signal(NamedTuple):
 class LastSignals:
     """Explains a miss, and times a prefix from its signal to the end of its rank.
 
-    It has the last signal of up to `max_remembered` users; the user whose signal is oldest is forgotten first.
+    It has the last signal of up to `max_remembered` users; the user whose signal is oldest is
+    forgotten first.
     """
 
     def __init__(self, settings: LiveSettings) -> None:
@@ -209,7 +228,7 @@ class LastSignals:
 
     def remember(self, user: UserKey, verdict: Verdict, now_at: float) -> None:
         """Keep a signal and what came of it."""
-        self._last[user] = _Signal(_REFUSALS.get(verdict, Reason.NONE), now_at, is_pending=True)
+        self._last[user] = _Signal(_REJECTIONS.get(verdict, Reason.NONE), now_at, is_pending=True)
         self._last.move_to_end(user)
         if len(self._last) > self._settings.relay.max_remembered:
             self._last.popitem(last=False)
@@ -227,7 +246,7 @@ class LastSignals:
         signal = self._last.get(user)
         if signal is None:
             return Reason.NO_SIGNAL
-        return signal.refusal or Reason.EXPIRED
+        return signal.rejection or Reason.EXPIRED
 
     def knows(self, user: UserKey) -> bool:
         """Whether a signal of the user is remembered."""
@@ -247,7 +266,7 @@ class Inventory(Generic[P]):
         engine: Encoder[P],
         tiers: Tiers,
         filler: PrefixFiller[P],
-        producers: ProducerTable,
+        producers: PrefillTable,
         signals: LastSignals,
         model_version: str,
     ) -> None:
@@ -316,7 +335,7 @@ class Inventory(Generic[P]):
 
     def reload_pays(self, copy: DramEntry, budget_s: float) -> bool:
         """Return whether a reload is faster than computing the prefix again, and within the budget."""
-        num_reloading = self._producers.in_flight(ProducerKind.RELOAD)
+        num_reloading = self._producers.in_flight(PrefillKind.RELOAD)
         copy_s = self._filler.reload_s(copy.num_tokens, num_reloading)
         return reload_pays(copy_s, self._engine.cost.full_s(copy.num_tokens, 0), budget_s)
 
@@ -346,7 +365,7 @@ class PrefixFinder(Generic[P]):
         self,
         settings: LiveSettings,
         inventory: Inventory[P],
-        producers: Producers[P],
+        producers: PrefillManager[P],
         pool: PrefixPool,
         clock: Callable[[], float],
     ) -> None:
@@ -366,9 +385,15 @@ class PrefixFinder(Generic[P]):
         self._clock = clock
 
     async def find(
-        self, user: UserKey, tokens: P, time: RankTime, while_waiting: Callable[[], AbstractContextManager[None]]
+        self,
+        user: UserKey,
+        tokens: P,
+        time: RankTime,
+        while_waiting: Callable[[], AbstractContextManager[None]],
     ) -> FoundPrefix:
-        """Get the best prefix of a history; never fails, and never takes longer than the rank can wait.
+        """Get the best prefix of a history.
+
+        Never fails, and never takes longer than the rank can wait.
 
         Args:
             user: whose history.
@@ -391,7 +416,7 @@ class PrefixFinder(Generic[P]):
                 case ReloadCopy(copy):
                     return await self._reload(copy, time)
 
-    async def _adopt(self, producer: Producer, time: RankTime) -> FoundPrefix:
+    async def _adopt(self, producer: PrefillJob, time: RankTime) -> FoundPrefix:
         """Take a running prefill over; a miss if the remainder is too much for this rank."""
         adoption = await self._producers.adopt(producer, time.patience_s)
         if adoption is None:
@@ -408,7 +433,7 @@ class PrefixFinder(Generic[P]):
             return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_BEGUN, adoption=adoption)
         return FoundPrefix(Outcome.JOINED, Reason.COMPUTE, adoption=adoption)
 
-    async def _join(self, producer: Producer, time: RankTime) -> FoundPrefix:
+    async def _join(self, producer: PrefillJob, time: RankTime) -> FoundPrefix:
         """Wait for a producer, as long as time to do without the prefix remains."""
         producer.order.hasten(time.order_at)
         producer.joiners += 1
@@ -420,7 +445,7 @@ class PrefixFinder(Generic[P]):
             return _miss(Reason.JOIN_TIMEOUT)
         entry = self._pool.get(producer.key)
         if entry is not None:
-            reason = Reason.RELOAD if producer.kind is ProducerKind.RELOAD else Reason.COMPUTE
+            reason = Reason.RELOAD if producer.kind is PrefillKind.RELOAD else Reason.COMPUTE
             return FoundPrefix(Outcome.JOINED, reason, entry)
         return _miss(Reason.EXPIRED if producer.entry.is_published else Reason.PRODUCER_FAILED)
 

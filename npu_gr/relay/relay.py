@@ -1,11 +1,12 @@
 """The relay race: a signal produces a user's prefix KV in HBM, and the rank that follows leases it.
 
-    signal  ->  Production   what to produce, if anything     ->  Producers   one for each prefix, in the background
+    signal  ->  Production   what to produce, if anything     ->  PrefillManager   one for each prefix, in the background
     rank    ->  PrefixFinder what to use, of what exists      ->  Lease       held while the rank runs
                                                               ->  Spills      used prefixes are copied to DRAM
 
-A prefix is identified by (user, model version, KV layout, fingerprint). `lookup.py` says which prefix a rank uses;
-`docs/relay.md` tells the life of a signal and of a lease, and draws the states of a producer and of a page.
+A prefix is identified by (user, model version, KV layout, fingerprint). `lookup.py` says which
+prefix a rank uses; `docs/relay.md` tells the life of a signal and of a lease, and draws the states
+of a producer and of a page.
 
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference and memory-aware expander.
 Invariants, held by tests/relay:
@@ -19,7 +20,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic
@@ -29,32 +36,37 @@ import msgspec
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixEntry
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.background import BackgroundTasks, Overwrites
 from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
-from npu_gr.relay.producers import Adoption, PrefixFiller, ProducerKind, Producers
-from npu_gr.relay.production import Production
+from npu_gr.relay.prefill_job import Production
+from npu_gr.relay.prefill_manager import Adoption, PrefillKind, PrefillManager, PrefixFiller
 from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank gets its prefix. `cached` stays readable until the block of `Relay.lease` ends."""
+    """How one rank gets its prefix.
+
+    `cached` stays readable until the block of `Relay.lease` ends.
+    """
 
     outcome: Outcome
     reason: Reason = Reason.NONE
     cached: CachedPrefix | None = None
     first_token: int = 0  # degraded: the tokens before it are left out
-    keep: tuple[PageRun, ...] | None = None  # the pass writes its prefix KV here; published if the block succeeds
-    discard: Callable[[], None] = lambda: None  # the pass failed: nothing is published, however the block ends
+    # the pass writes its prefix KV here; published if the block succeeds
+    keep: tuple[PageRun, ...] | None = None
+    # the pass failed: nothing is published, however the block ends
+    discard: Callable[[], None] = lambda: None
 
 
 class Relay(Generic[P]):
@@ -80,7 +92,8 @@ class Relay(Generic[P]):
             tiers: where the prefixes lie; relays of several model versions may share them.
             model_version: part of every key.
             clock: of the event loop, and of the tiers.
-            calibration: measured before; it replaces the first guesses, and gives Q_m if the settings do not.
+            calibration: measured before; it replaces the first guesses, and gives Q_m if the
+                settings do not.
             tenant_weights: of the shares of tenants; all that are not named have 1.
         """
         self.tiers = tiers
@@ -89,19 +102,23 @@ class Relay(Generic[P]):
         self.settings = LiveSettings(
             config, trigger, tenant_weights
         )  # in force now: gauges read it, the brown-out changes it
-        self.on_error: Callable[[str], None] = lambda _where: None  # "prefill", "reload" or "spill" has failed
-        self.on_first_use: Callable[[float], None] = lambda _waited_s: None  # of a prefix; seconds since publication
+        # "prefill", "reload" or "spill" has failed
+        self.on_error: Callable[[str], None] = lambda _where: None
+        # of a prefix; seconds since publication
+        self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         self.measured = RelayMeasurements(self.settings, tiers.pool, calibration, clock)
         self._learn_waits()
         tiers.weigh(tenant_weights)
         self._background = BackgroundTasks(lambda where: self.on_error(where))
         self._overwrites = Overwrites(engine, tiers)
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
-        self.producers = Producers(self._filler, tiers.pool, self._background, clock)
+        self.producers = PrefillManager(self._filler, tiers.pool, self._background, clock)
         self.spills = Spills(self.settings, engine, tiers, self._background)
         self._signals = LastSignals(self.settings)
         producers = self.producers.table
-        inventory = Inventory(self.settings, engine, tiers, self._filler, producers, self._signals, model_version)
+        inventory = Inventory(
+            self.settings, engine, tiers, self._filler, producers, self._signals, model_version
+        )
         self._finder = PrefixFinder(self.settings, inventory, self.producers, tiers.pool, clock)
         self._production = Production(
             self.settings, engine, tiers.pool, inventory, self.producers, self.measured, clock
@@ -110,9 +127,15 @@ class Relay(Generic[P]):
     # ---- settings and gauges
 
     def reconfigure(
-        self, config: RelayConfig, trigger: TriggerConfig, tenant_weights: Mapping[str, float] = NO_WEIGHTS
+        self,
+        config: RelayConfig,
+        trigger: TriggerConfig,
+        tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Apply other settings from now on. What is being produced, and what was measured, stays."""
+        """Apply other settings from now on.
+
+        What is being produced, and what was measured, stays.
+        """
         self.settings.relay = config
         self.settings.trigger = trigger
         self.settings.tenant_weights = tenant_weights
@@ -130,11 +153,20 @@ class Relay(Generic[P]):
     @property
     def is_busy(self) -> bool:
         """Whether it holds anything for work that runs, or has ended."""
-        return bool(len(self.producers.table) or len(self.spills) or len(self._background) or len(self._overwrites))
+        return bool(
+            len(self.producers.table)
+            or len(self.spills)
+            or len(self._background)
+            or len(self._overwrites)
+        )
 
     def in_flight(self, work: str) -> int:
         """Count the prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
-        return len(self.spills) if work == "spill" else self.producers.table.in_flight(ProducerKind(work))
+        return (
+            len(self.spills)
+            if work == "spill"
+            else self.producers.table.in_flight(PrefillKind(work))
+        )
 
     # ---- signal
 
@@ -171,7 +203,9 @@ class Relay(Generic[P]):
             deadline_at: instant of the clock by which the rank must be done.
             while_waiting: entered while it waits for another request's work, or for a copy.
         """
-        rank_time = RankTime(self.settings.relay, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
+        rank_time = RankTime(
+            self.settings.relay, self._engine, self._clock, len(tokens), num_candidates, deadline_at
+        )
         return _Leasing(self, user, tokens, rank_time, while_waiting)
 
     def _rank_ended(self, user: UserKey) -> None:
@@ -185,18 +219,21 @@ class Relay(Generic[P]):
         self.tiers.pool.waits.usual_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
 
     def _spill(self, entry: PrefixEntry) -> None:
-        self.spills.start(entry, self._clock() + self.t_life_s)  # behind every rank and prefill of now
+        # behind every rank and prefill of now
+        self.spills.start(entry, self._clock() + self.t_life_s)
 
     # ---- the end
 
     async def erase(self, user: UserKey) -> None:
         """Forget a user in every tier: unfindable at once, and pages overwritten before anybody else gets them.
 
-        Returns when the pages that nobody uses are overwritten. Pages that a rank of this moment reads or writes are
-        overwritten when it ends.
+        Returns when the pages that nobody uses are overwritten. Pages that a rank of this moment
+        reads or writes are overwritten when it ends.
         """
         self._signals.forget(user)
-        tasks = {producer.task for producer in self.producers.table.of(user) if producer.task is not None}
+        tasks = {
+            producer.task for producer in self.producers.table.of(user) if producer.task is not None
+        }
         for task in tasks:
             task.cancel()  # each ends with the chunk that the device runs
         self.tiers.erase_user(user)
@@ -208,7 +245,11 @@ class Relay(Generic[P]):
 
     def knows(self, user: UserKey) -> bool:
         """Whether a tier, a producer or the signals know the user."""
-        return self.tiers.knows(user) or bool(self.producers.table.of(user)) or self._signals.knows(user)
+        return (
+            self.tiers.knows(user)
+            or bool(self.producers.table.of(user))
+            or self._signals.knows(user)
+        )
 
     async def settled(self) -> None:
         """Wait until nothing is being produced, spilled or overwritten."""
@@ -258,8 +299,12 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
     async def _find(self) -> FoundPrefix:
         time = self._time
         if time.config.enabled and time.num_tokens:
-            return await self._relay._finder.find(self._user, self._tokens, time, self._while_waiting)
-        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED)
+            return await self._relay._finder.find(
+                self._user, self._tokens, time, self._while_waiting
+            )
+        return FoundPrefix(
+            Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED
+        )
 
     def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:
         """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
@@ -284,7 +329,10 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
 
     @contextmanager
     def _writing(self, found: FoundPrefix, adoption: Adoption) -> Iterator[Lease]:
-        """Let the rank's own pass fill an entry. If the block succeeds, publish it and copy it to DRAM."""
+        """Let the rank's own pass fill an entry.
+
+        If the block succeeds, publish it and copy it to DRAM.
+        """
         pool = self._relay.tiers.pool
         entry = adoption.producer.entry
         runs = tuple(entry.runs)
@@ -327,15 +375,21 @@ class _Reading(AbstractContextManager[Lease]):
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._relay._spill(self._entry)  # still leased, so its pages cannot go before the copy holds them
+            # still leased, so its pages cannot go before the copy holds them
+            self._relay._spill(self._entry)
         finally:
             self._held.__exit__(None, None, None)
 
 
 class Spills(Generic[P]):
-    """Copies of used prefixes from HBM into DRAM; at most one per key is on its way. Event loop only."""
+    """Copies of used prefixes from HBM into DRAM; at most one per key is on its way.
 
-    def __init__(self, settings: LiveSettings, engine: Encoder[P], tiers: Tiers, background: BackgroundTasks) -> None:
+    Event loop only.
+    """
+
+    def __init__(
+        self, settings: LiveSettings, engine: Encoder[P], tiers: Tiers, background: BackgroundTasks
+    ) -> None:
         self._settings = settings
         self._engine = engine
         self._tiers = tiers
@@ -357,7 +411,12 @@ class Spills(Generic[P]):
         """
         pool, dram = self._tiers
         key = entry.key
-        if dram is None or key in self._copies or dram.get(key) is not None or pool.get(key) is not entry:
+        if (
+            dram is None
+            or key in self._copies
+            or dram.get(key) is not None
+            or pool.get(key) is not entry
+        ):
             return
         if not self._settings.uses_dram:
             return
@@ -378,7 +437,9 @@ class Spills(Generic[P]):
         task = self._background.start("spill", partial(self._copy, dram, copy, entry, order_at))
         task.add_done_callback(ended)
 
-    async def _copy(self, dram: DramStore, copy: DramEntry, entry: PrefixEntry, order_at: float) -> None:
+    async def _copy(
+        self, dram: DramStore, copy: DramEntry, entry: PrefixEntry, order_at: float
+    ) -> None:
         pool = self._tiers.pool
         pages = PageCopy(pool.arena, entry.runs, dram.arena, copy.runs, entry.num_tokens)
         await self._engine.copy(pages, float("inf"), JobOrder(order_at), preemptible=True)
@@ -386,5 +447,8 @@ class Spills(Generic[P]):
         dram.commit(copy, entry.timestamps)
 
     def forget(self, user: UserKey) -> None:
-        """Let later copies of an erased user begin, although copies of before still run. Those come to nothing."""
+        """Let later copies of an erased user begin, although copies of before still run.
+
+        Those come to nothing.
+        """
         self._copies = {key: copy for key, copy in self._copies.items() if key.user != user}

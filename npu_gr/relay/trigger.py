@@ -1,12 +1,14 @@
-"""The trigger decides whether a signal leads to a pre-infer, by arithmetic on metadata. The caller counts the verdict.
+"""The trigger decides whether a signal leads to a pre-infer, by arithmetic on metadata.
+
+The caller counts the verdict.
 
     at risk    queue_delay + T_full(n, c) + residual > B_rank - margin    only such ranks need a prefix
     load       pre-infers and reloads at once <= max_inflight
     footprint  the prefix fits into HBM                                   so live bytes <= r1 * M always
     rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)           token buckets; L_max / T_life: Little's law
 
-The last three are shared by the tenants (`core.shares`): where one of them is used up, those who have
-less than their share get some of it, and those who have it are told so.
+The last three are shared by the tenants (`core.shares`): where one of them is used up, those who
+have less than their share get some of it, and those who have it are told so.
 
     n, c    history tokens, candidates           B_rank  time budget of a rank, seconds
     T_full  seconds of a full inference          T_life  seconds from a signal to the end of its rank, P99
@@ -17,8 +19,8 @@ less than their share get some of it, and those who have it are told so.
 `decide` is pure. `RelayMeasurements` measures T_life and KV, and keeps the buckets of `TenantRates`
 at the rate that follows.
 
-Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the paper's, the units are
-our reading. `docs/relay.md` tells the life of a signal.
+Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the paper's, the units
+are our reading. `docs/relay.md` tells the life of a signal.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import NamedTuple, Protocol
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account, Shares
 from npu_gr.engine.cost import RunningQuantile
-from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
 from npu_gr.relay.config import Calibration, LiveSettings, TriggerConfig
 
 
@@ -148,10 +150,10 @@ class _Allowance(Account):
 class TenantRates:
     """Limits the pre-infers of all tenants together to a rate, of which `burst` may come at once.
 
-    Each tenant that wants pre-infers has a bucket of its own, which fills at its share of the rate and
-    holds its share of the burst. What runs over goes into one that everybody may take from. So a tenant
-    alone has the whole rate, and a tenant within its share finds a token whatever the others do. The
-    first token of a tenant is lent by the common bucket.
+    Each tenant that wants pre-infers has a bucket of its own, which fills at its share of the rate
+    and holds its share of the burst. What runs over goes into one that everybody may take from. So
+    a tenant alone has the whole rate, and a tenant within its share finds a token whatever the
+    others do. The first token of a tenant is lent by the common bucket.
 
     Invariant: takes <= burst + rate x time + one for each account, as for a single bucket.
     """
@@ -161,7 +163,8 @@ class TenantRates:
 
         Args:
             rate_per_s: tokens that come in; it may be changed at any time.
-            burst: tokens held at most, in all buckets together; less than 1 is 1. It may be changed at any time.
+            burst: tokens held at most, in all buckets together; less than 1 is 1. It may be changed
+                at any time.
             clock: seconds that never go back.
         """
         self.rate_per_s = rate_per_s
@@ -227,7 +230,8 @@ class RelayMeasurements:
         Args:
             settings: Q_m and its fraction, and T_life as a guess.
             pool: its bytes are the HBM budget.
-            calibration: measured before; None = start from guesses. It also gives Q_m if the settings do not.
+            calibration: measured before; None = start from guesses. It also gives Q_m if the
+                settings do not.
             clock: of the buckets.
         """
         self._clock = clock
@@ -247,7 +251,9 @@ class RelayMeasurements:
         """Start new buckets after the settings have changed. The quantiles stay."""
         self._rates = None
         if self._q_m_per_s is not None:
-            self._rates = TenantRates(self.q_inst_per_s, self._settings.trigger.burst_s, self._clock)
+            self._rates = TenantRates(
+                self.q_inst_per_s, self._settings.trigger.burst_s, self._clock
+            )
             self._rates.weigh(self._settings.tenant_weights)
 
     @property
@@ -263,7 +269,9 @@ class RelayMeasurements:
         q_m = self._q_m_per_s
         l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
         fraction = self._settings.trigger.q_m_fraction
-        return admitted_rate(l_max, self.t_life_p99_s.value, None if q_m is None else q_m * fraction)
+        return admitted_rate(
+            l_max, self.t_life_p99_s.value, None if q_m is None else q_m * fraction
+        )
 
     @property
     def rates(self) -> TenantRates | None:

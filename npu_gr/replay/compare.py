@@ -1,8 +1,9 @@
 """Two runs of one log side by side: ratios with confidence intervals, and the scores item by item.
 
-Intervals come from a block bootstrap. The requests are cut into blocks of neighbours in the log, and blocks are drawn
-with replacement. If both runs answered the same requests, the same blocks are drawn for both: a stretch of the log that
-is hard is then hard for both, and cancels. Percentiles in it come from counts in bins of 0.5 %.
+Intervals come from a block bootstrap. The requests are cut into blocks of neighbours in the log,
+and blocks are drawn with replacement. If both runs answered the same requests, the same blocks are
+drawn for both: a stretch of the log that is hard is then hard for both, and cancels. Percentiles in
+it come from counts in bins of 0.5 %.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     number: int  # of its record in the log's time order
     kind: str
-    due_at: float = msgspec.field(name="due_s")  # seconds after the run began; the name in the file stays
+    # seconds after the run began; the name in the file stays
+    due_at: float = msgspec.field(name="due_s")
     latency_ms: float
     error: str = ""
     outcome: str = ""
@@ -172,7 +174,8 @@ class MetricRatio:
 class Drift:
     """How far the scores of B are from those of A.
 
-    A drift is the largest difference within a request, over the standard deviation of A's scores in that request.
+    A drift is the largest difference within a request, over the standard deviation of A's scores in
+    that request.
     """
 
     num_compared: int  # requests that both answered
@@ -205,7 +208,15 @@ class Comparison:
 
     def render(self) -> Group:
         """Tables for a terminal."""
-        times = Table("", "A", "B", "B / A", "95 % interval", box=box.SIMPLE, title=f"A = {self.a}\nB = {self.b}")
+        times = Table(
+            "",
+            "A",
+            "B",
+            "B / A",
+            "95 % interval",
+            box=box.SIMPLE,
+            title=f"A = {self.a}\nB = {self.b}",
+        )
         for row in self.ratios:
             interval = f"{row.low:.3f} .. {row.high:.3f}"
             times.add_row(row.name, f"{row.a:.3f}", f"{row.b:.3f}", f"{row.ratio:.3f}", interval)
@@ -215,10 +226,14 @@ class Comparison:
         scores.add_row("bit for bit the same", str(drift.num_same_digest))
         if drift.num_with_values:
             scores.add_row(
-                "drift, P50 / P99 / max", f"{drift.p50_drift:.2e} / {drift.p99_drift:.2e} / {drift.max_drift:.2e} sd"
+                "drift, P50 / P99 / max",
+                f"{drift.p50_drift:.2e} / {drift.p99_drift:.2e} / {drift.max_drift:.2e} sd",
             )
             scores.add_row("largest difference", f"{drift.max_abs:.3e}")
-            scores.add_row(f"same first; best {TOP} shared", f"{drift.same_first_ratio:.2%}; {drift.top_overlap:.2%}")
+            scores.add_row(
+                f"same first; best {TOP} shared",
+                f"{drift.same_first_ratio:.2%}; {drift.top_overlap:.2%}",
+            )
             scores.add_row("farthest records", ", ".join(f"#{n} {d:.1e}" for n, d in drift.worst))
         if drift.num_unknown_differs:
             scores.add_row("another set of unknown items", str(drift.num_unknown_differs))
@@ -242,7 +257,8 @@ def compare(a: Path, b: Path, slo_s: float, seed: int = 0) -> Comparison:
     """Compare two runs.
 
     Args:
-        a, b: folders that `npu-gr replay --out` wrote, files of answers, or recorded logs that carry answers.
+        a, b: folders that `npu-gr replay --out` wrote, files of answers, or recorded logs that
+            carry answers.
         slo_s: seconds that a good answer takes at most.
         seed: of the bootstrap.
 
@@ -279,7 +295,9 @@ def _load(path: Path) -> _Run:
 # ---- times
 
 
-def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tuple[list[MetricRatio], bool]:
+def _ratios(
+    a: _Run, b: _Run, slo_ms: float, random: np.random.Generator
+) -> tuple[list[MetricRatio], bool]:
     is_paired = np.array_equal(a.numbers, b.numbers)
     blocks = [_Blocks.of(run, slo_ms) for run in (a, b)]
     draws_a = _draws(blocks[0].num_blocks, random)
@@ -287,11 +305,15 @@ def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tup
     found = []
     with np.errstate(divide="ignore", invalid="ignore"):  # NaN where nothing was answered
         values = [part.statistics(np.ones((1, part.num_blocks))) for part in blocks]
-        drawn = [part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)]
+        drawn = [
+            part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)
+        ]
         for name in values[0]:
             ratios = drawn[1][name] / drawn[0][name]
             finite = ratios[np.isfinite(ratios)]
-            low, high = np.percentile(finite, (2.5, 97.5)).tolist() if len(finite) else (math.nan, math.nan)
+            low, high = (
+                np.percentile(finite, (2.5, 97.5)).tolist() if len(finite) else (math.nan, math.nan)
+            )
             of_a = float(values[0][name][0])
             of_b = float(values[1][name][0])
             ratio = float(np.divide(of_b, of_a))  # numpy: a figure of A may be 0
@@ -341,7 +363,10 @@ class _Blocks:
         counts = draws @ self.bins
         if not counts.shape[1]:
             nothing = np.full(len(draws), math.nan)
-            return {**dict.fromkeys(("P50 ms", "P95 ms", "P99 ms", "mean ms"), nothing), "within SLO": within}
+            return {
+                **dict.fromkeys(("P50 ms", "P95 ms", "P99 ms", "mean ms"), nothing),
+                "within SLO": within,
+            }
         upto = np.cumsum(counts, 1)
         total = upto[:, -1]
         found: dict[str, npt.NDArray[Any]] = {
@@ -353,7 +378,9 @@ class _Blocks:
 
 def _draws(num_blocks: int, random: np.random.Generator) -> F64:
     """[RESAMPLES, blocks] how often each block is drawn."""
-    draws: F64 = random.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES).astype(np.float64)
+    draws: F64 = random.multinomial(
+        num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES
+    ).astype(np.float64)
     return draws
 
 
@@ -362,7 +389,11 @@ def _draws(num_blocks: int, random: np.random.Generator) -> F64:
 
 def _drift(a: _Run, b: _Run) -> Drift:
     _, of_a, of_b = np.intersect1d(a.numbers, b.numbers, return_indices=True)
-    both = [(i, j) for i, j in zip(of_a.tolist(), of_b.tolist(), strict=True) if a.digests[i] and b.digests[j]]
+    both = [
+        (i, j)
+        for i, j in zip(of_a.tolist(), of_b.tolist(), strict=True)
+        if a.digests[i] and b.digests[j]
+    ]
     same = sum(a.digests[i] == b.digests[j] for i, j in both)
     drifts: list[tuple[float, int]] = []
     largest = 0.0
@@ -372,7 +403,11 @@ def _drift(a: _Run, b: _Run) -> Drift:
     for i, j in both:
         left = a.scores[i]
         right = b.scores[j]
-        if not left or left.keys() != right.keys() or any(len(left[task]) != len(right[task]) for task in left):
+        if (
+            not left
+            or left.keys() != right.keys()
+            or any(len(left[task]) != len(right[task]) for task in left)
+        ):
             continue
         if any(not np.array_equal(np.isnan(left[task]), np.isnan(right[task])) for task in left):
             unknown += 1
@@ -403,11 +438,14 @@ def _largest(drifts: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return sorted(drifts, key=lambda pair: (-pair[0], pair[1]))[:WORST]
 
 
-def _apart(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> tuple[float, float, float, bool]:
+def _apart(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+) -> tuple[float, float, float, bool]:
     """Compare the scores of one request and task.
 
     Returns:
-        The drift, the largest difference, the overlap of the best `TOP`, whether the first item is the same.
+        The drift, the largest difference, the overlap of the best `TOP`, whether the first item is
+        the same.
     """
     known = ~(np.isnan(a) | np.isnan(b))
     left = a[known].astype(np.float64)
@@ -418,4 +456,9 @@ def _apart(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> tuple[floa
     spread = float(left.std())
     best = [np.argsort(-row, kind="stable")[:TOP] for row in (left, right)]
     shared = len(np.intersect1d(best[0], best[1])) / len(best[0])
-    return (gap / spread if spread else (0.0 if not gap else math.inf)), gap, shared, bool(best[0][0] == best[1][0])
+    return (
+        (gap / spread if spread else (0.0 if not gap else math.inf)),
+        gap,
+        shared,
+        bool(best[0][0] == best[1][0]),
+    )

@@ -19,8 +19,8 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, RANK
 from npu_gr.core.names import ActionNames, item_ids
-from npu_gr.core.words import near, quoted
-from npu_gr.features.interactions import Interactions
+from npu_gr.core.text_format import near, quoted
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 
 LIKE = 4.0  # the least rating that counts as a like
@@ -43,9 +43,13 @@ class ModelVocabulary:
         """
         ids = {value: index for index, value in enumerate(self.action_values)}
         try:
-            return Events.make(part.items, [ids[value] for value in part.values.tolist()], part.timestamps)
+            return Events.make(
+                part.items, [ids[value] for value in part.values.tolist()], part.timestamps
+            )
         except KeyError as error:
-            raise DataError(f"value {error} is none of the model's actions {self.action_values}") from error
+            raise DataError(
+                f"value {error} is none of the model's actions {self.action_values}"
+            ) from error
 
 
 def _shown(
@@ -54,8 +58,8 @@ def _shown(
     """Candidates in a random order: the items that the user took next, and items drawn from the others.
 
     Returns:
-        The candidates, and labels: click = the user took it, like = rated `LIKE` or more. A drawn item has no like
-        label.
+        The candidates, and labels: click = the user took it, like = rated `LIKE` or more. A drawn
+        item has no like label.
     """
     drawn = random.choice(others, num_candidates - len(next_), replace=False)
     shuffled = random.permutation(num_candidates)
@@ -73,11 +77,13 @@ def from_ratings(
     num_candidates: int = 100,
     seed: int = 0,
 ) -> list[QueryRecord]:
-    """Ranks, and after each the events that followed it, in time order; the history store has what was before.
+    """Ranks, and after each the events that followed it, in time order.
 
-    A user's held-out events are cut into slices. Each slice becomes a rank whose candidates hold those items, and then
-    the events themselves. Rating data have poor arrivals (in MovieLens half of the stamps repeat the one before), so
-    replay such a log at a rate.
+    The history store has what was before.
+
+    A user's held-out events are cut into slices. Each slice becomes a rank whose candidates hold
+    those items, and then the events themselves. Rating data have poor arrivals (in MovieLens half
+    of the stamps repeat the one before), so replay such a log at a rate.
 
     Args:
         heldout: the events to make requests from.
@@ -89,7 +95,9 @@ def from_ratings(
     random = np.random.default_rng(seed)
     records = []
     order = np.argsort(heldout.users, kind="stable")
-    for places in np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1) if len(order) else []:
+    for places in (
+        np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1) if len(order) else []
+    ):
         part = heldout[places]
         user = part.user_names[part.users[0]]
         others = np.setdiff1d(vocabulary.item_ids, part.items)
@@ -98,7 +106,14 @@ def from_ratings(
             shown, labels = _shown(next_, others, num_candidates, random)
             at = int(next_.timestamps[0])
             records.append(
-                QueryRecord(ts=float(at), kind=RANK.name, user_id=user, candidates=shown, timestamp=at, labels=labels)
+                QueryRecord(
+                    ts=float(at),
+                    kind=RANK.name,
+                    user_id=user,
+                    candidates=shown,
+                    timestamp=at,
+                    labels=labels,
+                )
             )
             events = LoggedHistory.of(vocabulary.events(next_))
             records.append(QueryRecord(ts=float(at), kind=EVENTS.name, user_id=user, events=events))
@@ -120,7 +135,8 @@ class SqlSource:
 
         Args:
             query: for DuckDB; paths in it are relative to the working directory.
-            actions: of the model, for histories whose actions are names; None = they are places already.
+            actions: of the model, for histories whose actions are names; None = they are places
+                already.
         """
         self._query = query
         self._actions = actions
@@ -130,12 +146,15 @@ class SqlSource:
         """Run the query.
 
         Raises:
-            DataError: the query fails, gives no row, or a row that is no record. ConfigError: there is no DuckDB.
+            DataError: the query fails, gives no row, or a row that is no record. ConfigError: there
+                is no DuckDB.
         """
         try:
             import duckdb
         except ImportError as error:
-            raise ConfigError(f"convert sql: needs pip install 'npu_gr[parquet]': {error}") from error
+            raise ConfigError(
+                f"convert sql: needs pip install 'npu_gr[parquet]': {error}"
+            ) from error
         self.kinds.clear()
         try:
             with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as database:
@@ -189,7 +208,10 @@ class SqlSource:
 def _check(names: list[str]) -> None:
     for name in names:
         if name not in _FIELDS:
-            raise DataError(f"the query: a record has no {name}{near(name, _FIELDS)}; it has {', '.join(_FIELDS)}")
+            raise DataError(
+                f"the query: a record has no {name}{near(name, _FIELDS)}; it has "
+                f"{', '.join(_FIELDS)}"
+            )
     lacking = [name for name in ("ts", "kind", "user_id") if name not in names]
     if lacking:
         raise DataError(f"the query: gives no {', '.join(lacking)}")

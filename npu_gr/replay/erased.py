@@ -1,10 +1,13 @@
-"""The list of erased users beside recordings. Every reader leaves their records out, until they are removed.
+"""The list of erased users beside recordings.
+
+Every reader leaves their records out, until they are removed.
 
     {"salt": "..."}                     the first line
     {"who": "...", "at": 1.7e9}         records of this user up to this time are erased
 
-A user is in the list as a salted hash of the names in the records, so that it can be read without the key of the
-recordings, and names nobody who is not known already. Whoever adds or drops a line holds a lock; a reader needs none.
+A user is in the list as a salted hash of the names in the records, so that it can be read without
+the key of the recordings, and names nobody who is not known already. Whoever adds or drops a line
+holds a lock; a reader needs none.
 """
 
 from __future__ import annotations
@@ -22,18 +25,23 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.file_permissions import make_private, open_private, warn_if_shared
 from npu_gr.core.history import UserKey
-from npu_gr.core.private import make_private, open_private, warn_if_shared
 
 KEY_FILE = "hash-key"  # in the folder of the recordings, where the configuration names no other
 MIN_KEY_BYTES = 16
 
 
 def recorded_as(user: UserKey, key: bytes | None) -> UserKey:
-    """Return the names that a record has; with a key each is 32 hex digits of HMAC-SHA256. No tenant stays none."""
+    """Return the names that a record has; with a key each is 32 hex digits of HMAC-SHA256.
+
+    No tenant stays none.
+    """
     if key is None:
         return user
-    return UserKey(_hashed(key, "tenant", user.tenant) if user.tenant else "", _hashed(key, "user", *user))
+    return UserKey(
+        _hashed(key, "tenant", user.tenant) if user.tenant else "", _hashed(key, "user", *user)
+    )
 
 
 def names_of(user: UserKey, folder: Path, key: bytes | None) -> list[UserKey]:
@@ -53,12 +61,17 @@ def read_key(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"record.hash_key_file: {path}: {error.strerror}") from error
     if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"record.hash_key_file: {path} holds {len(key)} bytes, at least {MIN_KEY_BYTES} are needed")
+        raise ConfigError(
+            f"record.hash_key_file: {path} holds {len(key)} bytes, at least "
+            f"{MIN_KEY_BYTES} are needed"
+        )
     return key
 
 
 def made_key(folder: Path) -> bytes:
-    """Read the key of a folder, and make it if it is missing. Processes that do so at the same time get one key.
+    """Read the key of a folder, and make it if it is missing.
+
+    Processes that do so at the same time get one key.
 
     Raises:
         ConfigError: it cannot be used. OSError: it cannot be made.
@@ -125,7 +138,9 @@ class ErasedUsers:
 
 
 def read(folder: Path) -> ErasedUsers:
-    """Read the list of a folder. A last line that was not written whole was not acknowledged, and is left out.
+    """Read the list of a folder.
+
+    A last line that was not written whole was not acknowledged, and is left out.
 
     Raises:
         DataError: it cannot be read, so nobody knows which records may be read.
@@ -154,7 +169,7 @@ def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
     """Add a user under each of its names, durably.
 
     Raises:
-        OSError: the disk refuses; the user may not be in the list. DataError: the list is damaged.
+        OSError: the disk rejects; the user may not be in the list. DataError: the list is damaged.
     """
     path = folder / LIST
     with _locked(folder):
@@ -190,13 +205,18 @@ def drop(folder: Path, done: Mapping[str, float]) -> None:
 
 def _who(salt: bytes, names: UserKey) -> str:
     parts = [part.encode("utf-8", "surrogatepass") for part in names]
-    return hashlib.blake2b(len(parts[0]).to_bytes(4, "big") + b"".join(parts), digest_size=16, key=salt).hexdigest()
+    return hashlib.blake2b(
+        len(parts[0]).to_bytes(4, "big") + b"".join(parts), digest_size=16, key=salt
+    ).hexdigest()
 
 
 def _replace(folder: Path, salt: str, until: Mapping[str, float]) -> None:
     beside = folder / f".{LIST}.tmp"
     make_private(beside)
-    lines = [msgspec.json.encode(_Salt(salt)), *(msgspec.json.encode(_Line(who, at)) for who, at in until.items())]
+    lines = [
+        msgspec.json.encode(_Salt(salt)),
+        *(msgspec.json.encode(_Line(who, at)) for who, at in until.items()),
+    ]
     with beside.open("wb") as file:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()

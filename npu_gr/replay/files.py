@@ -1,8 +1,8 @@
 """Files of query logs: JSONL, plain, gzip or zstd, by suffix.
 
-Records are read in time order without holding the file. A recorder writes a request when it is answered, not when it
-came; so in a file a record may stand up to `REORDER` places after its time, and reading restores the order. A file
-whose records are later than that is refused.
+Records are read in time order without holding the file. A recorder writes a request when it is
+answered, not when it came; so in a file a record may stand up to `REORDER` places after its time,
+and reading restores the order. A file whose records are later than that is rejected.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import IO, Literal, cast
 import msgspec
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.file_permissions import make_private
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines, zstandard
-from npu_gr.core.private import make_private
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
 
@@ -35,12 +35,15 @@ _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 class QueryLog:
-    """The records of a file in time order (of equal times: file order). Every `iter` reads the file anew.
+    """The records of a file in time order (of equal times: file order).
+
+    Every `iter` reads the file anew.
 
     Args:
         path: .jsonl, .jsonl.gz or .jsonl.zst.
-        bad_lines: what to do at a line that is no record, or at an end that is missing. "fail" stops the reading with
-            a DataError; "skip" counts it in `num_bad` and keeps the first `MAX_NAMED` reasons in `bad`.
+        bad_lines: what to do at a line that is no record, or at an end that is missing. "fail"
+            stops the reading with a DataError; "skip" counts it in `num_bad` and keeps the first
+            `MAX_NAMED` reasons in `bad`.
 
     Records of users who were erased since are left out, and counted in `num_erased`.
 
@@ -49,7 +52,10 @@ class QueryLog:
 
     def __init__(self, path: Path, bad_lines: BadLines = "fail") -> None:
         if not path.name.endswith(_JSONL):
-            raise DataError(f"{path}: expected a name in {', '.join(_JSONL)}; convert sql makes logs of other files")
+            raise DataError(
+                f"{path}: expected a name in {', '.join(_JSONL)}; convert sql makes "
+                "logs of other files"
+            )
         self.path = path
         self._bad_lines = bad_lines
         self.num_bad = 0
@@ -64,7 +70,9 @@ class QueryLog:
         self.read_ratio = 0.0
         return in_time_order(f"{self.path}, line", self._not_erased(self._parsed()))
 
-    def _not_erased(self, numbered: Iterator[tuple[int, QueryRecord]]) -> Iterator[tuple[int, QueryRecord]]:
+    def _not_erased(
+        self, numbered: Iterator[tuple[int, QueryRecord]]
+    ) -> Iterator[tuple[int, QueryRecord]]:
         """Leave out the users who were erased since: the list beside the file says who."""
         listed = erased.read(self.path.parent)
         for number, record in numbered:
@@ -99,7 +107,9 @@ class QueryLog:
                 else:
                     yield number, record
         except (OSError, EOFError, zlib.error) as error:
-            if not number and isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            if not number and isinstance(
+                error, FileNotFoundError | PermissionError | IsADirectoryError
+            ):
                 raise DataError(f"{self.path}: {error.strerror}") from error
             self._reject(number + 1, error)
 
@@ -123,7 +133,9 @@ def in_time_order(name: str, numbered: Iterable[tuple[int, QueryRecord]]) -> Ite
     last_ts = -float("inf")
     for number, record in numbered:
         if record.ts < last_ts:
-            raise DataError(f"{name} {number}: more than {REORDER} records out of time order; sort them by time")
+            raise DataError(
+                f"{name} {number}: more than {REORDER} records out of time order; sort them by time"
+            )
         heapq.heappush(waiting, (record.ts, number, record))
         if len(waiting) > REORDER:
             last_ts, _, earliest = heapq.heappop(waiting)
@@ -199,11 +211,14 @@ class RotatingFile:
         if self._open is None:
             self._num += 1
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            self._path = self._folder / f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self._suffix}{PART}"
+            self._path = (
+                self._folder / f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self._suffix}{PART}"
+            )
             self._began_at = time.monotonic()
             self._open = create(self._path, Path(self._suffix).suffix)
         self._open.write(line)
-        if self._open.tell() >= self._max_bytes:  # counted before compression, so a compressed file is well below
+        # counted before compression, so a compressed file is well below
+        if self._open.tell() >= self._max_bytes:
             self.close()
 
     def flush(self, is_over: bool) -> None:
@@ -227,7 +242,10 @@ class RotatingFile:
             self._path.rename(self._path.with_suffix(""))
 
     def abandon(self) -> None:
-        """Go on with a new file, because the disk refused this one. What reached the disk stays there."""
+        """Go on with a new file, because the disk rejected this one.
+
+        What reached the disk stays there.
+        """
         with contextlib.suppress(OSError):
             self.close()
         self._open = None

@@ -1,11 +1,13 @@
 """Query logs, format 1: the records. `npu_gr/replay/files.py` reads and writes files of them.
 
-A record says when a request came (`ts`), who sent it, what was asked (`kind` and its fields, named as in the HTTP
-bodies), how long the answer might take, and what the answer was. A column of integers is a list, or raw little-endian
-bytes in base64, as on the wire: items, timestamps and candidates are int64, actions int16.
+A record says when a request came (`ts`), who sent it, what was asked (`kind` and its fields, named
+as in the HTTP bodies), how long the answer might take, and what the answer was. A column of
+integers is a list, or raw little-endian bytes in base64, as on the wire: items, timestamps and
+candidates are int64, actions int16.
 
-The kinds are those of `npu_gr/core/kinds.py` that are recorded. What a kind's requests may say beyond the fields that
-several kinds share stands in one Struct, in the field of the kind's name; `OPTIONS` lists those Structs.
+The kinds are those of `npu_gr/core/kinds.py` that are recorded. What a kind's requests may say
+beyond the fields that several kinds share stands in one Struct, in the field of the kind's name;
+`OPTIONS` lists those Structs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
 from npu_gr.core.request import Normalise, OrderName, SourceName
 
-RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
+RECORDED: dict[str, Kind[Any, Any]] = {
+    name: kind for name, kind in KINDS.items() if kind.is_recorded
+}
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)
 MAX_MS = 3.6e6  # an hour: the largest deadline or delay that a record may have
 
@@ -53,7 +57,9 @@ def count(values: Column, width_bytes: int = 8) -> int:
     return len(values) // width_bytes
 
 
-class LoggedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedColumns(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Features of events or candidates, raw as on the wire, by their names."""
 
     numbers: dict[str, bytes] = {}  # float32 a row, NaN = missing
@@ -62,7 +68,10 @@ class LoggedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def columns(self, num_rows: int) -> Columns:
         """The features of n rows as arrays."""
         numbers = {name: np.frombuffer(raw, "<f4") for name, raw in self.numbers.items()}
-        names = {name: np.frombuffer(raw, "<u8").reshape(num_rows, -1) for name, raw in self.names.items()}
+        names = {
+            name: np.frombuffer(raw, "<u8").reshape(num_rows, -1)
+            for name, raw in self.names.items()
+        }
         return Columns(numbers, names)
 
     @classmethod
@@ -71,7 +80,9 @@ class LoggedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not columns:
             return None
         return cls(
-            numbers={name: column.astype("<f4").tobytes() for name, column in columns.numbers.items()},
+            numbers={
+                name: column.astype("<f4").tobytes() for name, column in columns.numbers.items()
+            },
             names={name: column.astype("<u8").tobytes() for name, column in columns.names.items()},
         )
 
@@ -80,8 +91,13 @@ class LoggedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return {**self.numbers, **self.names}
 
 
-class LoggedFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Features of the user, the request and the candidates. Those of events stand in the history."""
+class LoggedFeatures(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Features of the user, the request and the candidates.
+
+    Those of events stand in the history.
+    """
 
     user: dict[str, LoggedValue] | None = None
     request: dict[str, LoggedValue] = {}
@@ -89,11 +105,17 @@ class LoggedFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def on_the_wire(self) -> dict[str, Any]:
         """The same as a body has them."""
-        parts = {"user": self.user, "request": self.request, "cross": self.cross and self.cross.on_the_wire()}
+        parts = {
+            "user": self.user,
+            "request": self.request,
+            "cross": self.cross and self.cross.on_the_wire(),
+        }
         return {name: part for name, part in parts.items() if part}
 
 
-class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedHistory(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Behaviours as columns of one length, oldest first."""
 
     items: Column
@@ -104,7 +126,9 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         lengths = count(self.items), count(self.actions, 2), count(self.timestamps)
         if len(set(lengths)) > 1:
-            raise ValueError("items, actions and timestamps have {}, {} and {} entries".format(*lengths))
+            raise ValueError(
+                "items, actions and timestamps have {}, {} and {} entries".format(*lengths)
+            )
 
     def __len__(self) -> int:
         return count(self.items)
@@ -112,7 +136,12 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def events(self) -> Events:
         """The behaviours as arrays."""
         features = NO_COLUMNS if self.features is None else self.features.columns(len(self))
-        return Events(column(self.items), column(self.actions, "<i2"), column(self.timestamps), features=features)
+        return Events(
+            column(self.items),
+            column(self.actions, "<i2"),
+            column(self.timestamps),
+            features=features,
+        )
 
     @classmethod
     def of(cls, events: Events) -> LoggedHistory:
@@ -125,7 +154,9 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedGenerate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The options of a generate. The service decides about a field that is absent."""
 
     num_items: int = 50
@@ -138,7 +169,9 @@ class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     attributes: dict[str, list[bool | int | float | str]] = {}
 
 
-class LoggedMatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedMatch(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The options of a match."""
 
     num_items: int = 50
@@ -147,7 +180,9 @@ class LoggedMatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     deny_items: Column | None = None
 
 
-class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedRecommend(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The options of a recommend. The service decides about a field that is absent."""
 
     num_items: int = 10
@@ -160,15 +195,19 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     order: OrderName | None = None
 
 
-# Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among
-# its options; `base` goes with a history that may be a delta.
+# Fields of a record that several kinds share. A kind has one if its request has a field of that
+# name that is not among its options; `base` goes with a history that may be a delta.
 SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
-# The user has columns of its own; a replayed append is another append; features stand in `features`.
+# The user has columns of its own; a replayed append is another append; features stand in
+# `features`.
 NOT_LOGGED = ("user", "idempotency_key", "request_features", "cross_features")
 
 
 def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
-    """Make the options of a kind from its request's own fields; arrays become columns. None = it has no own fields."""
+    """Make the options of a kind from its request's own fields; arrays become columns.
+
+    None = it has no own fields.
+    """
     hints = get_type_hints(kind.request)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind.request):
@@ -177,17 +216,24 @@ def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
         is_array = "ndarray" in str(hints[field.name])
         hint = Column if is_array else hints[field.name]
         if field.default is not msgspec.NODEFAULT:
-            fields.append((field.name, hint | None if field.default is None else hint, field.default))
+            fields.append(
+                (field.name, hint | None if field.default is None else hint, field.default)
+            )
         elif field.default_factory is not msgspec.NODEFAULT:
             fields.append((field.name, hint, msgspec.field(default_factory=field.default_factory)))
         else:
             fields.append((field.name, hint))
     name = f"Logged{kind.title}"
-    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=True) if fields else None
+    return (
+        msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=True)
+        if fields
+        else None
+    )
 
 
-# The Struct in the record's field of the kind's name. Its fields have the names of the request's own
-# (`core/request.py`). The first three are as format 1 fixed them; another kind's options follow from its request.
+# The Struct in the record's field of the kind's name. Its fields have the names of the request's
+# own (`core/request.py`). The first three are as format 1 fixed them; another kind's options follow
+# from its request.
 OPTIONS: dict[str, type[msgspec.Struct]] = {
     GENERATE.name: LoggedGenerate,
     MATCH.name: LoggedMatch,
@@ -201,7 +247,9 @@ OPTIONS |= {
 }
 
 
-class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoggedAnswer(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What the service answered when the log was made."""
 
     status: int = 200
@@ -210,10 +258,13 @@ class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_version: str = ""  # of a match: its vectors'
     fingerprint: str = ""  # of the history; what a later delta names as its base
     digest: str = ""  # of the scores, or of the items and their scores: see `npu_gr/replay/log.py`
-    scores: dict[str, bytes] = {}  # task -> raw float32 a candidate, NaN = unknown item; where values were kept
+    # task -> raw float32 a candidate, NaN = unknown item; where values were kept
+    scores: dict[str, bytes] = {}
 
 
-class _Format1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Format1(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One logged request. A rank may carry what the user did with its candidates."""
 
     ts: float  # seconds, epoch or relative: when the request came
@@ -227,7 +278,8 @@ class _Format1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     timestamp: int | None = None  # unix seconds the candidates were shown at
     top_k: int | None = None
     deadline_ms: float | None = None
-    delay_ms: float | None = None  # of a rank: `ts` is the user's arrival, retrieval and pre-processing took this long
+    # of a rank: `ts` is the user's arrival, retrieval and pre-processing took this long
+    delay_ms: float | None = None
     generate: LoggedGenerate | None = None
     match: LoggedMatch | None = None
     recommend: LoggedRecommend | None = None
@@ -265,7 +317,11 @@ if TYPE_CHECKING:
 else:  # and one field for the options of each kind that is newer than format 1
     QueryRecord = msgspec.defstruct(
         "QueryRecord",
-        [(name, options | None, None) for name, options in OPTIONS.items() if name not in _Format1.__struct_fields__],
+        [
+            (name, options | None, None)
+            for name, options in OPTIONS.items()
+            if name not in _Format1.__struct_fields__
+        ],
         bases=(_Format1,),
         module=__name__,
         frozen=True,
@@ -277,7 +333,8 @@ else:  # and one field for the options of each kind that is newer than format 1
 
 # ---- the fields of each kind, of which the recorder, the player and the bodies read
 
-UNRANKED = "unranked"  # the outcome of an answer whose own outcome is null: a recommend whose rank failed
+# the outcome of an answer whose own outcome is null: a recommend whose rank failed
+UNRANKED = "unranked"
 
 _OUTCOME = "outcome"
 _VERSION = "model_version"
@@ -328,7 +385,8 @@ def digest(scores: TaskScores, items: Sequence[int] | npt.NDArray[np.int64] = ()
     """Hash an answer.
 
     Args:
-        scores: task -> float32 scores; null and NaN are equal. The order of the tasks does not matter.
+        scores: task -> float32 scores; null and NaN are equal. The order of the tasks does not
+            matter.
         items: the items that the answer chose, where it chose them; their order matters.
 
     Returns:

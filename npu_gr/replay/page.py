@@ -1,7 +1,7 @@
 """The report as one HTML page: tables, and plots that matplotlib draws as SVG text.
 
-Text stays text, nothing is loaded, and the same figures give the same bytes. Without the extra `plot` there is a
-sentence in a plot's place, so that a report always has its tables.
+Text stays text, nothing is loaded, and the same figures give the same bytes. Without the extra
+`plot` there is a sentence in a plot's place, so that a report always has its tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _STYLE: Any = {
 
 
 def svg(
-    draw: Callable[[Any], None], x: str, y: str, *, log: str = "", size_in: tuple[float, float] = (9.0, 4.4)
+    draw: Callable[[Any], None],
+    x: str,
+    y: str,
+    *,
+    log: str = "",
+    size_in: tuple[float, float] = (9.0, 4.4),
 ) -> str:
     """Plot what `draw` puts on the axes that it gets.
 
@@ -66,7 +71,9 @@ def svg(
         if handles:
             figure.legend(handles, names, loc="outside upper left", ncols=5, handlelength=1.2)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     text = out.getvalue()
     return text[text.index("<svg") :].replace("<svg ", '<svg role="img" ', 1)
 
@@ -92,36 +99,50 @@ dt { font-weight: 600; } dd { margin: 0 0 8px; max-width: 80ch; }
 _TIME = "s since the run began"
 _LATENCY = "ms from the due time"
 _WORDS = {
-    "offered, goodput": "ranks that were sent a second; those of them that were answered within the objective (SLO)",
-    "due time": "when a request should leave, by the log or the rate. Latencies count from it, so a load generator "
+    "offered, goodput": "ranks that were sent a second; those of them that were answered within "
+    "the objective (SLO)",
+    "due time": "when a request should leave, by the log or the rate. Latencies count from it, so "
+    "a load generator "
     "that falls behind hides nothing",
-    "send-lag": f"how late requests left. Over {LATE_S * 1e3:g} ms at P99 the load generator was the limit, not the "
+    "send-lag": f"how late requests left. Over {LATE_S * 1e3:g} ms at P99 the load generator was "
+    "the limit, not the "
     "service",
-    "hits": "ranks that found the keys and values (KV) of the user's history: in device memory (hbm_hit), in host "
+    "hits": "ranks that found the keys and values (KV) of the user's history: in device memory "
+    "(hbm_hit), in host "
     "memory (dram_hit), or while they were being computed (joined)",
-    "miss_full, degraded": "ranks that computed all of the history; that read only its newest part, to be in time",
+    "miss_full, degraded": "ranks that computed all of the history; that read only its newest "
+    "part, to be in time",
     "cached tokens": "share of all history tokens that were read from KV instead of being computed",
 }
 
 
 def page(study: Study, title: str) -> str:
     """The whole HTML document of a study."""
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    head = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    )
     parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
     for place, run in enumerate(study.runs, 1):
         parts.append(_run(run, f"run-{place}"))
     words = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _WORDS.items())
     parts.append(f"<h2>Words</h2><dl>{words}</dl>")
-    parts.append(f"<h2>JSON</h2><details><summary>all of it</summary><pre>{escape(study.to_json())}</pre></details>")
+    parts.append(
+        "<h2>JSON</h2><details><summary>all of "
+        f"it</summary><pre>{escape(study.to_json())}</pre></details>"
+    )
     return "".join(parts) + "</body></html>\n"
 
 
 def _summary(study: Study) -> str:
     rows = [
-        [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]] for i, cells in enumerate(map(row, study.runs), 1)
+        [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]]
+        for i, cells in enumerate(map(row, study.runs), 1)
     ]
     text = table(COLUMNS, rows)
-    return text + f'<div class="plots">{figure("Goodput against offered load", _goodput(study.runs))}</div>'
+    return (
+        text
+        + f'<div class="plots">{figure("Goodput against offered load", _goodput(study.runs))}</div>'
+    )
 
 
 def _run(run: Report, anchor: str) -> str:
@@ -132,16 +153,29 @@ def _run(run: Report, anchor: str) -> str:
     )
     figures = "".join(figure(title, plot) for title, plot in plots)
     warning = (
-        '<p class="warn">The load generator was late: these latencies are partly its own.</p>' if run.was_late else ""
+        '<p class="warn">The load generator was late: these latencies are partly its own.</p>'
+        if run.was_late
+        else ""
     )
-    cut = '<p class="warn">Interrupted: only what was answered before counts.</p>' if run.interrupted else ""
+    cut = (
+        ('<p class="warn">Interrupted: only what was answered before counts.</p>')
+        if run.interrupted
+        else ""
+    )
     columns = ("ms from the due time", "count", *(f"P{p:g}" for p in PERCENTILES))
     latencies = table(
-        columns, [[escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())] for r in run.latencies]
+        columns,
+        [
+            [escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())]
+            for r in run.latencies
+        ],
     )
     facts = table(("", ""), [[escape(key), escape(value)] for key, value in run.facts()])
     heading = f'<h2 id="{anchor}">{escape(arrivals(run.settings))}</h2>'
-    return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
+    return (
+        f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div '
+        f'class="facts">{facts}</div>'
+    )
 
 
 def _goodput(runs: Sequence[Report]) -> str:
@@ -150,10 +184,16 @@ def _goodput(runs: Sequence[Report]) -> str:
         points = sorted((run.offered_per_s, run.goodput_per_s) for run in runs)
         if len(runs) == 1:
             slices = runs[0].slices
-            of_slices = [[part[name] for part in slices] for name in ("offered_per_s", "goodput_per_s")]
-            axes.scatter(*of_slices, s=14, color=COLOURS[1], alpha=0.5, lw=0, label="slices of its time")
+            of_slices = [
+                [part[name] for part in slices] for name in ("offered_per_s", "goodput_per_s")
+            ]
+            axes.scatter(
+                *of_slices, s=14, color=COLOURS[1], alpha=0.5, lw=0, label="slices of its time"
+            )
         name = "runs" if len(runs) > 1 else "the run"
-        axes.plot(*zip(*points, strict=True), color=COLOURS[0], lw=1.8, marker="o", label=name, zorder=3)
+        axes.plot(
+            *zip(*points, strict=True), color=COLOURS[0], lw=1.8, marker="o", label=name, zorder=3
+        )
 
     return svg(draw, "offered ranks/s", "ranks/s within the SLO", size_in=_WIDE_IN)
 
@@ -216,5 +256,7 @@ def figure(title: str, plot: str) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An HTML table. Cells are HTML already; titles of columns are text."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows
+    )
     return f"<table><tr>{head}</tr>{body}</table>"

@@ -1,8 +1,10 @@
-"""A plan: the requests of a query log with their due times, one after the other. Pure: no clock, no I/O.
+"""A plan: the requests of a query log with their due times, one after the other.
 
-Records keep their order in time. Times are the log's, divided by `speed`; or requests with scores are paced anew at
-`rate` and the others are spread evenly between them. A cascade does not get faster under load, so its own delays keep
-their real seconds whatever the speed:
+Pure: no clock, no I/O.
+
+Records keep their order in time. Times are the log's, divided by `speed`; or requests with scores
+are paced anew at `rate` and the others are spread evenly between them. A cascade does not get
+faster under load, so its own delays keep their real seconds whatever the speed:
 
     the log has signals        a signal belongs to the user's next rank within `PAIR_S` and leaves as long before it
     a rank has delay_ms        `ts` is the user's arrival: signal at once, rank after the recorded delay
@@ -40,52 +42,95 @@ _Gap = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options, checked also where they are constructed in code. Raises ValueError with the field's name and limit.
+    """Options, checked also where they are constructed in code.
 
-    Arrivals are the log's own (`speed`); or made (`rate`); or there are none and a fixed number of requests is in
-    flight (`closed`).
+    Raises ValueError with the field's name and limit.
+
+    Arrivals are the log's own (`speed`); or made (`rate`); or there are none and a fixed number of
+    requests is in flight (`closed`).
     """
 
     base_url: Annotated[str, Meta(description="service or router, http or https; /v1/... is added")]
-    api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = None
-    speed: Annotated[Positive, Meta(description="log seconds per second; not together with rate")] = 1.0
-    rate: Annotated[Positive | None, Meta(description="ranks per second instead of the log's times")] = None
-    arrival: Annotated[Literal["poisson", "constant"], Meta(description="gaps between ranks at rate")] = "poisson"
-    closed: Annotated[Count | None, Meta(description="requests in flight, the next when one is over")] = None
+    api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = (
+        None
+    )
+    speed: Annotated[
+        Positive, Meta(description="log seconds per second; not together with rate")
+    ] = 1.0
+    rate: Annotated[
+        Positive | None, Meta(description="ranks per second instead of the log's times")
+    ] = None
+    arrival: Annotated[
+        Literal["poisson", "constant"], Meta(description="gaps between ranks at rate")
+    ] = "poisson"
+    closed: Annotated[
+        Count | None, Meta(description="requests in flight, the next when one is over")
+    ] = None
     signal_lead_s: Annotated[
-        _Gap | None, Meta(description="s from signal to rank, where the log has no signal; None = only the log's own")
+        _Gap | None,
+        Meta(
+            description="s from signal to rank, where the log has no signal; None = "
+            "only the log's own"
+        ),
     ] = None
     rank_delay_s: Annotated[
         _Gap | None,
-        Meta(description="where the log has neither signal nor delay_ms: signal at arrival, rank this median later"),
+        Meta(
+            description="where the log has neither signal nor delay_ms: signal at arrival, rank "
+            "this median later"
+        ),
     ] = None
-    rank_delay_p99_s: Annotated[_Gap | None, Meta(description="its P99 (log-normal); None = always the median")] = None
+    rank_delay_p99_s: Annotated[
+        _Gap | None, Meta(description="its P99 (log-normal); None = always the median")
+    ] = None
     histories: Annotated[
-        Literal["logged", "whole", "delta"], Meta(description="how histories are sent; logged = as the log has them")
+        Literal["logged", "whole", "delta"],
+        Meta(description="how histories are sent; logged = as the log has them"),
     ] = "logged"
     start_s: Annotated[float, Meta(ge=0, description="log seconds to leave out at the start")] = 0.0
     limit: Annotated[Count | None, Meta(description="log records, oldest first; None = all")] = None
-    sample_users: Annotated[float, Meta(gt=0, le=1, description="share of the users to replay, by hash")] = 1.0
-    duration_s: Annotated[Seconds | None, Meta(description="s of sending; None = the whole log")] = None
-    warmup_s: Annotated[float, Meta(ge=0, description="s of sending at the start that are not counted")] = 0.0
-    timeout_s: Annotated[Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
-    slo_s: Annotated[Seconds, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
-    bad_lines: Annotated[Literal["fail", "skip"], Meta(description="a line of the log that is no record")] = "fail"
+    sample_users: Annotated[
+        float, Meta(gt=0, le=1, description="share of the users to replay, by hash")
+    ] = 1.0
+    duration_s: Annotated[
+        Seconds | None, Meta(description="s of sending; None = the whole log")
+    ] = None
+    warmup_s: Annotated[
+        float, Meta(ge=0, description="s of sending at the start that are not counted")
+    ] = 0.0
+    timeout_s: Annotated[
+        Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")
+    ] = 1.0
+    slo_s: Annotated[
+        Seconds, Meta(description="s from due to answered that a good rank takes at most")
+    ] = 0.1
+    bad_lines: Annotated[
+        Literal["fail", "skip"], Meta(description="a line of the log that is no record")
+    ] = "fail"
     seed: Annotated[int, Meta(ge=0, description="of random arrivals and delays")] = 0
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):  # msgspec checks what it decodes, but not what code constructs
+        # msgspec checks what it decodes, but not what code constructs
+        for field in msgspec.structs.fields(self):
             try:
                 msgspec.convert(getattr(self, field.name), field.type)
             except msgspec.ValidationError as error:
                 raise ValueError(f"{field.name}: {error}") from None
         if self.rate is not None and self.speed != 1.0:
-            raise ValueError(f"rate: {self.rate} together with speed {self.speed}; give one of them")
+            raise ValueError(
+                f"rate: {self.rate} together with speed {self.speed}; give one of them"
+            )
         if self.closed is not None and (self.rate is not None or self.speed != 1.0):
             raise ValueError(f"closed: {self.closed} has no arrivals; give neither rate nor speed")
         if self.signal_lead_s is not None and self.rank_delay_s is not None:
-            raise ValueError("rank_delay_s: together with signal_lead_s; one of them says which end the log's time is")
-        if self.rank_delay_p99_s is not None and not 0 < (self.rank_delay_s or 0) <= self.rank_delay_p99_s:
+            raise ValueError(
+                "rank_delay_s: together with signal_lead_s; one of them says which "
+                "end the log's time is"
+            )
+        if (
+            self.rank_delay_p99_s is not None
+            and not 0 < (self.rank_delay_s or 0) <= self.rank_delay_p99_s
+        ):
             raise ValueError("rank_delay_p99_s: needs 0 < rank_delay_s <= rank_delay_p99_s")
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -133,19 +178,26 @@ Timed = tuple[int, float, QueryRecord]  # number, seconds after the start, recor
 Due = tuple[float, int, int, QueryRecord]  # due time, place among equal times, number, record
 
 
-def _chosen(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[tuple[int, QueryRecord]]:
+def _chosen(
+    records: Iterable[QueryRecord], options: ReplayOptions
+) -> Iterator[tuple[int, QueryRecord]]:
     first_ts = None
     for number, record in islice(enumerate(records), options.limit):
         first_ts = record.ts if first_ts is None else first_ts
         if record.ts - first_ts < options.start_s:
             continue
-        if options.sample_users < 1 and share_of(user_of(record), 1 << 20) >= options.sample_users * (1 << 20):
+        if options.sample_users < 1 and share_of(
+            user_of(record), 1 << 20
+        ) >= options.sample_users * (1 << 20):
             continue
         yield number, record
 
 
 def _timed(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Timed]:
-    """Each chosen record with the time at which it would be sent if there were no cascades; ascending."""
+    """Each chosen record with the time at which it would be sent if there were no cascades.
+
+    Ascending.
+    """
     numbered = _chosen(records, options)
     timed = _scaled(numbered, options.speed) if options.rate is None else _paced(numbered, options)
     for number, sent_at, record in timed:
@@ -189,13 +241,17 @@ def _paced(numbered: Iterator[tuple[int, QueryRecord]], options: ReplayOptions) 
 
 
 def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Due]:
-    """Everything with its due time, in the order of due times. Signals are made, or moved to their ranks."""
+    """Everything with its due time, in the order of due times.
+
+    Signals are made, or moved to their ranks.
+    """
     delays = np.random.default_rng([options.seed, 1])
     lead_s = options.signal_lead_s or 0.0
     ready: list[Due] = []
     signals: dict[int, Timed] = {}  # by number, oldest first: those whose rank has not come yet
     waiting: dict[UserKey, list[int]] = {}  # their numbers by user
-    newest_at: dict[UserKey, float] = {}  # due time of the user's newest request that is not a signal
+    # due time of the user's newest request that is not a signal
+    newest_at: dict[UserKey, float] = {}
     place = count()
 
     def push(due_at: float, number: int, record: QueryRecord) -> None:
@@ -241,7 +297,9 @@ def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterato
         yield heapq.heappop(ready)
 
 
-def _delay_s(record: QueryRecord, options: ReplayOptions, random: np.random.Generator) -> float | None:
+def _delay_s(
+    record: QueryRecord, options: ReplayOptions, random: np.random.Generator
+) -> float | None:
     """Seconds from the user's arrival to the rank; None where `ts` is the rank's own time."""
     if record.delay_ms is not None:
         return record.delay_ms * 1e-3

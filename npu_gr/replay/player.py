@@ -1,15 +1,15 @@
 """The player sends planned requests to a service and turns each into a `Sample`.
 
-Open loop: every request leaves when it is due, whatever became of the requests before it. Latency counts from the due
-time, so a service that stalls is charged for the requests that it kept waiting (no coordinated omission); how late the
-player itself sent is published beside it.
+Open loop: every request leaves when it is due, whatever became of the requests before it. Latency
+counts from the due time, so a service that stalls is charged for the requests that it kept waiting
+(no coordinated omission); how late the player itself sent is published beside it.
 
-One thing is kept in order. A write (a user's events) leaves after the answers to the user's earlier requests, and the
-user's later requests leave after the answer to the write. A rank's latency includes that wait; the player's lateness
-does not.
+One thing is kept in order. A write (a user's events) leaves after the answers to the user's earlier
+requests, and the user's later requests leave after the answer to the write. A rank's latency
+includes that wait; the player's lateness does not.
 
-Closed loop, by choice: a fixed number of requests is in flight, and the next one leaves when one is over. Latency then
-counts from sending.
+Closed loop, by choice: a fixed number of requests is in flight, and the next one leaves when one is
+over. Latency then counts from sending.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from npu_gr.replay.plan import Action, ReplayOptions, user_of
 from npu_gr.replay.requests import Sample, SentHistories, encode, read_answer
 
 BATCH = 256  # actions that are read and encoded ahead, in a thread
-SWITCH_S = 1e-4  # that thread keeps the interpreter for so long at most, so the player is late by no more
+# that thread keeps the interpreter for so long at most, so the player is late by no more
+SWITCH_S = 1e-4
 SETTLE_S = 0.1  # from the first batch to its first due time
 PATIENCE_S = 1.0  # the client waits so much longer than the deadline it sends
-_THREAD_S = 0.005  # the last part of a sleep, which is a thread's: an event loop's timers may be late by 1 ms
+# the last part of a sleep, which is a thread's: an event loop's timers may be late by 1 ms
+_THREAD_S = 0.005
 
 
 async def sleep_until(wake_at: float) -> None:
-    """Sleep until an instant of `time.monotonic()`. An instant that is over still lets the loop turn once."""
+    """Sleep until an instant of `time.monotonic()`.
+
+    An instant that is over still lets the loop turn once.
+    """
     wait_s = wake_at - time.monotonic()
     if wait_s <= 0:
         await asyncio.sleep(0)
@@ -62,8 +67,8 @@ async def play(
         actions: read as they are needed, in a thread.
         options: the service, and how to send.
         on_sample: called on the event loop.
-        start_at: instant of `time.monotonic()` that due times count from; None = `SETTLE_S` after the first requests
-            are encoded.
+        start_at: instant of `time.monotonic()` that due times count from; None = `SETTLE_S` after
+            the first requests are encoded.
 
     Cancelling it stops sending and waits for nothing more.
     """
@@ -89,7 +94,10 @@ async def play(
 
 class _Player:
     def __init__(
-        self, http: aiohttp.ClientSession, options: ReplayOptions, on_sample: Callable[[Sample], None]
+        self,
+        http: aiohttp.ClientSession,
+        options: ReplayOptions,
+        on_sample: Callable[[Sample], None],
     ) -> None:
         self._http = http
         self._options = options
@@ -97,7 +105,8 @@ class _Player:
         self._histories = SentHistories(options.histories)
         self._slots = None if options.closed is None else asyncio.Semaphore(options.closed)
         self._sent: set[asyncio.Task[None]] = set()
-        self._open: dict[UserKey, dict[asyncio.Task[None], bool]] = {}  # a user's running requests; True = a write
+        # a user's running requests; True = a write
+        self._open: dict[UserKey, dict[asyncio.Task[None], bool]] = {}
         self.start_at = 0.0  # of time.monotonic()
 
     def body(self, record: QueryRecord) -> bytes:
@@ -151,7 +160,9 @@ class _Player:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _send(self, action: Action, body: bytes, due_at: float, after: list[asyncio.Task[None]]) -> None:
+    async def _send(
+        self, action: Action, body: bytes, due_at: float, after: list[asyncio.Task[None]]
+    ) -> None:
         record = action.record
         is_write = _is_write(record)
         free_at = due_at  # when it could leave
@@ -191,7 +202,9 @@ class _Player:
             )
         )
 
-    async def _request(self, record: QueryRecord, body: bytes, budget_ms: float) -> tuple[bytes, str]:
+    async def _request(
+        self, record: QueryRecord, body: bytes, budget_ms: float
+    ) -> tuple[bytes, str]:
         """The body of the answer, and the error as `Sample.error` names it."""
         kind = RECORDED[record.kind]
         path = kind.path.lstrip("/")  # relative to the session's base
@@ -199,7 +212,9 @@ class _Player:
         # the user stands in a header too: a router reads it there to place the request
         headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", **placing_headers(record.user_id)}
         try:
-            async with self._http.request(kind.method, path, data=body, headers=headers, timeout=timeout) as response:
+            async with self._http.request(
+                kind.method, path, data=body, headers=headers, timeout=timeout
+            ) as response:
                 return await response.read(), "" if response.ok else str(response.status)
         except TimeoutError:
             return b"", "timeout"
@@ -214,7 +229,10 @@ def _is_write(record: QueryRecord) -> bool:
 async def _ahead(
     actions: Iterable[Action], body: Callable[[QueryRecord], bytes]
 ) -> AsyncGenerator[list[tuple[Action, bytes]], None]:
-    """Batches of actions with their bodies; a thread makes the next batch while one is being sent."""
+    """Batches of actions with their bodies.
+
+    A thread makes the next batch while one is being sent.
+    """
     rest: Iterator[Action] = iter(actions)
 
     def take() -> list[tuple[Action, bytes]]:

@@ -1,8 +1,9 @@
 """Remove the records of erased users from recordings: `npu-gr record --purge FOLDER`, and a process beside an instance.
 
-A file that holds such records is written anew beside itself, synced, and renamed over; until then it is whole. A line
-that is no record is removed too, because nobody can tell whose it is. A file that is being written (`.part`) is not
-touched: users who may be in it stay in the list of `erased.py`.
+A file that holds such records is written anew beside itself, synced, and renamed over; until then
+it is whole. A line that is no record is removed too, because nobody can tell whose it is. A file
+that is being written (`.part`) is not touched: users who may be in it stay in the list of
+`erased.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.file_permissions import open_private
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines
-from npu_gr.core.private import open_private
 from npu_gr.replay import erased
 from npu_gr.replay.erased import ErasedUsers
 from npu_gr.replay.files import PART, PATTERN, create
@@ -59,13 +60,15 @@ def purge(folder: Path) -> Purged:
     """Remove the records of every user who is in the list now.
 
     Raises:
-        ConfigError: another purge of the folder runs. DataError: the list cannot be read. OSError: nor the folder.
+        ConfigError: another purge of the folder runs. DataError: the list cannot be read. OSError:
+            nor the folder.
     """
     with _alone(folder):
         for left in folder.glob(f"{_BESIDE}*"):
             left.unlink()  # of a purge that was killed
         listed = erased.read(folder)
-        written = [_began_at(path) for path in folder.glob(f"{PATTERN}{PART}")]  # first: one may be completed meanwhile
+        # first: one may be completed meanwhile
+        written = [_began_at(path) for path in folder.glob(f"{PATTERN}{PART}")]
         newest_at = max(listed.until.values(), default=float("-inf"))
         num_files = num_rewritten = num_removed = num_unreadable = 0
         failed = []
@@ -83,7 +86,8 @@ def purge(folder: Path) -> Purged:
             num_rewritten += removed + unreadable > 0
             num_removed += removed
             num_unreadable += unreadable
-        is_held_until = min(written, default=float("inf"))  # who was erased before it began is not in it
+        # who was erased before it began is not in it
+        is_held_until = min(written, default=float("inf"))
         done = {who: at for who, at in listed.until.items() if not failed and at < is_held_until}
         if done:
             erased.drop(folder, done)
@@ -98,9 +102,12 @@ def purge(folder: Path) -> Purged:
 
 
 def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
-    """Write a file anew without what is erased; return how many records and lines that are none were removed."""
+    """Write a file anew without what is erased.
+
+    Return how many records and lines that are none were removed.
+    """
     removed = unreadable = kept = 0
-    for _, verdict in _judged(path, listed):
+    for _, verdict in _evaluated(path, listed):
         removed += verdict == "erased"
         unreadable += verdict == "unreadable"
         kept += verdict == "kept"
@@ -110,7 +117,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     try:
         if kept:
             with create(beside, path.suffix) as file:
-                for line, verdict in _judged(path, listed):
+                for line, verdict in _evaluated(path, listed):
                     if verdict == "kept":
                         file.write(line + b"\n")
             with beside.open("rb") as written:
@@ -125,8 +132,11 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     return removed, unreadable
 
 
-def _judged(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
-    """Each line, and whether it is kept, erased or unreadable. What follows a place that cannot be read is one line."""
+def _evaluated(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
+    """Each line, and whether it is kept, erased or unreadable.
+
+    What follows a place that cannot be read is one line.
+    """
     decode = msgspec.json.Decoder(_Who).decode
     try:
         for line in raw_lines(path):
@@ -164,7 +174,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Purge the folder that the command line names, at the lowest priority. Exit code: 0 = all removed, 1, `HELD`."""
+    """Purge the folder that the command line names, at the lowest priority.
+
+    Exit code: 0 = all removed, 1, `HELD`.
+    """
     os.nice(19)
     try:
         done = purge(Path(sys.argv[1]))
@@ -199,7 +212,8 @@ class Purger:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.erased_at: float | None = None  # unix seconds of the oldest erasure whose records are there; from anywhere
+        # unix seconds of the oldest erasure whose records are there; from anywhere
+        self.erased_at: float | None = None
         self.runs: Counter[str] = Counter()  # by their result: ok, held, failed
         self._wake = threading.Event()
         self._stopping = False
@@ -240,7 +254,11 @@ class Purger:
             if not self._stopping:
                 self.runs[result] += 1
                 if result == "failed":
-                    log.error("recordings in %s hold erased users; it is tried again: %s", self._folder, why)
+                    log.error(
+                        "recordings in %s hold erased users; it is tried again: %s",
+                        self._folder,
+                        why,
+                    )
             next_at = time.monotonic() + EVERY_S
 
     def _purge(self) -> tuple[str, str]:

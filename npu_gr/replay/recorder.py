@@ -1,8 +1,8 @@
 """The recorder: a running service's requests and answers as a query log, written by a thread of its own.
 
-A request hands over references to what it has, and goes on; if the queue is full, the record is dropped and counted.
-The thread encodes, hashes, compresses and writes. Whole users are sampled, so that a user's order, signals and deltas
-stay together.
+A request hands over references to what it has, and goes on; if the queue is full, the record is
+dropped and counted. The thread encodes, hashes, compresses and writes. Whole users are sampled, so
+that a user's order, signals and deltas stay together.
 
 Invariants:
   I1  `offer` never waits, for the disk or for the thread
@@ -30,9 +30,9 @@ import xxhash
 
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
+from npu_gr.core.file_permissions import warn_if_shared
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import KINDS, Scored
-from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
 from npu_gr.replay import erased
@@ -64,13 +64,18 @@ _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where requests are recorded, and how many of them. `npu-gr record` switches a recording on and off."""
+    """Where requests are recorded, and how many of them.
+
+    `npu-gr record` switches a recording on and off.
+    """
 
     folder: str  # is made; its traffic-*.jsonl* files are ours
     enabled: bool = False  # from the start
     sample_ratio: _Share = 1.0  # of the users
-    users: Literal["hashed", "clear"] = "hashed"  # hashed: users and tenants become HMAC-SHA256 by a key
-    hash_key_file: str | None = None  # holds the key; absent: `hash-key` in the folder, which is made
+    # hashed: users and tenants become HMAC-SHA256 by a key
+    users: Literal["hashed", "clear"] = "hashed"
+    # holds the key; absent: `hash-key` in the folder, which is made
+    hash_key_file: str | None = None
     scores: bool = False  # scores too, not only their digest
     suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl.gz"
     max_queue_bytes: SomeBytes = 67_108_864  # that wait for the disk; more is dropped
@@ -87,7 +92,8 @@ class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Record this share of the users for so long."""
 
     sample_ratio: _Share = 1.0
-    duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] | None = 3600.0  # null = until it is switched off
+    # null = until it is switched off
+    duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] | None = 3600.0
 
 
 class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +104,7 @@ class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
     sample_ratio: float
     written: int
     dropped: int  # the queue was full
-    failed: int  # the disk refused
+    failed: int  # the disk rejected
     erased: int  # their user was erased while they were queued
     queued_bytes: int
     files: list[str]  # newest last; `.part` is being written
@@ -153,14 +159,17 @@ class Recorder:
 
     Args:
         config: the section.
-        on_result: called with "written", "dropped", "failed" or "erased" and how many, from either thread.
+        on_result: called with "written", "dropped", "failed" or "erased" and how many, from either
+            thread.
 
     Raises:
         ConfigError: the folder or the key cannot be used.
     """
 
     def __init__(
-        self, config: RecordConfig, on_result: Callable[[str, int], None] = lambda _result, _num: None
+        self,
+        config: RecordConfig,
+        on_result: Callable[[str, int], None] = lambda _result, _num: None,
     ) -> None:
         self._config = config
         self._on_result = on_result
@@ -177,12 +186,14 @@ class Recorder:
         self._offered_bytes = 0  # written by the event loop's thread only
         self._taken_bytes = 0  # written by the recorder's thread only
         self._num = {"written": 0, "dropped": 0, "failed": 0, "erased": 0}
-        # hash of a user, by this process alone -> unix seconds of an erasure, the oldest first; it must name nobody
+        # hash of a user, by this process alone -> unix seconds of an erasure, the oldest first; it
+        # must name nobody
         self._erased: dict[int, float] = {}
         self._was_on = config.enabled
         self._wake = threading.Event()
         self._stopping = False
-        self._threshold = 0  # a user whose 32-bit hash is below it is recorded; 0 = the recording is off
+        # a user whose 32-bit hash is below it is recorded; 0 = the recording is off
+        self._threshold = 0
         self._ends_at = math.inf  # of time.monotonic()
         self._ratio = config.sample_ratio
         if config.enabled:
@@ -245,7 +256,8 @@ class Recorder:
             Whether files may still hold bytes of the user.
 
         Raises:
-            Unavailable: the list of erased users cannot be written; nothing that is on the disk is hidden.
+            Unavailable: the list of erased users cannot be written; nothing that is on the disk is
+                hidden.
         """
         at = time.time()
         unnamed = hash(user)
@@ -256,7 +268,9 @@ class Recorder:
         try:
             is_listed = await asyncio.to_thread(self._list, user, at)
         except (OSError, DataError) as error:
-            raise Unavailable(f"the recordings cannot forget the user: {error}; ask again") from error
+            raise Unavailable(
+                f"the recordings cannot forget the user: {error}; ask again"
+            ) from error
         if is_listed:
             self.purger.listed(at)
         return is_listed
@@ -273,7 +287,9 @@ class Recorder:
         is_on = self.is_on
         return RecordStatus(
             recording=is_on,
-            ends_in_s=self._ends_at - time.monotonic() if is_on and self._ends_at < math.inf else None,
+            ends_in_s=self._ends_at - time.monotonic()
+            if is_on and self._ends_at < math.inf
+            else None,
             sample_ratio=self._ratio,
             **self._num,
             queued_bytes=self._offered_bytes - self._taken_bytes,
@@ -342,7 +358,9 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     request = recorded.request
     names = recorded_as(recorded.user, key)
     own = REQUEST_FIELDS[kind]
-    fields: dict[str, Any] = {name: getattr(request, name) for name in own if name not in ("history", "base", "events")}
+    fields: dict[str, Any] = {
+        name: getattr(request, name) for name in own if name not in ("history", "base", "events")
+    }
     if "candidates" in fields:
         fields["candidates"] = _plain(fields["candidates"])
     if "timestamp" in own and fields["timestamp"] is None:  # the service took the time of arrival
@@ -355,8 +373,11 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     fields["features"] = _features_of(request)
     if kind in OPTIONS:
         options = OPTIONS[kind]
-        made = options(**{name: _plain(getattr(request, name)) for name in options.__struct_fields__})
-        if kind in IN_FORMAT_1 or msgspec.to_builtins(made):  # a record without options is one of before there were any
+        made = options(
+            **{name: _plain(getattr(request, name)) for name in options.__struct_fields__}
+        )
+        # a record without options is one of before there were any
+        if kind in IN_FORMAT_1 or msgspec.to_builtins(made):
             fields[kind] = made
     return QueryRecord(
         ts=recorded.arrived_at,
@@ -381,7 +402,10 @@ def _features_of(request: Request) -> LoggedFeatures | None:
 
 
 def _answer_of(recorded: RecordedRequest, keep_scores: bool) -> LoggedAnswer:
-    common: dict[str, Any] = {"status": recorded.status, "latency_ms": round(recorded.took_s * 1e3, 4)}
+    common: dict[str, Any] = {
+        "status": recorded.status,
+        "latency_ms": round(recorded.took_s * 1e3, 4),
+    }
     if recorded.answer is None:
         return LoggedAnswer(**common)
     answer: Any = recorded.answer
@@ -419,7 +443,11 @@ def _key(config: RecordConfig) -> bytes | None:
     """The key that names are hashed by; None: they are recorded in clear."""
     if config.users == "clear":
         return None
-    return made_key(Path(config.folder)) if config.hash_key_file is None else read_key(Path(config.hash_key_file))
+    return (
+        made_key(Path(config.folder))
+        if config.hash_key_file is None
+        else read_key(Path(config.hash_key_file))
+    )
 
 
 def _check_writable(folder: Path) -> None:

@@ -69,7 +69,9 @@ def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
     headers = calling_headers(api_key)
     timeout = aiohttp.ClientTimeout(total=10)
     connector = aiohttp.TCPConnector(ssl=calling_context())
-    return aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector)
+    return aiohttp.ClientSession(
+        url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
+    )
 
 
 async def _call(http: aiohttp.ClientSession, method: str, body: object = None) -> dict[str, Any]:
@@ -77,7 +79,11 @@ async def _call(http: aiohttp.ClientSession, method: str, body: object = None) -
         async with http.request(method, "debug/record", json=body) as answer:
             found: dict[str, Any] = await answer.json(content_type=None)
             if not answer.ok:
-                raise Unavailable(f"the service answered {answer.status}: {found.get('detail', '')}")
+                raise Unavailable(
+                    f"the service answered {answer.status}: {found.get('detail', '')}"
+                )
             return found
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise Unavailable(f"the service cannot be asked: {str(error) or type(error).__name__}") from error
+        raise Unavailable(
+            f"the service cannot be asked: {str(error) or type(error).__name__}"
+        ) from error

@@ -57,12 +57,14 @@ class Report:
     num_resent: int = 0  # deltas whose prefix the service had forgotten
     sent_bytes: int = 0  # of bodies
     model_versions: dict[str, int] = field(default_factory=dict)
-    logged_digests: dict[str, int] = field(default_factory=dict)  # answers equal to, different from the log's
+    # answers equal to, different from the log's
+    logged_digests: dict[str, int] = field(default_factory=dict)
     bad_lines: list[str] = field(default_factory=list)  # the first of them
     num_bad_lines: int = 0
     cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
-    points: list[tuple[float, float, str]] = field(default_factory=list)  # of a sample: due at s, ms, outcome
+    # of a sample: due at s, ms, outcome
+    points: list[tuple[float, float, str]] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
@@ -86,11 +88,15 @@ class Report:
 
     def latency_ms(self, name: str, percentile: str) -> float:
         """A percentile ("p50") of the latencies of this name; NaN if there are none."""
-        return next((row.ms[percentile] for row in self.latencies if row.name == name), float("nan"))
+        return next(
+            (row.ms[percentile] for row in self.latencies if row.name == name), float("nan")
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
+        fields = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"
+        }
         return {
             **fields,
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
@@ -107,12 +113,22 @@ class Report:
 
     def render(self) -> Group:
         """Tables for a terminal."""
-        latency = Table("ms from the due time", "count", "share", *(f"P{p:g}" for p in PERCENTILES), title="Latency")
+        latency = Table(
+            "ms from the due time",
+            "count",
+            "share",
+            *(f"P{p:g}" for p in PERCENTILES),
+            title="Latency",
+        )
         for row in self.latencies:
             _, _, outcome = row.name.partition(" ")
             of_ranks = f"{self.hit_ratio(outcome):.1%}" if outcome else ""
-            latency.add_row(row.name, str(row.count), of_ranks, *(f"{value:.2f}" for value in row.ms.values()))
-        summary = Table(show_header=False, title="Replay, interrupted" if self.interrupted else "Replay")
+            latency.add_row(
+                row.name, str(row.count), of_ranks, *(f"{value:.2f}" for value in row.ms.values())
+            )
+        summary = Table(
+            show_header=False, title="Replay, interrupted" if self.interrupted else "Replay"
+        )
         for name, text in self.facts():
             summary.add_row(name, text)
         return Group(latency, summary)
@@ -144,11 +160,17 @@ class Report:
             found.append(("warm-up requests, not counted", str(self.num_warmup)))
         if self.num_bad_lines:
             found.append((f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)))
-        return [*found, ("settings", _said({k: v for k, v in self.settings.items() if v is not None}))]
+        return [
+            *found,
+            ("settings", _said({k: v for k, v in self.settings.items() if v is not None})),
+        ]
 
 
 def _said(values: dict[str, Any]) -> str:
-    said = (f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+    said = (
+        f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in values.items()
+    )
     return ", ".join(said) or "none"
 
 
@@ -178,12 +200,17 @@ def summarise(
         slo_s=tally.slo_s,
         num_ranks=tally.num_scored,
         num_within_slo=tally.num_within_slo,
-        latencies=[_latencies(name, tally.latencies[name]) for name in names] or [_latencies("rank", Latency())],
+        latencies=[_latencies(name, tally.latencies[name]) for name in names]
+        or [_latencies("rank", Latency())],
         outcomes=_sorted(tally.outcomes),
         reasons=dict(tally.reasons),
         errors=_sorted(tally.errors),
-        prefix_tokens_ratio=tally.prefix_tokens / tally.history_tokens if tally.history_tokens else 0.0,
-        stages_p50_ms={name: latency.percentile_s(50) * 1e3 for name, latency in tally.stages.items()},
+        prefix_tokens_ratio=tally.prefix_tokens / tally.history_tokens
+        if tally.history_tokens
+        else 0.0,
+        stages_p50_ms={
+            name: latency.percentile_s(50) * 1e3 for name, latency in tally.stages.items()
+        },
         lag_ms=_percentiles(tally.lag),
         auc={task: pooled.value() for task, pooled in sorted(tally.auc.items())},
         ndcg_at_10={
@@ -201,7 +228,10 @@ def summarise(
         num_bad_lines=num_bad_lines,
         cdf={name: _cdf(tally.latencies[name]) for name in names},
         slices=_slices(tally),
-        points=[(round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome) for p in tally.scatter.points()],
+        points=[
+            (round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome)
+            for p in tally.scatter.points()
+        ],
     )
 
 

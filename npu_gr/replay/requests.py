@@ -35,12 +35,16 @@ HistoryMode = Literal["logged", "whole", "delta"]
 
 
 def encode(record: QueryRecord) -> bytes:
-    """The record's request body, JSON. Columns are raw: a record has ids and indices, a list would be read as names."""
+    """The record's request body, JSON.
+
+    Columns are raw: a record has ids and indices, a list would be read as names.
+    """
     body: dict[str, object] = {"user_id": record.user_id}
     if record.tenant:
         body["tenant"] = record.tenant
     body |= {name: _raw(getattr(record, name)) for name in REQUEST_FIELDS[record.kind]}
-    if "num_candidates" in body:  # a signal that the plan made from a rank has the candidates themselves
+    # a signal that the plan made from a rank has the candidates themselves
+    if "num_candidates" in body:
         body["num_candidates"] = record.num_candidates or len(record.candidate_ids()) or None
     if record.features is not None:
         body["features"] = record.features.on_the_wire()
@@ -81,8 +85,10 @@ class SentHistories:
 
     def __init__(self, mode: HistoryMode) -> None:
         self.mode = mode
-        self._prefixes: OrderedDict[UserKey, _KnownPrefix] = OrderedDict()  # "delta": what the service knows
-        self._wholes: OrderedDict[UserKey, _Whole] = OrderedDict()  # "whole": what the log's bases mean
+        # "delta": what the service knows
+        self._prefixes: OrderedDict[UserKey, _KnownPrefix] = OrderedDict()
+        # "whole": what the log's bases mean
+        self._wholes: OrderedDict[UserKey, _Whole] = OrderedDict()
         self._num_events = 0  # in `_wholes`
 
     def outgoing(self, record: QueryRecord) -> QueryRecord:
@@ -95,10 +101,17 @@ class SentHistories:
 
     def answered(self, record: QueryRecord, fingerprint: str) -> None:
         """Remember that the service knows this logged record's whole history by `fingerprint`."""
-        if self.mode != "delta" or record.history is None or record.base is not None or not fingerprint:
+        if (
+            self.mode != "delta"
+            or record.history is None
+            or record.base is not None
+            or not fingerprint
+        ):
             return
         events = record.history.events()
-        self._prefixes[user := user_of(record)] = _KnownPrefix(len(events), events.fingerprint(), fingerprint)
+        self._prefixes[user := user_of(record)] = _KnownPrefix(
+            len(events), events.fingerprint(), fingerprint
+        )
         self._prefixes.move_to_end(user)
         if len(self._prefixes) > MAX_USERS:
             self._prefixes.popitem(last=False)
@@ -108,7 +121,10 @@ class SentHistories:
         if prefix is None or record.history is None or record.base is not None:
             return record
         events = record.history.events()
-        if len(events) < prefix.num_events or events[: prefix.num_events].fingerprint() != prefix.digest:
+        if (
+            len(events) < prefix.num_events
+            or events[: prefix.num_events].fingerprint() != prefix.digest
+        ):
             return record
         new = events[prefix.num_events :]
         history = LoggedHistory.of(new) if len(new) else None
@@ -124,13 +140,17 @@ class SentHistories:
                 return record  # the log does not say what the base was
             events = known.events + events
             if known.user_features is not None and (features is None or features.user is None):
-                features = msgspec.structs.replace(features or LoggedFeatures(), user=known.user_features)
+                features = msgspec.structs.replace(
+                    features or LoggedFeatures(), user=known.user_features
+                )
         if record.answer is not None and record.answer.fingerprint:
             of_user = None if features is None else features.user
             self._remember(user, _Whole(record.answer.fingerprint, events, of_user))
         if record.base is None:
             return record
-        return msgspec.structs.replace(record, base=None, history=LoggedHistory.of(events), features=features)
+        return msgspec.structs.replace(
+            record, base=None, history=LoggedHistory.of(events), features=features
+        )
 
     def _remember(self, user: UserKey, whole: _Whole) -> None:
         replaced = self._wholes.pop(user, _NOTHING)
@@ -153,9 +173,11 @@ class AnsweredHistory(TypedDict):
 class ReplayedAnswer(TypedDict):
     """The report's part of an answer that has scores, in one shape for all kinds."""
 
-    outcome: str  # the value of the field that the kind's answers differ by; `UNRANKED` where it was null
+    # the value of the field that the kind's answers differ by; `UNRANKED` where it was null
+    outcome: str
     reason: str
-    scores: dict[str, list[float | None]]  # task -> score of a candidate; null = unknown. Of chosen items: {"": ...}
+    # task -> score of a candidate; null = unknown. Of chosen items: {"": ...}
+    scores: dict[str, list[float | None]]
     stages_s: dict[str, float]
     prefix_tokens: int
     history: AnsweredHistory
@@ -191,7 +213,12 @@ def _wire_type(name: str, kind: Kind[Any, Any]) -> Any:
         fields.append(("items", list[str | int]))
     if has.outcome is not None:
         fields.append((has.outcome, str | None if has.has_null_outcome else str))
-    parts = (("reason", str), ("stages_s", dict[str, float]), ("prefix_tokens", int), ("history", AnsweredHistory))
+    parts = (
+        ("reason", str),
+        ("stages_s", dict[str, float]),
+        ("prefix_tokens", int),
+        ("history", AnsweredHistory),
+    )
     fields += [part for part in parts if part[0] in has.names]
     if has.version is not None:
         fields.append((has.version, str, ""))
@@ -214,7 +241,8 @@ def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | N
         content: JSON.
 
     Returns:
-        The answer (None for a kind without scores), and the fingerprint of its history ("" = not said).
+        The answer (None for a kind without scores), and the fingerprint of its history ("" = not
+        said).
 
     Raises:
         msgspec.MsgspecError, ValueError: the service broke its contract.

@@ -42,7 +42,9 @@ async def replay(
     show: Callable[[Progress], None] = lambda _progress: None,
     answers: Path | None = None,
 ) -> Report:
-    """Play the log against a running service; when `stop` is set, end and report what was answered so far.
+    """Play the log against a running service.
+
+    When `stop` is set, end and report what was answered so far.
 
     Args:
         log: a file, or records.
@@ -59,7 +61,9 @@ async def replay(
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         while not playing.done() and not stopping.done():
-            await asyncio.wait({playing, stopping}, timeout=TELL_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {playing, stopping}, timeout=TELL_S, return_when=asyncio.FIRST_COMPLETED
+            )
             show(Progress(run.num_done, run.tally.num_within_slo, run.read_ratio))
     finally:
         interrupted = playing.cancel()
@@ -129,7 +133,10 @@ class _Run:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[asyncio.Event]:
-    """An event that the first Ctrl-C sets, for `replay`; a second one interrupts as usual. Main thread only."""
+    """An event that the first Ctrl-C sets, for `replay`; a second one interrupts as usual.
+
+    Main thread only.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

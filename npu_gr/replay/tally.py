@@ -1,8 +1,9 @@
 """The sums of a run, in constant memory however long it is.
 
-Latencies are HDR histograms of the whole run and of its slices of time, and a sample of points. The quality of served
-scores is exact, and fair to ties: these count as the mean over every order of them, so a model that cannot tell the
-candidates apart earns what chance earns (McSherry and Najork, ECIR 2008). NaN, an unknown item, ranks last.
+Latencies are HDR histograms of the whole run and of its slices of time, and a sample of points. The
+quality of served scores is exact, and fair to ties: these count as the mean over every order of
+them, so a model that cannot tell the candidates apart earns what chance earns (McSherry and Najork,
+ECIR 2008). NaN, an unknown item, ranks last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _UNITS_PER_S = 1e6  # counted in microseconds
 class Latency:
     """A histogram of seconds.
 
-    Percentiles are exact to a part in 1,000 (`digits` = 3) or in 100 (2). A value over an hour counts as an hour.
+    Percentiles are exact to a part in 1,000 (`digits` = 3) or in 100 (2). A value over an hour
+    counts as an hour.
     """
 
     def __init__(self, digits: int = 3) -> None:
@@ -53,7 +55,11 @@ class Latency:
 
     def percentile_s(self, percent: float) -> float:
         """The percentile, 0 to 100, in seconds; NaN if nothing was recorded."""
-        return float(self._counts.get_value_at_percentile(percent)) / _UNITS_PER_S if len(self) else float("nan")
+        return (
+            float(self._counts.get_value_at_percentile(percent)) / _UNITS_PER_S
+            if len(self)
+            else float("nan")
+        )
 
     def cdf(self) -> Iterator[tuple[float, float]]:
         """(seconds, share of the values that are at most so long), ascending."""
@@ -67,7 +73,8 @@ class Slice:
 
     num_due: int = 0
     num_good: int = 0  # answered within the SLO
-    outcomes: Counter[str] = field(default_factory=Counter)  # of the answers; "error" counts the requests without one
+    # of the answers; "error" counts the requests without one
+    outcomes: Counter[str] = field(default_factory=Counter)
     latency: Latency = field(default_factory=lambda: Latency(2))
 
     def merge(self, other: Slice) -> None:
@@ -79,7 +86,10 @@ class Slice:
 
 
 class Slices:
-    """A run cut into at most `MAX_SLICES` slices of equal width; the width doubles when the run outgrows them."""
+    """A run cut into at most `MAX_SLICES` slices of equal width.
+
+    The width doubles when the run outgrows them.
+    """
 
     def __init__(self) -> None:
         self.width_s = 0.25
@@ -113,7 +123,8 @@ class Scatter:
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_points = max_points
-        self._kept: list[tuple[int, Point]] = []  # a heap of minus the hash: the first one leaves first
+        # a heap of minus the hash: the first one leaves first
+        self._kept: list[tuple[int, Point]] = []
 
     def add(self, number: int, point: Point) -> None:
         """Count one request: its number in the log, and what became of it."""
@@ -146,7 +157,10 @@ def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
         return nan
     discount = 1 / np.log2(np.arange(2, len(values) + 2))
     discount[k:] = 0
-    dcg = sum(discount[start:stop].mean() * num_positive for start, stop, num_positive in _tied(values, positive))
+    dcg = sum(
+        discount[start:stop].mean() * num_positive
+        for start, stop, num_positive in _tied(values, positive)
+    )
     return float(dcg / discount[: int(positive.sum())].sum())
 
 
@@ -164,26 +178,32 @@ def _tied(values: F64, positive: npt.NDArray[np.bool_]) -> Iterator[tuple[int, i
     ranked = values[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
     num_positive = np.add.reduceat(positive[order].astype(np.int64), starts)
-    yield from zip(starts.tolist(), [*starts[1:].tolist(), len(values)], num_positive.tolist(), strict=True)
+    yield from zip(
+        starts.tolist(), [*starts[1:].tolist(), len(values)], num_positive.tolist(), strict=True
+    )
 
 
 # ---- the sums
 
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 
-_KEPT_BITS = 20  # of a float32 score: sign, 8 of exponent, 11 of mantissa; scores that differ below that count as ties
+# of a float32 score: sign, 8 of exponent, 11 of mantissa; scores that differ below that count as
+# ties
+_KEPT_BITS = 20
 
 
 class PooledAuc:
     """AUC over any number of labelled scores, from counts of scores rounded to 11 bits of mantissa."""
 
     def __init__(self) -> None:
-        self.counts: npt.NDArray[np.int64] = np.zeros((2, 1 << _KEPT_BITS), np.int64)  # by label, ascending score
+        # by label, ascending score
+        self.counts: npt.NDArray[np.int64] = np.zeros((2, 1 << _KEPT_BITS), np.int64)
 
     def add(self, scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> None:
         """Count labelled scores: `scores` without NaN, and which of them are positive."""
         bits = (scores.astype("<f4") + np.float32(0)).view("<u4")  # -0.0 becomes 0.0
-        ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))  # as unsigned integers in the scores' order
+        # as unsigned integers in the scores' order
+        ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
         rounded = np.minimum(ordered.astype(np.int64) + (1 << (31 - _KEPT_BITS)), (1 << 32) - 1)
         np.add.at(self.counts, (labels.astype(np.int64), rounded >> (32 - _KEPT_BITS)), 1)
 
@@ -220,7 +240,8 @@ class Tally:
         self.reasons: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.model_versions: Counter[str] = Counter()
-        self.logged_digests: Counter[str] = Counter()  # "equal" or "different" to the digest in the log
+        # "equal" or "different" to the digest in the log
+        self.logged_digests: Counter[str] = Counter()
         self.history_tokens = 0
         self.prefix_tokens = 0  # of these, read from cached KV
         self.first_due_at = float("inf")  # these three: seconds after the run began

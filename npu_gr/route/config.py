@@ -12,8 +12,8 @@ import msgspec
 
 from npu_gr.core import settings
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
+from npu_gr.core.text_format import whole
 from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
-from npu_gr.core.words import whole
 from npu_gr.server.auth.rules import is_loopback_name
 
 # of an instance: HAProxy, Prometheus and the picker's ring all have it
@@ -23,20 +23,28 @@ PortOrNone = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Addresses and role of one instance. `name` decides its users and must stay when an address changes."""
+    """Addresses and role of one instance.
+
+    `name` decides its users and must stay when an address changes.
+    """
 
     name: Annotated[str, msgspec.Meta(pattern=whole(NAME))]
     host: str
     port: Port
     admin_port: PortOrNone = 8081  # for `npu-gr fleet items` and `reload`; 0 = it has none
-    agent_port: PortOrNone = 0  # server.agent_port, where it tells how much it takes; 0 = limits.instance_inflight
-    weight: Annotated[float, msgspec.Meta(ge=0, le=2.5)] = 1.0  # its share of the users; 0 = drained
+    # server.agent_port, where it tells how much it takes; 0 = limits.instance_inflight
+    agent_port: PortOrNone = 0
+    # its share of the users; 0 = drained
+    weight: Annotated[float, msgspec.Meta(ge=0, le=2.5)] = 1.0
     special: bool = True  # takes signals and their ranks, by user
     normal: bool = True  # takes what needs no prefix KV, by load
 
 
 class DNSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One DNS name with an address for each instance. An instance is then named after its address."""
+    """One DNS name with an address for each instance.
+
+    An instance is then named after its address.
+    """
 
     host: str
     port: Port
@@ -50,7 +58,8 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     instances: list[InstanceConfig] = []
     file: str | None = None  # YAML with a list `instances`
     dns: DNSConfig | None = None
-    period_s: Seconds = 2.0  # between two looks at the file, the name, this configuration, keys and certificates
+    # between two looks at the file, the name, this configuration, keys and certificates
+    period_s: Seconds = 2.0
 
     def __post_init__(self) -> None:
         if sum((bool(self.instances), self.file is not None, self.dns is not None)) != 1:
@@ -93,18 +102,23 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     instance_inflight: Count = 64  # at one instance that has no agent_port; more wait in the queue
     instance_queue: Count = 64  # that wait for one instance
     max_body_bytes: SomeBytes = 8_388_608
-    buffer_bytes: SomeBytes = 65_536  # a smaller body is read whole first: it can be sent again, and holds no instance
+    # a smaller body is read whole first: it can be sent again, and holds no instance
+    buffer_bytes: SomeBytes = 65_536
 
     def __post_init__(self) -> None:
         if self.buffer_bytes < 16_384:
-            raise ValueError(f"buffer_bytes: {self.buffer_bytes} is less than 16384, which headers may take")
+            raise ValueError(
+                f"buffer_bytes: {self.buffer_bytes} is less than 16384, which headers may take"
+            )
 
 
 class PairConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a signal and its ranks are placed on one instance: the section `relay`."""
 
-    t_life_s: Seconds = 10.0  # a rank follows its signal for this long; as in the instances' configuration
-    load_factor: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # 0 = strict; 1.25 = spill over 1.25 x the fair share
+    # a rank follows its signal for this long; as in the instances' configuration
+    t_life_s: Seconds = 10.0
+    # 0 = strict; 1.25 = spill over 1.25 x the fair share
+    load_factor: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     max_remembered: Count = 1_000_000  # signals
 
 
@@ -113,7 +127,8 @@ class PickerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"
     port: PortOrNone = 9002  # 0 = any free one
-    tls: ServerTlsConfig | None = None  # certificate and key of this address; None = those of the router's `tls`
+    # certificate and key of this address; None = those of the router's `tls`
+    tls: ServerTlsConfig | None = None
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,24 +137,32 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     discovery: DiscoveryConfig
     host: str = "127.0.0.1"
     port: Port = 8090
-    admin_host: str = "127.0.0.1"  # HAProxy's metrics, and what changes every instance: not for the public
+    # HAProxy's metrics, and what changes every instance: not for the public
+    admin_host: str = "127.0.0.1"
     admin_port: Port = 8091
     threads: Count = 1  # of HAProxy: one carries tens of thousands of requests a second
-    peers: dict[str, str] = {}  # name -> host:port of each router in front of the same instances, this one included
+    # name -> host:port of each router in front of the same instances, this one included
+    peers: dict[str, str] = {}
     peer: str | None = None  # the name of this one in `peers`
-    api_keys_file: str | None = None  # the instances' own: a request without one of its keys gets no further
+    # the instances' own: a request without one of its keys gets no further
+    api_keys_file: str | None = None
     allow_unauthenticated: bool = False  # serve on public addresses without keys
     user_header: str = "x-user-id"
-    objective_s: Seconds = 0.05  # of a rank, as slo.rank_s of the instances; a request waits for .7 of it, then 429
+    # of a rank, as slo.rank_s of the instances; a request waits for .7 of it, then 429
+    objective_s: Seconds = 0.05
     max_budget_s: Seconds = 30.0  # the longest time for an answer
-    header_timeout_s: Seconds = 10.0  # from a request's first byte to the end of its headers, and then of its body
+    # from a request's first byte to the end of its headers, and then of its body
+    header_timeout_s: Seconds = 10.0
     idle_s: Seconds = 75.0  # a client's connection without a request is closed after this time
-    drain_grace_s: SecondsOrZero = 3.0  # after SIGTERM: how long the router is unready and still serves
-    shutdown_timeout_s: Seconds = 10.0  # after the grace, and at a reload: how long requests in flight may take
+    # after SIGTERM: how long the router is unready and still serves
+    drain_grace_s: SecondsOrZero = 3.0
+    # after the grace, and at a reload: how long requests in flight may take
+    shutdown_timeout_s: Seconds = 10.0
     health: HealthConfig = HealthConfig()
     limits: LimitsConfig = LimitsConfig()
     relay: PairConfig = PairConfig()
-    picker: PickerConfig | None = None  # choose instances for a gateway as well; needs the extra `picker`
+    # choose instances for a gateway as well; needs the extra `picker`
+    picker: PickerConfig | None = None
     tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
     instances_tls: ClientTlsConfig | None = None  # None = the instances are asked in clear
 
@@ -153,15 +176,28 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not re.fullmatch(r"[A-Za-z0-9.:_-]{1,253}|\*", name):
                 raise ValueError(f"{field}: {name!r} is neither an address nor a host name")
             if not (is_loopback_name(name) or self.api_keys_file or self.allow_unauthenticated):
-                raise ValueError(f"{field}: {name} is not loopback: set api_keys_file, or allow_unauthenticated: true")
-        if (self.peer is None) != (not self.peers) or (self.peer is not None and self.peer not in self.peers):
-            raise ValueError("peer, peers: `peer` is the name of this router in `peers`; give both or neither")
+                raise ValueError(
+                    f"{field}: {name} is not loopback: set api_keys_file, or "
+                    "allow_unauthenticated: true"
+                )
+        if (self.peer is None) != (not self.peers) or (
+            self.peer is not None and self.peer not in self.peers
+        ):
+            raise ValueError(
+                "peer, peers: `peer` is the name of this router in `peers`; give both or neither"
+            )
         if self.instances_tls is not None and self.instances_tls.server_name is None:
             for one in self.discovery.instances:
                 if re.fullmatch(r"[0-9.]+|\[?[0-9a-fA-F:]*:[0-9a-fA-F:]*\]?", one.host):
-                    raise ValueError(f"instances_tls.server_name: needed for {one.host}: HAProxy compares names only")
+                    raise ValueError(
+                        f"instances_tls.server_name: needed for {one.host}: HAProxy "
+                        "compares names only"
+                    )
         for name, address in self.peers.items():
-            if not (re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) and re.fullmatch(r"[A-Za-z0-9.-]+:\d{1,5}", address)):
+            if not (
+                re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)
+                and re.fullmatch(r"[A-Za-z0-9.-]+:\d{1,5}", address)
+            ):
                 raise ValueError(f"peers: {name!r}: {address!r}: needs a plain name and host:port")
 
 
@@ -170,7 +206,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RouterConfig:
 
     Args:
         path: YAML.
-        overrides: `section.key=value`, later ones win; they win over the environment, and that over the file.
+        overrides: `section.key=value`, later ones win; they win over the environment, and that over
+            the file.
 
     Raises:
         ConfigError: names the file, the field and the limit.

@@ -37,7 +37,9 @@ async def find(config: DiscoveryConfig) -> list[InstanceConfig]:
 
 async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(dns.host, dns.port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            dns.host, dns.port, type=socket.SOCK_STREAM
+        )
     except OSError as error:
         raise ConfigError(f"discovery.dns.host: {dns.host}: {error}") from error
     hosts = sorted({str(address[4][0]) for address in found})
@@ -58,7 +60,8 @@ async def addresses(instances: list[InstanceConfig], before: dict[str, str]) -> 
 
     Args:
         instances: all of them.
-        before: what this returned last. A host that cannot be looked up keeps its address: that may be a fault of DNS.
+        before: what this returned last. A host that cannot be looked up keeps its address: that may
+            be a fault of DNS.
 
     Returns:
         The IP address of each instance by its name; one that never had an address is not in it.

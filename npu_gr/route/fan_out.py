@@ -1,11 +1,13 @@
 """What must reach every instance: erasures, and changes of models and catalogue.
 
-An instance that had a user before the fleet changed may still keep their prefix KV, and one that misses a change of the
-catalogue scores other items than the others. So these are sent to all, again where there was no answer, and the answer
-names the instances that have not done it. Doing any of it twice does no harm.
+An instance that had a user before the fleet changed may still keep their prefix KV, and one that
+misses a change of the catalogue scores other items than the others. So these are sent to all, again
+where there was no answer, and the answer names the instances that have not done it. Doing any of it
+twice does no harm.
 
-`npu-gr fleet` calls `ask_all` itself; what callers send through the router, HAProxy passes to `FanOut` on a socket that
-nobody else reaches. The key of the caller goes along: each instance checks it.
+`npu-gr fleet` calls `ask_all` itself; what callers send through the router, HAProxy passes to
+`FanOut` on a socket that nobody else reaches. The key of the caller goes along: each instance
+checks it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class Change(NamedTuple):
 
     @property
     def is_erasure(self) -> bool:
-        """Whether it erases a user; all else changes what the instances serve, on their admin addresses."""
+        """Whether it erases a user.
+
+        All else changes what the instances serve, on their admin addresses.
+        """
         return self.method == ERASE.method
 
 
@@ -71,7 +76,9 @@ class Way:
         self._trusts: ssl.SSLContext | bool = client_context(tls) if tls else True
         self._config = config
 
-    def options(self, one: InstanceConfig, target: str, *, is_admin: bool = False) -> dict[str, Any]:
+    def options(
+        self, one: InstanceConfig, target: str, *, is_admin: bool = False
+    ) -> dict[str, Any]:
         """Return the arguments of a request to an instance: where it goes, and whom it believes."""
         port = one.admin_port if is_admin else one.port
         url = URL(f"{self._scheme}://{joined(one.host, port)}{target}", encoded=True)
@@ -91,7 +98,9 @@ class Way:
         return {one.name for one, is_ready in zip(instances, answers, strict=True) if is_ready}
 
 
-async def ask_all(way: Way, instances: list[InstanceConfig], change: Change, timeout_s: float) -> dict[str, Answered]:
+async def ask_all(
+    way: Way, instances: list[InstanceConfig], change: Change, timeout_s: float
+) -> dict[str, Answered]:
     """Send a change to all instances at the same time, again where there was no answer or a failure.
 
     Args:
@@ -122,7 +131,9 @@ async def _ask(way: Way, one: InstanceConfig, change: Change, timeout_s: float) 
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            http.request(change.method, headers=change.headers, data=change.body or None, **where) as answer,
+            http.request(
+                change.method, headers=change.headers, data=change.body or None, **where
+            ) as answer,
         ):
             return Answered(answer.status, await answer.text())
     except TimeoutError:
@@ -148,8 +159,9 @@ def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
     """Decide on the answer to the caller.
 
     Returns:
-        Of an erasure 204; 202 where an instance has yet to overwrite files; 200 where one could not be reached, whose
-        disk may still hold the user. Of another change 200 with each instance's answer. A refusal that all agree on.
+        Of an erasure 204; 202 where an instance has yet to overwrite files; 200 where one could not
+        be reached, whose disk may still hold the user. Of another change 200 with each instance's
+        answer. A rejection that all agree on.
 
     Raises:
         Unavailable: an instance has not done it; it is named.
@@ -158,7 +170,7 @@ def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
     done = sorted(set(answers) - set(left))
     statuses = {answer.status for answer in answers.values()}
     if len(statuses) == 1 and 400 <= (status := next(iter(statuses))) < 500:
-        return problem(status, "refused", "every instance refused", random_id(128))
+        return problem(status, "rejected", "every instance rejected", random_id(128))
     unreachable = [name for name, why in left.items() if why == UNREACHABLE and change.is_erasure]
     if not done or len(unreachable) < len(left):
         named = ", ".join(f"{name} ({why})" for name, why in left.items())
@@ -168,11 +180,16 @@ def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
     pending = sorted(name for name, answer in answers.items() if answer.status == 202)
     if not pending and not unreachable:
         return web.Response(status=204)
-    return _json(200 if unreachable else 202, {"erased": done, "pending": pending, "unreachable": unreachable})
+    return _json(
+        200 if unreachable else 202,
+        {"erased": done, "pending": pending, "unreachable": unreachable},
+    )
 
 
 def _json(status: int, body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )
 
 
 def _parsed(text: str) -> object:
@@ -185,7 +202,9 @@ def _parsed(text: str) -> object:
 def fan_out_app(
     way: Callable[[], Way], instances: Callable[[], list[InstanceConfig]], timeout_s: float
 ) -> web.Application:
-    """Make the application behind HAProxy's backend `everywhere`. What may be asked, HAProxy has decided.
+    """Make the application behind HAProxy's backend `everywhere`.
+
+    What may be asked, HAProxy has decided.
 
     Args:
         way: to the instances, now.
@@ -194,7 +213,9 @@ def fan_out_app(
     """
 
     async def handle(request: web.Request) -> web.Response:
-        headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
+        headers = {
+            name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None
+        }
         change = Change(request.method, request.raw_path, headers, await request.read())
         try:
             return verdict(change, await ask_all(way(), instances(), change, timeout_s))

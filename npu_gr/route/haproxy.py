@@ -1,14 +1,16 @@
 """The router is HAProxy: one file for it, made from the router's settings and the list of instances.
 
-How a request is treated follows from `Kind.routing` in `core.kinds`, and what is let through from the rules of routes:
-an allow-list of methods and paths, compared as they came, so that no other spelling of a path reaches an instance.
+How a request is treated follows from `Kind.routing` in `core.kinds`, and what is let through from
+the rules of routes: an allow-list of methods and paths, compared as they came, so that no other
+spelling of a path reaches an instance.
 
-Everything by user goes through one backend, because a queue, its priorities and `maxconn` belong to one. What may be
-sent a second time differs by kind: `retry-on` is for all, and `disable-l7-retry` leaves a signal and a write only the
-connection that was never made.
+Everything by user goes through one backend, because a queue, its priorities and `maxconn` belong to
+one. What may be sent a second time differs by kind: `retry-on` is for all, and `disable-l7-retry`
+leaves a signal and a write only the connection that was never made.
 
-An instance's `id` is a hash of its name. HAProxy places users by it, so routers agree without talking, an instance that
-joins takes only its own users, and a stick table's entry means the same before and after a reload.
+An instance's `id` is a hash of its name. HAProxy places users by it, so routers agree without
+talking, an instance that joins takes only its own users, and a stick table's entry means the same
+before and after a reload.
 """
 
 from __future__ import annotations
@@ -27,20 +29,28 @@ from npu_gr.server.auth.keys import KeyEntry
 from npu_gr.server.auth.rules import is_loopback_name, rules
 
 CONFIG = "haproxy.cfg"
-# What stands for folders that the process knows: of the sockets, and of this file and those beside it.
+# What stands for folders that the process knows: of the sockets, and of this file and those beside
+# it.
 FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
 HOME, OTHER = "home.sock", "other.sock"  # of the frontend `again`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
-PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
+# times its objective until an answer is late, and what may be sent again is sent to another
+# instance
+PATIENCE = 5
 LEAST_PATIENCE_S = 0.25
 AGENT_MS = 100
-PACED_MS = 50  # a request that finds the queue full is refused after this time, so that who retries at once is paced
-# A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read differently
+# a request that finds the queue full is rejected after this time, so that who retries at once is
+# paced
+PACED_MS = 50
+# A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read
+# differently
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")  # the router answers for itself
+# the router answers for itself
+_OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
-_ANSWERED = "  http-response set-var(txn.answered) bool(true)"  # so it is no answer of HAProxy's own
+# so it is no answer of HAProxy's own
+_ANSWERED = "  http-response set-var(txn.answered) bool(true)"
 _TOLD = f"""{_ANSWERED}
   http-response set-header X-NpuGr-Instance %[srv_name]
   http-response del-header X-NpuGr-Placement"""
@@ -87,7 +97,9 @@ def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
 
 def key_map(keys: Iterable[KeyEntry], scope: Scope | None = None) -> str:
     """Write the map of keys that a request may have: the hash of each, as HAProxy computes it, and its name."""
-    return "".join(f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes)
+    return "".join(
+        f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes
+    )
 
 
 def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
@@ -99,7 +111,10 @@ def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
 
 
 def files(config: RouterConfig, material: Material) -> dict[str, str]:
-    """Make HAProxy's file and the maps that it reads, by name; the process puts certificates beside them."""
+    """Make HAProxy's file and the maps that it reads, by name.
+
+    The process puts certificates beside them.
+    """
     made = {CONFIG: render(config, material)}
     if config.api_keys_file:
         made["keys.map"] = key_map(material.keys)
@@ -119,9 +134,9 @@ def render(config: RouterConfig, material: Material) -> str:
         _any(config, material),
         _EVERYWHERE,
     )
-    return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(
-        sections
-    )
+    return (
+        "# written by `npu-gr route`; do not edit: it is written again when something changes\n"
+    ) + "\n".join(sections)
 
 
 def _process(config: RouterConfig, material: Material) -> str:
@@ -136,7 +151,7 @@ def _process(config: RouterConfig, material: Material) -> str:
     return f"""global
   nbthread {config.threads}
   maxconn {config.limits.max_connections}
-  no strict-limits  # fewer files than that are a warning, not a refusal to start
+  no strict-limits  # fewer files than that are a warning, not a rejection to start
   tune.bufsize {config.limits.buffer_bytes}  # a body that fits is read whole first, and can be sent again
   tune.maxrewrite 1024
   tune.ssl.default-dh-param 2048
@@ -212,7 +227,13 @@ if by_user !named !normal
 def _admin(config: RouterConfig) -> str:
     tls = "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls))
     changes = " ".join(
-        sorted({path for (_, path), rule in rules().items() if rule.is_admin and path.startswith("/v1/")})
+        sorted(
+            {
+                path
+                for (_, path), rule in rules().items()
+                if rule.is_admin and path.startswith("/v1/")
+            }
+        )
     )
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
     return f"""frontend admin  # metrics, and what changes every instance
@@ -236,8 +257,14 @@ def _special(material: Material) -> list[InstanceConfig]:
 
 def _users(config: RouterConfig, material: Material) -> str:
     limits, health = config.limits, config.health
-    factor = f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n" if config.relay.load_factor >= 1 else ""
-    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in _special(material))
+    factor = (
+        (f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n")
+        if config.relay.load_factor >= 1
+        else ""
+    )
+    servers = "\n".join(
+        f"  {_server(config, material, one)}{_agent(one)}" for one in _special(material)
+    )
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -262,9 +289,10 @@ maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
 def _patient(config: RouterConfig) -> str:
     """Let a rank that has waited out the queue of its user's instance be answered by another.
 
-    An instance that is frozen and not yet found to be down has a queue that HAProxy lets nobody leave (since 3.2 there
-    is `hash-preserve-affinity`). So while an instance is full and others are not, ranks pass through HAProxy twice: the
-    503 of the queue comes from the server `home`, and is tried again at `other`.
+    An instance that is frozen and not yet found to be down has a queue that HAProxy lets nobody
+    leave (since 3.2 there is `hash-preserve-affinity`). So while an instance is full and others are
+    not, ranks pass through HAProxy twice: the 503 of the queue comes from the server `home`, and is
+    tried again at `other`.
     """
     user = config.user_header
     return f"""backend patient
@@ -305,7 +333,11 @@ def _any(config: RouterConfig, material: Material) -> str:
 
 
 def _ready() -> str:
-    ready = "{ path " + " ".join(path for path in _OWN_ROUTES if path.endswith(("ready", "readyz"))) + " } METH_GET"
+    ready = (
+        "{ path "
+        + " ".join(path for path in _OWN_ROUTES if path.endswith(("ready", "readyz")))
+        + " } METH_GET"
+    )
     return f"""  http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
 {{ var(proc.draining) -m bool }}
   http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
@@ -315,7 +347,7 @@ if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
 
 
 def _no_foreign_pages(host: str) -> str:
-    """Refuse what a page of another site makes a browser send, as `access.browsers` does in an instance."""
+    """Reject what a page of another site makes a browser send, as `access.browsers` does in an instance."""
     lines = [
         "  acl foreign req.hdr(sec-fetch-site) -m found",
         "  acl own_site req.hdr(sec-fetch-site) -m str -i same-origin none",
@@ -336,7 +368,10 @@ def _no_foreign_pages(host: str) -> str:
 
 
 def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
-    """Refuse a request without a key before its body; what the key may do is the instance's to say."""
+    """Reject a request without a key before its body.
+
+    What the key may do is the instance's to say.
+    """
     if not config.api_keys_file:
         return "  # no keys: allow_unauthenticated, or loopback"
     known = f"{{ var(txn.key),map_str({HERE}/{name}) -m found }}"
@@ -357,8 +392,8 @@ def _allowed() -> str:
         names.append(f"is_{method} on_{method}")
         lines.append(f"  acl is_{method} method {'GET HEAD' if method == 'GET' else method}")
         lines.append(_acl(f"on_{method}", paths))
-    refusal = f"content-type application/problem+json string '{_problem('not found')}'"
-    lines.append(f"  http-request return status 404 {refusal} unless {' or '.join(names)}")
+    rejection = f"content-type application/problem+json string '{_problem('not found')}'"
+    lines.append(f"  http-request return status 404 {rejection} unless {' or '.join(names)}")
     return "\n".join(lines)
 
 
@@ -373,28 +408,31 @@ def _priorities(*kinds: Kind[Any, Any]) -> str:
 def _full(material: Material) -> str:
     """Send ranks to `patient` while an instance is full and the others are not.
 
-    One that has just come back takes less than it says, in the measure of its weight (`slowstart`), and HAProxy does
-    not say how much: it counts as full.
+    One that has just come back takes less than it says, in the measure of its weight (`slowstart`),
+    and HAProxy does not say how much: it counts as full.
     """
     lines = []
     for one in _special(material):
         lines.append(f"  acl full srv_conn_free(users/{one.name}) le 0")
         if _weight(one) > 1:
             lines.append(f"  acl full srv_weight(users/{one.name}) 1:{_weight(one) - 1}")
-    return "\n".join([*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"])
+    return "\n".join(
+        [*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"]
+    )
 
 
 def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
     """Set the time after which an answer is late, and what may be sent again is sent to another instance."""
     return "\n".join(
-        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
+        "  http-request set-timeout server "
+        f"{_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
         f"if {{ {_on(kind)} }}{when}"
         for kind in routed(*routings)
     )
 
 
 def _overloaded(backend: str) -> str:
-    """A request that waited too long is refused for load, which is no error of the service: 429, and when to retry."""
+    """A request that waited too long is rejected for load, which is no error of the service: 429, and when to retry."""
     own = "!{ var(txn.answered) -m bool }"
     return f"""  http-after-response set-status 429 reason "Too Many Requests" \
 if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
@@ -426,7 +464,11 @@ def _weight(one: InstanceConfig) -> int:
 
 def _agent(one: InstanceConfig) -> str:
     """The instance tells how many requests fit at its pace, and that it drains: ten times a second."""
-    return f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms" if one.agent_port else ""
+    return (
+        (f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms")
+        if one.agent_port
+        else ""
+    )
 
 
 def _bind_tls(tls: ServerTlsConfig | None) -> str:
@@ -439,7 +481,9 @@ def _bind_tls(tls: ServerTlsConfig | None) -> str:
 
 def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
     """As the admin address has it: it knows its callers by their keys."""
-    return tls and ServerTlsConfig(certificate=tls.certificate, key=tls.key, min_version=tls.min_version)
+    return tls and ServerTlsConfig(
+        certificate=tls.certificate, key=tls.key, min_version=tls.min_version
+    )
 
 
 def _server_tls(tls: ClientTlsConfig | None) -> str:

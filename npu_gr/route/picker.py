@@ -1,11 +1,12 @@
 """The endpoint picker of a Kubernetes gateway, on grpcio: Envoy's external processing asks it for each request.
 
-One stream of gRPC is one request. Its headers name the user, or its body does, where the gateway lets the choice wait
-for it; then the answer names the instance, and for what may be sent again a second one. The stream's end is the end of
-the request, which is how the picker knows the load. The queue in front of an instance is the gateway's.
+One stream of gRPC is one request. Its headers name the user, or its body does, where the gateway
+lets the choice wait for it; then the answer names the instance, and for what may be sent again a
+second one. The stream's end is the end of the request, which is how the picker knows the load. The
+queue in front of an instance is the gateway's.
 
-Source: the Gateway API inference extension's endpoint picker protocol (proposal 004): the chosen endpoint stands in a
-header and in dynamic metadata, both with the same value.
+Source: the Gateway API inference extension's endpoint picker protocol (proposal 004): the chosen
+endpoint stands in a header and in dynamic metadata, both with the same value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order,
 
 log = logging.getLogger(__name__)
 
-DESTINATION = "x-gateway-destination-endpoint"  # "ip:port", or several in the order in which they are to be tried
+# "ip:port", or several in the order in which they are to be tried
+DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 DESTINATION_SPACE = "envoy.lb"  # of the metadata of `DESTINATION` and `SERVED`
@@ -45,7 +47,8 @@ MOST_MESSAGE_BYTES = 1 << 20  # from a gateway; a body comes in many
 MOST_BODY_BYTES = 4 << 20  # of a request whose body names its user
 MOST_STREAMS = 1_000  # of one connection
 MOST_REQUESTS = 10_000  # at once, of all connections
-_HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
+# modes in which the choice may wait for the whole body
+_HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)
 
 
 class UserInBody(msgspec.Struct, frozen=True):
@@ -54,7 +57,7 @@ class UserInBody(msgspec.Struct, frozen=True):
     user_id: str | int
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that the picker answers itself."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -79,10 +82,14 @@ class EndpointTable:
         self._failures = Counter[str]()
         self._fall = config.health.fall
 
-    async def look(self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]) -> None:
+    async def look(
+        self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]
+    ) -> None:
         """Take over the list of instances, and ask each whether it is ready."""
         ports = {one.name: one.port for one in listed}
-        self.endpoints = {name: joined(at, ports[name]) for name, at in addresses.items() if name in ports}
+        self.endpoints = {
+            name: joined(at, ports[name]) for name, at in addresses.items() if name in ports
+        }
         if listed != list(self._instances.values()):
             self._instances = {one.name: one for one in listed}
             self._ring = Ring(Member(one.name, one.weight) for one in listed if one.special)
@@ -90,7 +97,9 @@ class EndpointTable:
         for name in ports:
             self._failures[name] = 0 if name in ready else self._failures[name] + 1
         self.ready = {
-            one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints
+            one.name
+            for one in listed
+            if self._failures[one.name] < self._fall and one.name in self.endpoints
         }
 
     def choose(self, routing: Routing | None, user: bytes, subset: set[str] | None) -> list[str]:
@@ -110,13 +119,17 @@ class EndpointTable:
         now_at = time.monotonic()
         signalled = self.signals.find(user, now_at)
         has_room = self._has_room if self._factor else None
-        chosen = order(self._ring, routing, user, able, self.in_flight.__getitem__, signalled, has_room)
+        chosen = order(
+            self._ring, routing, user, able, self.in_flight.__getitem__, signalled, has_room
+        )
         if routing is Routing.SIGNAL and user and chosen:
             self.signals.remember(user, chosen[0], now_at)
         return chosen[: 1 + (routing is Routing.FOLLOW)]
 
     def _has_room(self, name: str) -> bool:
-        weights = {one.name: one.weight for one in self._instances.values() if one.name in self.ready}
+        weights = {
+            one.name: one.weight for one in self._instances.values() if one.name in self.ready
+        }
         total = sum(self.in_flight[one] for one in weights)
         most = bound(total, weights.get(name, 0.0), sum(weights.values()) or 1.0, self._factor)
         return self.in_flight[name] < most
@@ -144,7 +157,7 @@ class Pick:
         """Answer a message of the gateway.
 
         Raises:
-            Refused: the request itself is answered.
+            Rejected: the request itself is answered.
         """
         kind = request.WhichOneof("request")
         if kind == "request_headers":
@@ -152,12 +165,17 @@ class Pick:
         if kind == "request_body":
             return self._on_body(request.request_body)
         if kind == "request_trailers":
-            return [*self._on_end(()), pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
+            return [
+                *self._on_end(()),
+                pb.ProcessingResponse(request_trailers=pb.TrailersResponse()),
+            ]
         if kind == "response_headers":
             return [self._on_answer(request)]
         if kind == "response_body":
             if self._answer_mode == pb.FULL_DUPLEX_STREAMED:
-                return _streamed(request.response_body.body, request.response_body.end_of_stream, is_answer=True)
+                return _streamed(
+                    request.response_body.body, request.response_body.end_of_stream, is_answer=True
+                )
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
         if kind == "response_trailers":
             return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
@@ -172,12 +190,22 @@ class Pick:
         method = given.get(":method", b"").decode("latin-1")
         self._routing = routing_of(method, path)
         if self._routing is Routing.EVERYWHERE:
-            raise Refused(501, "send this to the router's own address, which passes it to every instance")
+            raise Rejected(
+                501, "send this to the router's own address, which passes it to every instance"
+            )
         self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
-        wants_body = self._routing in BY_USER and not self._user and given.get("x-npugr-service") != b"normal"
+        wants_body = (
+            self._routing in BY_USER
+            and not self._user
+            and given.get("x-npugr-service") != b"normal"
+        )
         if wants_body and self._mode in _HOLDS_BODY and not request.request_headers.end_of_stream:
             self._body = []
-            return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())] if self._mode == pb.BUFFERED else []
+            return (
+                [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
+                if self._mode == pb.BUFFERED
+                else []
+            )
         return [self._pick(is_in_body=False)]
 
     def _on_body(self, body: pb.HttpBody) -> Iterable[pb.ProcessingResponse]:
@@ -187,7 +215,9 @@ class Pick:
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._body.append(body.body)
         if sum(map(len, self._body)) > MOST_BODY_BYTES:
-            raise Refused(413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header")
+            raise Rejected(
+                413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header"
+            )
         if self._mode == pb.BUFFERED:
             self._name()
             return [self._pick(is_in_body=True)]
@@ -196,7 +226,9 @@ class Pick:
         pieces = list(self._body)
         return self._on_end(_streamed(b"".join(pieces), is_last=True, is_answer=False))
 
-    def _on_end(self, passed_on: Iterable[pb.ProcessingResponse]) -> Iterable[pb.ProcessingResponse]:
+    def _on_end(
+        self, passed_on: Iterable[pb.ProcessingResponse]
+    ) -> Iterable[pb.ProcessingResponse]:
         """The whole body is here."""
         if self._body is None:
             return passed_on
@@ -210,7 +242,9 @@ class Pick:
         try:
             named = msgspec.json.decode(b"".join(self._body), type=UserInBody)
         except msgspec.MsgspecError as error:
-            raise Refused(400, f"{self._fleet.user_header}: missing, and the body names no user: {error}") from error
+            raise Rejected(
+                400, f"{self._fleet.user_header}: missing, and the body names no user: {error}"
+            ) from error
         self._body = None
         self._user = str(named.user_id).encode()
 
@@ -218,10 +252,12 @@ class Pick:
         """Choose, and tell the gateway."""
         self._chosen = self._fleet.choose(self._routing, self._user, self._subset)
         if not self._chosen:
-            raise Refused(503, "no instance is ready")
+            raise Rejected(503, "no instance is ready")
         self._fleet.in_flight[self._chosen[0]] += 1
         value = ",".join(self._fleet.endpoints[name] for name in self._chosen)
-        common = pb.CommonResponse(header_mutation=_set({DESTINATION: value}), clear_route_cache=True)
+        common = pb.CommonResponse(
+            header_mutation=_set({DESTINATION: value}), clear_route_cache=True
+        )
         response = pb.ProcessingResponse()
         if is_in_body:
             response.request_body.response.CopyFrom(common)
@@ -240,10 +276,14 @@ class Pick:
             return response
         endpoint = _entry(request.metadata_context, DESTINATION_SPACE, SERVED)
         at = endpoint.string_value if endpoint is not None else ""
-        name = next((one for one, other in self._fleet.endpoints.items() if other == at), self._chosen[0])
+        name = next(
+            (one for one, other in self._fleet.endpoints.items() if other == at), self._chosen[0]
+        )
         if self._routing is Routing.SIGNAL and self._user and name != self._chosen[0]:
             self._fleet.signals.remember(self._user, name, time.monotonic())
-        response.response_headers.response.header_mutation.CopyFrom(_set({"X-NpuGr-Instance": name}))
+        response.response_headers.response.header_mutation.CopyFrom(
+            _set({"X-NpuGr-Instance": name})
+        )
         return response
 
 
@@ -260,7 +300,9 @@ def _set(given: Mapping[str, str]) -> pb.HeaderMutation:
     action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     return pb.HeaderMutation(
         set_headers=[
-            pb.HeaderValueOption(header=pb.HeaderValue(key=name, raw_value=value.encode()), append_action=action)
+            pb.HeaderValueOption(
+                header=pb.HeaderValue(key=name, raw_value=value.encode()), append_action=action
+            )
             for name, value in given.items()
         ]
     )
@@ -271,10 +313,16 @@ def _streamed(chunk: bytes, is_last: bool, *, is_answer: bool) -> list[pb.Proces
     made = []
     for start in range(0, max(1, len(chunk)), CHUNK_BYTES):
         is_end = is_last and start + CHUNK_BYTES >= len(chunk)
-        piece = pb.StreamedBodyResponse(body=chunk[start : start + CHUNK_BYTES], end_of_stream=is_end)
-        body = pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
+        piece = pb.StreamedBodyResponse(
+            body=chunk[start : start + CHUNK_BYTES], end_of_stream=is_end
+        )
+        body = pb.BodyResponse(
+            response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece))
+        )
         made.append(
-            pb.ProcessingResponse(response_body=body) if is_answer else pb.ProcessingResponse(request_body=body)
+            pb.ProcessingResponse(response_body=body)
+            if is_answer
+            else pb.ProcessingResponse(request_body=body)
         )
     return made
 
@@ -306,10 +354,12 @@ class Services:
             async for request in requests:
                 for response in pick.answer(request):
                     await context.write(response)
-        except Refused as refused:
-            body = msgspec.json.encode({"type": "about:blank", "title": refused.why, "status": refused.status})
+        except Rejected as rejected:
+            body = msgspec.json.encode(
+                {"type": "about:blank", "title": rejected.why, "status": rejected.status}
+            )
             answer = pb.ImmediateResponse(
-                status=pb.HttpStatus(code=refused.status),
+                status=pb.HttpStatus(code=rejected.status),
                 headers=_set({"Content-Type": "application/problem+json"}),
                 body=body,
                 details="picker",
@@ -318,7 +368,9 @@ class Services:
         finally:
             pick.end()
 
-    async def check(self, request: pb.HealthCheckRequest, _context: object) -> pb.HealthCheckResponse:
+    async def check(
+        self, request: pb.HealthCheckRequest, _context: object
+    ) -> pb.HealthCheckResponse:
         """Say whether the picker lives, or an instance is ready."""
         serves = request.service in ("", "liveness") or bool(self._fleet.ready)
         status = pb.HealthCheckResponse.SERVING if serves else pb.HealthCheckResponse.NOT_SERVING
@@ -404,4 +456,6 @@ def _credentials(tls: ServerTlsConfig) -> Any:
             log.error("picker.tls: the old certificate stays in force: %s", error)
             return None
 
-    return grpc.dynamic_ssl_server_credentials(read(), follow, require_client_authentication=tls.client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        read(), follow, require_client_authentication=tls.client_ca is not None
+    )

@@ -1,14 +1,17 @@
-"""The one implementation of placement: which instance gets a user. For the picker, for Ray and for the simulator.
+"""The one implementation of placement: which instance gets a user.
 
-Consistent hashing: every member has its own points on a circle of 64-bit hashes; their number depends on its weight
-alone. The member of the next point after the user's hash owns the user, so a member that leaves moves its own users and
-no others. Pickers share no state, only the list of members: equal lists place equally.
+For the picker, for Ray and for the simulator.
 
-A rank goes where its signal went, though the owner may have changed since; `Signals` remembers. HAProxy does the same
-with `hash-type consistent` and a stick table, on a circle of its own.
+Consistent hashing: every member has its own points on a circle of 64-bit hashes; their number
+depends on its weight alone. The member of the next point after the user's hash owns the user, so a
+member that leaves moves its own users and no others. Pickers share no state, only the list of
+members: equal lists place equally.
 
-Source: consistent hashing (Karger et al. 1997), with bounded loads (arXiv:1608.01350); RelayGR (arXiv:2601.01712) for
-the pair. That the spill is decided once, at signal time, is our reading.
+A rank goes where its signal went, though the owner may have changed since; `Signals` remembers.
+HAProxy does the same with `hash-type consistent` and a stick table, on a circle of its own.
+
+Source: consistent hashing (Karger et al. 1997), with bounded loads (arXiv:1608.01350); RelayGR
+(arXiv:2601.01712) for the pair. That the spill is decided once, at signal time, is our reading.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ import xxhash
 
 from npu_gr.core.kinds import KINDS, Routing
 
-POINTS = 256  # of a member of weight 1; with so many, equal members own equal shares within about 6 %
+# of a member of weight 1; with so many, equal members own equal shares within about 6 %
+POINTS = 256
 BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
 _ROUTES = [
     (kind.method, re.compile(re.sub("{[^}]*}", "[^/?]+", path)), kind.routing)
@@ -63,7 +67,9 @@ class Ring:
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = tuple(sorted(members))
-        points = sorted((point, name) for name, weight in self.members for point in _points(name, weight))
+        points = sorted(
+            (point, name) for name, weight in self.members for point in _points(name, weight)
+        )
         self._hashes = [point for point, _ in points]
         self._names = [name for _, name in points]
 
@@ -93,7 +99,9 @@ class Ring:
 
 @lru_cache(maxsize=4096)
 def _points(name: str, weight: float) -> tuple[int, ...]:
-    return tuple(xxhash.xxh3_64_intdigest(f"{name}#{i}".encode()) for i in range(round(POINTS * weight)))
+    return tuple(
+        xxhash.xxh3_64_intdigest(f"{name}#{i}".encode()) for i in range(round(POINTS * weight))
+    )
 
 
 class Signals:
@@ -108,7 +116,8 @@ class Signals:
         """
         self._life_s = life_s
         self._most = most
-        self._kept: dict[bytes, tuple[str, float]] = {}  # user -> (instance, expires_at), oldest first
+        # user -> (instance, expires_at), oldest first
+        self._kept: dict[bytes, tuple[str, float]] = {}
 
     def remember(self, user: bytes, name: str, now_at: float) -> None:
         """Let the ranks of a user follow a signal to this instance."""
@@ -133,15 +142,16 @@ def place(
 ) -> Place | None:
     """Choose the instance for a request of a user: a pure function of its arguments.
 
-    In this order: the instance that had the user's signal; the first of the ring's order that takes the user and has
-    room; the first that takes the user.
+    In this order: the instance that had the user's signal; the first of the ring's order that takes
+    the user and has room; the first that takes the user.
 
     Args:
         ring: of the instances.
         user: the value of the user header.
         takes: whether an instance takes requests now.
         signalled: of a rank, the instance that its signal went to.
-        has_room: of a signal, whether an instance is under its bounded load; None = loads are not bounded.
+        has_room: of a signal, whether an instance is under its bounded load; None = loads are not
+            bounded.
 
     Returns:
         None: no instance takes it.
@@ -182,7 +192,9 @@ def routing_of(method: str, path: str) -> Routing | None:
         method: of HTTP.
         path: without the query.
     """
-    return next((routing for on, at, routing in _ROUTES if on == method and at.fullmatch(path)), None)
+    return next(
+        (routing for on, at, routing in _ROUTES if on == method and at.fullmatch(path)), None
+    )
 
 
 def order(
@@ -194,22 +206,30 @@ def order(
     signalled: str | None = None,
     has_room: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """Order the instances for a request: the chosen one, then those that take it if the ones before do not.
+    """ScoreBlend the instances for a request: the chosen one, then those that take it if the ones before do not.
 
     Args:
         ring: of the instances.
         routing: of the request's kind; None = any instance answers it.
-        user: the value of the user header; empty = nobody's request, which goes to the less loaded of two.
+        user: the value of the user header; empty = nobody's request, which goes to the less loaded
+            of two.
         able: instances that take requests now.
         in_flight: requests that an instance has.
         signalled: the instance of the user's signal; a signal itself chooses anew.
-        has_room: of a signal, whether an instance is under its bounded load; None = loads are not bounded.
+        has_room: of a signal, whether an instance is under its bounded load; None = loads are not
+            bounded.
     """
     if routing not in BY_USER or not user:
         names = random.sample(sorted(able), len(able))
         return sorted(names[:2], key=in_flight) + names[2:]
     is_signal = routing is Routing.SIGNAL
-    first = place(ring, user, able.__contains__, None if is_signal else signalled, has_room if is_signal else None)
+    first = place(
+        ring,
+        user,
+        able.__contains__,
+        None if is_signal else signalled,
+        has_room if is_signal else None,
+    )
     if first is None:
         return []
     return [first.name, *(name for name in ring.walk(user) if name != first.name and name in able)]

@@ -1,13 +1,14 @@
 """`npu-gr route`: writes HAProxy's files, runs `haproxy -W` as a child, and keeps it up to date.
 
     the settings, the list of instances,      new files, `haproxy -c`, and a reload that loses no connection;
-    keys or certificates change               what HAProxy refuses changes nothing, and the log says why
+    keys or certificates change               what HAProxy rejects changes nothing, and the log says why
     SIGHUP                                    the same, at once
     SIGTERM, SIGINT                           unready for `drain_grace_s`, then no new connections, then the end
     HAProxy ends                              so does the router: whoever started it starts it again
 
-Each set of files is a folder of its own, and `current` points to the one in force, so that HAProxy never reads half of
-one. An instance that is new in the list is put in once it has been ready, so that nobody waits for its start.
+Each set of files is a folder of its own, and `current` points to the one in force, so that HAProxy
+never reads half of one. An instance that is new in the list is put in once it has been ready, so
+that nobody waits for its start.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from npu_gr.server.auth.keys import KeyEntry, read_keys
 log = logging.getLogger(__name__)
 PROGRAM = "haproxy"
 START_S = 10.0  # for HAProxy to start, and for a reload
-# A process younger than this does not hand its stick table on: it still waits for one before it (PEER_RESYNC_TIMEOUT).
+# A process younger than this does not hand its stick table on: it still waits for one before it
+# (PEER_RESYNC_TIMEOUT).
 TEACHES_S = 11.0
 _PDEATHSIG = 1  # of prctl
 
@@ -63,7 +65,7 @@ class Proxy:
         """Put a set of files in force for the next start or reload.
 
         Raises:
-            ConfigError: HAProxy refuses it; the one before stays.
+            ConfigError: HAProxy rejects it; the one before stays.
         """
         before = self.folder / str(self._number)
         self._number += 1
@@ -113,7 +115,9 @@ class Proxy:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), timeout_s if number is signal.SIGUSR1 else 2.0)
+                await asyncio.wait_for(
+                    process.wait(), timeout_s if number is signal.SIGUSR1 else 2.0
+                )
                 return
 
     async def ended(self) -> int:
@@ -149,7 +153,11 @@ async def _log_words(words: asyncio.StreamReader) -> None:
     """Log HAProxy's lines: its own writes would wait for whoever reads our standard error, and our log does not."""
     async for line in words:
         is_bad = line.startswith((b"[ALERT]", b"[WARNING]"))
-        log.log(logging.WARNING if is_bad else logging.INFO, "%s", line.decode(errors="replace").rstrip())
+        log.log(
+            logging.WARNING if is_bad else logging.INFO,
+            "%s",
+            line.decode(errors="replace").rstrip(),
+        )
 
 
 def _write(folder: Path, made: dict[str, str]) -> None:
@@ -176,7 +184,7 @@ async def check(path: Path) -> None:
     """Let HAProxy check a file.
 
     Raises:
-        ConfigError: it is refused, or there is no HAProxy.
+        ConfigError: it is rejected, or there is no HAProxy.
     """
     process = await asyncio.create_subprocess_exec(
         await asyncio.to_thread(_program),
@@ -188,14 +196,18 @@ async def check(path: Path) -> None:
     )
     _, errors = await process.communicate()
     if process.returncode:
-        lines = [line for line in errors.decode(errors="replace").splitlines() if "NOTICE" not in line]
-        raise ConfigError(f"haproxy refuses what was written: {'; '.join(lines)[:2000]}")
+        lines = [
+            line for line in errors.decode(errors="replace").splitlines() if "NOTICE" not in line
+        ]
+        raise ConfigError(f"haproxy rejects what was written: {'; '.join(lines)[:2000]}")
 
 
 def _program() -> str:
     found = shutil.which(PROGRAM) or shutil.which(PROGRAM, path="/usr/sbin:/usr/local/sbin")
     if found is None:
-        raise ConfigError("haproxy is not installed: version 2.6 or later, e.g. apt-get install haproxy")
+        raise ConfigError(
+            "haproxy is not installed: version 2.6 or later, e.g. apt-get install haproxy"
+        )
     return found
 
 
@@ -221,7 +233,8 @@ class Route:
         self.config = read()
         self.listed: list[InstanceConfig] = []  # all
         self.addresses: dict[str, str] = {}  # of those whose host can be looked up, by name
-        self._admitted: set[str] = set()  # names of those that have been ready, or were there at the start
+        # names of those that have been ready, or were there at the start
+        self._admitted: set[str] = set()
         self._files: dict[str, str] = {}  # in force
         self.way = self._way(self.config)
         self._peer_port = _free_port()
@@ -279,10 +292,20 @@ class Route:
         certificates = {}
         if config.tls is not None:
             certificates["listen.pem"] = _pem(config.tls.certificate, config.tls.key)
-        if config.instances_tls is not None and config.instances_tls.certificate and config.instances_tls.key:
-            certificates["call.pem"] = _pem(config.instances_tls.certificate, config.instances_tls.key)
+        if (
+            config.instances_tls is not None
+            and config.instances_tls.certificate
+            and config.instances_tls.key
+        ):
+            certificates["call.pem"] = _pem(
+                config.instances_tls.certificate, config.instances_tls.key
+            )
         material = haproxy.Material(
-            instances=[one for one in self.listed if one.name in self._admitted and one.name in self.addresses],
+            instances=[
+                one
+                for one in self.listed
+                if one.name in self._admitted and one.name in self.addresses
+            ],
             addresses=self.addresses,
             keys=in_force(Path(config.api_keys_file)) if config.api_keys_file else [],
             peer_port=self._peer_port,
@@ -310,7 +333,11 @@ def in_force(path: Path) -> list[KeyEntry]:
         ConfigError: the file cannot be used.
     """
     now_at = time.time()
-    return [key for key in read_keys(path).keys if key.expires is None or key.expires.timestamp() > now_at]
+    return [
+        key
+        for key in read_keys(path).keys
+        if key.expires is None or key.expires.timestamp() > now_at
+    ]
 
 
 def _pem(certificate: str, key: str) -> str:
@@ -318,7 +345,9 @@ def _pem(certificate: str, key: str) -> str:
     try:
         return f"{Path(certificate).read_text()}\n{Path(key).read_text()}"
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{certificate}, {key}: {getattr(error, 'strerror', None) or 'not PEM'}") from error
+        raise ConfigError(
+            f"{certificate}, {key}: {getattr(error, 'strerror', None) or 'not PEM'}"
+        ) from error
 
 
 @asynccontextmanager
@@ -336,7 +365,8 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
     """
     async with AsyncExitStack() as stack:
         parent = os.environ.get("RUNTIME_DIRECTORY")  # of systemd
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="npu_gr", dir=parent)  # of mode 0700
+        # of mode 0700
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="npu_gr", dir=parent)
         stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
         proxy = Proxy(Path(folder))
         route = await asyncio.to_thread(Route, read, proxy)
@@ -350,7 +380,9 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         await proxy.start()
         if route.config.picker is not None:
             picking = _picking()
-            await stack.enter_async_context(picking(route.config, lambda: (route.way, route.listed, route.addresses)))
+            await stack.enter_async_context(
+                picking(route.config, lambda: (route.way, route.listed, route.addresses))
+            )
         yield route, proxy
 
 
@@ -358,7 +390,9 @@ def _picking() -> Callable[..., AbstractAsyncContextManager[int]]:
     try:
         from npu_gr.route.picker import picking
     except ImportError as error:
-        raise ConfigError(f"picker needs the extra `picker`: pip install 'npu_gr[picker]' ({error})") from error
+        raise ConfigError(
+            f"picker needs the extra `picker`: pip install 'npu_gr[picker]' ({error})"
+        ) from error
     return picking
 
 
@@ -378,7 +412,11 @@ async def run(path: Path, overrides: Sequence[str] = ()) -> None:
         async with routing(lambda: load(path, overrides)) as (route, proxy):
             config = route.config
             log.info(
-                "listening on %s:%d, admin on %s:%d", config.host, config.port, config.admin_host, config.admin_port
+                "listening on %s:%d, admin on %s:%d",
+                config.host,
+                config.port,
+                config.admin_host,
+                config.admin_port,
             )
             async with running(_keep_looking(route, now)):
                 stopped = asyncio.ensure_future(signals.get())
@@ -402,7 +440,7 @@ async def tried(config: RouterConfig) -> str:
         What was found.
 
     Raises:
-        ConfigError: it cannot be made, or HAProxy refuses it.
+        ConfigError: it cannot be made, or HAProxy rejects it.
     """
     with tempfile.TemporaryDirectory(prefix="npu_gr") as folder:
         proxy = Proxy(Path(folder))

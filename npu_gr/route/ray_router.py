@@ -1,7 +1,10 @@
-"""Ray Serve's request router with our placement. Ray makes one in each of its proxies, which share no state.
+"""Ray Serve's request router with our placement.
 
-A proxy chooses before it reads the body, so the user stands in a header; without it the less loaded of two replicas
-gets the request, and signal and rank may part. Ray passes a replica over that is full, and forgets one that died.
+Ray makes one in each of its proxies, which share no state.
+
+A proxy chooses before it reads the body, so the user stands in a header; without it the less loaded
+of two replicas gets the request, and signal and rank may part. Ray passes a replica over that is
+full, and forgets one that died.
 
 Imports Ray; `npu_gr.route.ray_serve` gives Ray the name of the class.
 """
@@ -39,22 +42,29 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().update_replicas(replicas)
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the order in which they are to be tried, one a step."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # after a round in which all were full
+        # after a round in which all were full
+        pending_request.routing_context.should_backoff = True
         routing, user = self._asked(pending_request)
         able = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
 
         def in_flight(name: str) -> int:
             return self.replica_queue_len_cache.get(able[name].replica_id) or 0
 
-        names = order(self._ring, routing, user, able, in_flight, self._signals.find(user, time.monotonic()))
+        names = order(
+            self._ring, routing, user, able, in_flight, self._signals.find(user, time.monotonic())
+        )
         return [[able[name]] for name in names]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
         """Remember which replica took a signal: not always the first one."""
         routing, user = self._asked(pending_request)
         if routing is Routing.SIGNAL and user:
@@ -64,9 +74,13 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Read a request's kind and user from what the proxy sends to the replica: a pickled ASGI scope."""
         try:
             scope: dict[str, Any] = pickle.loads(request.args[0]).asgi_scope  # noqa: S301  # of Ray's own proxy
-            user = next((value for name, value in scope["headers"] if name == self._user_header), b"")
+            user = next(
+                (value for name, value in scope["headers"] if name == self._user_header), b""
+            )
             return routing_of(scope["method"], scope["path"]), unquote_to_bytes(user)
         except (AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
             # A request that this raises for would wait forever.
-            log.error("placed by load: not a request of an HTTP proxy as Ray 2.60 sends it: %r", error)
+            log.error(
+                "placed by load: not a request of an HTTP proxy as Ray 2.60 sends it: %r", error
+            )
             return None, b""

@@ -1,8 +1,9 @@
 """Instances as Ray Serve replicas, one a device, for users who run Ray and want its placement and autoscaling.
 
-Ray's proxies choose the replica with our placement (`npu_gr.route.ray_router`). A replica serves HTTP as `npu-gr serve`
-does, on a Unix socket of its own, and passes an erasure on to every replica. Ray's proxy in Python costs milliseconds a
-request; where that matters, let Ray only place the instances, and put `npu-gr route` in front of them.
+Ray's proxies choose the replica with our placement (`npu_gr.route.ray_router`). A replica serves
+HTTP as `npu-gr serve` does, on a Unix socket of its own, and passes an erasure on to every replica.
+Ray's proxy in Python costs milliseconds a request; where that matters, let Ray only place the
+instances, and put `npu-gr route` in front of them.
 
 Needs the extra `ray` on every node.
 """
@@ -48,12 +49,28 @@ EVERYWHERE_S = 10.0  # for an erasure at every replica
 _NAME = "npu_gr"  # of the application, and of its one deployment
 _ROUTER = "npu_gr.route.ray_router.PlacementRouter"  # imported in Ray's proxies
 _FORWARDED = (
-    *("content-type", "content-encoding", "accept", "authorization", "traceparent", USER_HEADER, "x-request-id"),
+    *(
+        "content-type",
+        "content-encoding",
+        "accept",
+        "authorization",
+        "traceparent",
+        USER_HEADER,
+        "x-request-id",
+    ),
     "idempotency-key",
     *("host", "origin", "sec-fetch-site"),
     *("x-request-timeout-ms", "grpc-timeout"),
 )
-_HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date", "server")
+_HOP_BY_HOP = (
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "content-length",
+    "content-encoding",
+    "date",
+    "server",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +87,19 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.max_instances < self.num_instances:
-            raise ConfigError(f"max_instances: {self.max_instances} is less than instances: {self.num_instances}")
+            raise ConfigError(
+                f"max_instances: {self.max_instances} is less than instances: {self.num_instances}"
+            )
 
 
-def wanted(current: int, queue_depths: list[float], late_ratios: list[float], options: RayOptions) -> int:
+def wanted(
+    current: int, queue_depths: list[float], late_ratios: list[float], options: RayOptions
+) -> int:
     """Decide how many instances this load needs.
 
-    As many as bring the queues to their target; one more than now while ranks are late. One less than now only if no
-    rank is late and the queues of one instance less would still be under half of the target.
+    As many as bring the queues to their target; one more than now while ranks are late. One less
+    than now only if no rank is late and the queues of one instance less would still be under half
+    of the target.
 
     Args:
         current: instances now.
@@ -132,7 +154,9 @@ class RayReplica:
         self, runner: web.AppRunner, app: web.Application, address: Address, path: str
     ) -> aiohttp.ClientSession:
         await listen_at(runner, app, address, path)
-        http = aiohttp.ClientSession("http://instance", connector=aiohttp.UnixConnector(path, limit=0))
+        http = aiohttp.ClientSession(
+            "http://instance", connector=aiohttp.UnixConnector(path, limit=0)
+        )
         self._stack.push_async_callback(http.close)
         return http
 
@@ -140,19 +164,27 @@ class RayReplica:
         """Answer as the instance does, or for an erasure as all instances together."""
         from starlette.responses import Response
 
-        headers = {name: value for name in _FORWARDED if (value := request.headers.get(name)) is not None}
+        headers = {
+            name: value for name in _FORWARDED if (value := request.headers.get(name)) is not None
+        }
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         change = Change(request.method, target, headers, await request.body())
         if routing_of(request.method, request.url.path) is Routing.EVERYWHERE:
             made = await self._everywhere(change)
             return Response(made.body, made.status, dict(made.headers))
         async with self._ask(change) as answer:
-            given = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
+            given = {
+                name: value
+                for name, value in answer.headers.items()
+                if name.lower() not in _HOP_BY_HOP
+            }
             given["X-NpuGr-Instance"] = str(os.getpid())
             return Response(await answer.read(), answer.status, given)
 
     def _ask(self, change: Change) -> Any:
-        return self._http.request(change.method, change.target, data=change.body, headers=change.headers)
+        return self._http.request(
+            change.method, change.target, data=change.body, headers=change.headers
+        )
 
     async def do(self, change: Change) -> tuple[str, Answered]:
         """Do at this instance what every replica is told, and say which one it is."""
@@ -222,7 +254,9 @@ def application(config: Config, options: RayOptions) -> Any:
         resources = {"num_cpus": 1, "resources": {options.resource: 1}}
     count: dict[str, Any] = {"num_replicas": options.num_instances}
     if options.max_instances > options.num_instances:
-        policy = AutoscalingPolicy(policy_function=f"{__name__}:ScalingPolicy", policy_kwargs=asdict(options))
+        policy = AutoscalingPolicy(
+            policy_function=f"{__name__}:ScalingPolicy", policy_kwargs=asdict(options)
+        )
         limits = {"min_replicas": options.num_instances, "max_replicas": options.max_instances}
         count = {"autoscaling_config": AutoscalingConfig(**limits, policy=policy)}
     deployment = serve.deployment(
@@ -262,7 +296,9 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
         from ray import serve
         from ray.serve.config import HTTPOptions
     except ImportError as error:
-        raise ConfigError(f"npu-gr fleet ray needs the extra `ray`: pip install 'npu_gr[ray]' ({error})") from error
+        raise ConfigError(
+            f"npu-gr fleet ray needs the extra `ray`: pip install 'npu_gr[ray]' ({error})"
+        ) from error
     stop = until or threading.Event()
     if until is None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -270,7 +306,11 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
     else:  # it pretends to have the devices; a fresh folder, because a stale session makes the next one fail
-        pretended = {options.resource: options.max_instances} if options.resource not in ("CPU", "GPU") else None
+        pretended = (
+            {options.resource: options.max_instances}
+            if options.resource not in ("CPU", "GPU")
+            else None
+        )
         folder = tempfile.mkdtemp(prefix="ray")
         cpus = max(2 * options.max_instances, os.cpu_count() or 1)
         ray.init(
@@ -285,7 +325,12 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
     try:
         serve.start(http_options=HTTPOptions(host=options.host, port=options.port))
         serve.run(application(config, options), route_prefix="/", name=_NAME)
-        log.info("%d instances behind Ray Serve on %s:%d", options.num_instances, options.host, options.port)
+        log.info(
+            "%d instances behind Ray Serve on %s:%d",
+            options.num_instances,
+            options.host,
+            options.port,
+        )
         stop.wait()
     finally:
         serve.shutdown()

@@ -1,11 +1,13 @@
 """What a request leaves behind: one JSON line in the access log, and where it is sampled, spans of OpenTelemetry.
 
-A line holds no user, no history and no API key, but the key's name. A user appears as a keyed hash, and only where a
-key is configured. What the caller was told of an error is in it where we wrote every word of it: the detail of a
-caller's own fault may repeat a part of the body. The newest lines are kept for the status page.
+A line holds no user, no history and no API key, but the key's name. A user appears as a keyed hash,
+and only where a key is configured. What the caller was told of an error is in it where we wrote
+every word of it: the detail of a caller's own fault may repeat a part of the body. The newest lines
+are kept for the status page.
 
-The spans (extra `otel`) are made at the end, from the answer's `stages_s`: a request that is not sampled costs nothing.
-A caller's `traceparent` decides whether its request is sampled; of the others, `server.trace_sample_ratio` are.
+The spans (extra `otel`) are made at the end, from the answer's `stages_s`: a request that is not
+sampled costs nothing. A caller's `traceparent` decides whether its request is sampled; of the
+others, `server.trace_sample_ratio` are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from npu_gr.core.kinds import Kind
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, begin, log_line
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit
 from npu_gr.server.auth.keys import ANYBODY, Key
 from npu_gr.server.config import ServerConfig
 
@@ -68,15 +70,20 @@ class ServerCall(msgspec.Struct, kw_only=True):
     key: Key = ANYBODY
     permit: HeldPermit | None = None  # None: it was not admitted here
     parsed_at: float | None = None
-    user: UserKey | None = None  # None: it names none, or was refused before its body was read
+    user: UserKey | None = None  # None: it names none, or was rejected before its body was read
     answer: Answer | None = None  # of the service; None: there was none
 
     def left_s(self) -> float:
-        """Return what is left of the caller's budget now that the body is parsed. Raises DeadlineExceeded: nothing."""
+        """Return what is left of the caller's budget now that the body is parsed.
+
+        Raises DeadlineExceeded: nothing.
+        """
         self.parsed_at = now_at = time.monotonic()
         if now_at >= self.until_at:
             granted_ms = (self.until_at - self.arrived_at) * 1e3
-            raise DeadlineExceeded(f"reading the request took the whole budget of {granted_ms:.0f} ms")
+            raise DeadlineExceeded(
+                f"reading the request took the whole budget of {granted_ms:.0f} ms"
+            )
         return self.until_at - now_at
 
 
@@ -90,12 +97,17 @@ class AccessLog:
     def __init__(self, config: ServerConfig) -> None:
         self._logs_all = config.log_requests == "all"
         self._slow_s = config.slow_request_s
-        self._key = None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
-        self.newest = NewestRequests()
-        self.on_line: Callable[[str, AccessLine], None] = self.newest.add  # of a request that belongs to a kind
+        self._key = (
+            None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
+        )
+        self.newest = RecentRequests()
+        # of a request that belongs to a kind
+        self.on_line: Callable[[str, AccessLine], None] = self.newest.add
         self._faults = SeldomLog(logging.getLogger(__name__))
 
-    def write(self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None) -> None:
+    def write(
+        self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None
+    ) -> None:
         """Log a request that has ended: failed and slow ones as warnings, the others where all are logged.
 
         Args:
@@ -125,10 +137,14 @@ class AccessLog:
             self.on_line(call.kind.name, line)
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
-            log_line(log, logging.WARNING if is_notable else logging.INFO, line)  # the JSON is made by the handler
+            # the JSON is made by the handler
+            log_line(log, logging.WARNING if is_notable else logging.INFO, line)
 
     def failed(self, error: Exception) -> Failure | None:
-        """Describe the error that a request ends with; of what fails behind the service warn once a second."""
+        """Describe the error that a request ends with.
+
+        Of what fails behind the service warn once a second.
+        """
         if not isinstance(error, NpuGrError):
             return None  # the translation to HTTP logs it whole
         if isinstance(error, RequestError):
@@ -136,7 +152,11 @@ class AccessLog:
         detail = redacted(str(error))[:MOST_DETAIL]
         if error.status >= 500 and not isinstance(error, DeadlineExceeded | NotTaken):
             cause = error.__cause__
-            reason = "" if cause is None else f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})"
+            reason = (
+                ""
+                if cause is None
+                else (f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})")
+            )
             cause_name = f"{type(error).__name__} {type(cause).__name__}"
             self._faults.warning(cause_name, f"requests fail: {error.title}: {detail}{reason}")
         return Failure(title=error.title, detail=detail)
@@ -163,14 +183,19 @@ def read_key_file(path: str) -> bytes:
         raise ConfigError(f"server.log_user_key_file: {path}: {error.strerror}") from error
     if not 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
         raise ConfigError(
-            f"server.log_user_key_file: {path}: {len(key)} bytes, needs 16 to {hashlib.blake2b.MAX_KEY_SIZE}"
+            f"server.log_user_key_file: {path}: {len(key)} bytes, needs 16 to "
+            f"{hashlib.blake2b.MAX_KEY_SIZE}"
         )
     return key
 
 
 def lines_to_stdout() -> None:
-    """Send the lines, and nothing else, to standard output; everything else stays on standard error."""
-    handler = QueuedHandler("stdout", sys.stdout.fileno(), formats_late=True)  # a line never changes
+    """Send the lines, and nothing else, to standard output.
+
+    Everything else stays on standard error.
+    """
+    # a line never changes
+    handler = QueuedHandler("stdout", sys.stdout.fileno(), formats_late=True)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.propagate = False
@@ -199,13 +224,18 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Write the JSON, in the order above. Fields that are None, and empty stages, are left out."""
+        """Write the JSON, in the order above.
+
+        Fields that are None, and empty stages, are left out.
+        """
         line = {name: value for name in _FIXED if (value := getattr(self, name)) is not None}
         line["time_s"] = round(self.time_s, 3)
         line["duration_s"] = round(self.duration_s, 6)
         line |= {name: value for name, value in self.answer_fields.items() if value is not None}
         if self.stages_s:
-            line["stages_s"] = {stage: round(seconds, 6) for stage, seconds in self.stages_s.items()}
+            line["stages_s"] = {
+                stage: round(seconds, 6) for stage, seconds in self.stages_s.items()
+            }
         return _encode(line).decode()
 
 
@@ -222,16 +252,16 @@ class EndedLine(NamedTuple):
     line: AccessLine
 
 
-class NewestRequests:
+class RecentRequests:
     """The newest requests that belong to a kind."""
 
     def __init__(self) -> None:
         self._newest: deque[EndedLine] = deque(maxlen=NEWEST)
-        # apart for each kind, so that a storm of refusals pushes out no answer
+        # apart for each kind, so that a storm of rejections pushes out no answer
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
     def add(self, kind: str, line: AccessLine) -> None:
-        """Keep a request that has ended; a refusal is never slow, so none is kept."""
+        """Keep a request that has ended; a rejection is never slow, so none is kept."""
         if line.status < 400:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:
@@ -265,7 +295,10 @@ class NewestRequests:
 
 
 class Tracing:
-    """Begins the trace of every request, and a span where it is sampled. Without a tracer there are only the ids."""
+    """Begins the trace of every request, and a span where it is sampled.
+
+    Without a tracer there are only the ids.
+    """
 
     def __init__(self, tracer: Tracer | None = None, sample_ratio: float = 0.0) -> None:
         self._tracer = tracer
@@ -338,7 +371,9 @@ def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
 
     context = None
     if trace.parent_id is not None:
-        remote = otel.SpanContext(int(trace.trace_id, 16), int(trace.parent_id, 16), True, otel.TraceFlags(1))
+        remote = otel.SpanContext(
+            int(trace.trace_id, 16), int(trace.parent_id, 16), True, otel.TraceFlags(1)
+        )
         context = otel.set_span_in_context(otel.NonRecordingSpan(remote))
     return tracer.start_span(name, context, otel.SpanKind.SERVER)
 

@@ -9,23 +9,23 @@ from aiohttp import web
 
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.admin import (
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.debug.routes import DebugRoutes
+from npu_gr.server.http import json_response, struct_response
+from npu_gr.server.kind_routes import Reader
+from npu_gr.server.openapi import document
+from npu_gr.server.schemas.admin import (
     CHANGE_BYTES,
     CatalogueItemsBody,
     parse_catalogue_change,
     render_catalogue,
     render_vectors,
 )
-from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, UserBody
-from npu_gr.server.codec.media import JSON, decode
-from npu_gr.server.config import ServerConfig
-from npu_gr.server.debug.routes import DebugRoutes
-from npu_gr.server.http import json_response, struct_response
-from npu_gr.server.kind_routes import Reader
-from npu_gr.server.openapi import document
+from npu_gr.server.schemas.fields import MOST_ITEMS, ItemOut, UserBody
+from npu_gr.server.schemas.media import JSON, decode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight, config_text
 
@@ -43,7 +43,9 @@ class ModelRoutes:
         return json_response({"models": [asdict(model) for model in self._service.models()]})
 
     async def _reload(self, _: web.Request) -> web.Response:
-        return json_response({"models": [asdict(model) for model in await self._service.reload_models()]})
+        return json_response(
+            {"models": [asdict(model) for model in await self._service.reload_models()]}
+        )
 
 
 class CatalogueRoutes:
@@ -72,7 +74,9 @@ class CatalogueRoutes:
             lambda body: parse_catalogue_change(body, self._config),
             loose_bytes=CHANGE_BYTES,
         )
-        return struct_response(request, render_catalogue(await self._service.catalogue.update(change)))
+        return struct_response(
+            request, render_catalogue(await self._service.catalogue.update(change))
+        )
 
     async def _reload(self, request: web.Request) -> web.Response:
         return struct_response(request, render_catalogue(await self._service.catalogue.reload()))
@@ -118,7 +122,9 @@ class ItemRoutes:
         asked = [_id(text) for text in _listed(request, "ids")]
         named = [*_listed(request, "names"), *request.query.getall("name", [])]
         if not 0 < (num := len(asked) + len(named)) <= MOST_ITEMS:
-            raise (TooLarge if num else Unprocessable)(f"ids and names: {num} items, needs 1 to {MOST_ITEMS}")
+            raise (TooLarge if num else Unprocessable)(
+                f"ids and names: {num} items, needs 1 to {MOST_ITEMS}"
+            )
         try:
             ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
         except ValueError as error:
@@ -127,7 +133,9 @@ class ItemRoutes:
         known, titles = served.items(ids), served.titles(ids)
         names = [*map(_known, known[: len(asked)]), *named]
         found = zip(ids.tolist(), names, titles, strict=True)
-        return json_response([ItemOut(id=one, name=name, title=title) for one, name, title in found])
+        return json_response(
+            [ItemOut(id=one, name=name, title=title) for one, name, title in found]
+        )
 
 
 def _listed(request: web.Request, parameter: str) -> list[str]:
@@ -163,11 +171,22 @@ class HealthRoutes:
         models = self._service.models()
         first = models[0]
         runs = [
-            {"name": model.name, "version": model.version, "ops": model.ops, "attention": model.attention}
+            {
+                "name": model.name,
+                "version": model.version,
+                "ops": model.ops,
+                "attention": model.attention,
+            }
             for model in models
         ]
         return json_response(
-            {"live": True, "device": first.device, "kernels": first.kernels, "ops": first.ops, "models": runs}
+            {
+                "live": True,
+                "device": first.device,
+                "kernels": first.kernels,
+                "ops": first.ops,
+                "models": runs,
+            }
         )
 
     async def _ready(self, _: web.Request) -> web.Response:
@@ -182,7 +201,9 @@ class ObservabilityRoutes:
         self._service = service
         self._insight = insight
         self._page_text = page("/debug/status")
-        self._console_text = console("/debug/openapi", "https" if config.tls else "http", config.port)
+        self._console_text = console(
+            "/debug/openapi", "https" if config.tls else "http", config.port
+        )
 
     def routes(self) -> list[web.RouteDef]:
         insight = self._insight
@@ -211,12 +232,16 @@ class ObservabilityRoutes:
             request.headers.get("Accept", ""), request.query.getall("name[]", [])
         )
         # compress in a thread: zlib takes milliseconds for a hundred kilobytes
-        response = web.Response(body=body, headers={"Content-Type": content_type}, zlib_executor_size=0)
+        response = web.Response(
+            body=body, headers={"Content-Type": content_type}, zlib_executor_size=0
+        )
         response.enable_compression()
         return response
 
     async def _config(self, _: web.Request) -> web.Response:
-        return web.Response(text=config_text(await self._service.effective_config()), content_type=JSON)
+        return web.Response(
+            text=config_text(await self._service.effective_config()), content_type=JSON
+        )
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return json_response(document())

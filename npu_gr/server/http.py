@@ -10,15 +10,25 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Refusal, Unauthorized
+from npu_gr.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotTaken,
+    NpuGrError,
+    Overloaded,
+    Rejection,
+    Unauthorized,
+)
 from npu_gr.core.logs import random_id
-from npu_gr.server.codec.media import JSON, MSGPACK, encode
+from npu_gr.server.schemas.media import JSON, MSGPACK, encode
 
 UNEXPECTED = "an unexpected error; the log has it under this request id"
 REQUEST_ID = "X-Request-Id"
 RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
-RETRY_MS = range(20, 96, 5)  # when a refused caller may come again; spread, so that all do not come at once
-NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the router may send it to another one
+# when a rejected caller may come again; spread, so that all do not come at once
+RETRY_MS = range(20, 96, 5)
+# on a 503: the instance began nothing, so the router may send it to another one
+NOT_TAKEN = "X-NpuGr-Not-Taken"
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
@@ -33,7 +43,9 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _VALID_ID.fullmatch(given) else random_id(128)
 
 
-def budget_s(headers: Mapping[str, str], default_s: float, max_s: float, deadline_s: float | None = None) -> float:
+def budget_s(
+    headers: Mapping[str, str], default_s: float, max_s: float, deadline_s: float | None = None
+) -> float:
     """Return the seconds that the caller grants: the smallest of those that it names.
 
     Args:
@@ -82,7 +94,10 @@ log = logging.getLogger(__name__)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """RFC 9457 problem details. `error` is the detail again, for clients of the Open Inference Protocol."""
+    """RFC 9457 problem details.
+
+    `error` is the detail again, for clients of the Open Inference Protocol.
+    """
 
     type: str
     title: str
@@ -92,7 +107,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     error: str | msgspec.UnsetType = msgspec.UNSET
 
 
-def problem(status: int, title: str, detail: str, request_id: str, *, is_inference: bool = False) -> web.Response:
+def problem(
+    status: int, title: str, detail: str, request_id: str, *, is_inference: bool = False
+) -> web.Response:
     """Make an answer of type application/problem+json.
 
     Args:
@@ -103,17 +120,33 @@ def problem(status: int, title: str, detail: str, request_id: str, *, is_inferen
         is_inference: the route is one of the Open Inference Protocol.
     """
     error = detail if is_inference else msgspec.UNSET
-    body = Problem(type="about:blank", title=title, status=status, detail=detail, request_id=request_id, error=error)
-    return web.Response(body=encode(body, JSON), status=status, content_type="application/problem+json")
+    body = Problem(
+        type="about:blank",
+        title=title,
+        status=status,
+        detail=detail,
+        request_id=request_id,
+        error=error,
+    )
+    return web.Response(
+        body=encode(body, JSON), status=status, content_type="application/problem+json"
+    )
 
 
-def from_error(error: BaseException, request_id: str, *, is_inference: bool = False) -> web.Response:
-    """Translate an exception of a handler. An exception that is not ours becomes a 500, and is logged."""
+def from_error(
+    error: BaseException, request_id: str, *, is_inference: bool = False
+) -> web.Response:
+    """Translate an exception of a handler.
+
+    An exception that is not ours becomes a 500, and is logged.
+    """
     if isinstance(error, NpuGrError):
-        answer = problem(error.status, error.title, str(error), request_id, is_inference=is_inference)
+        answer = problem(
+            error.status, error.title, str(error), request_id, is_inference=is_inference
+        )
         if isinstance(error, Overloaded):
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
-            if error.reason is not Refusal.RATE:  # a rate does not end in milliseconds
+            if error.reason is not Rejection.RATE:  # a rate does not end in milliseconds
                 answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"  # noqa: S311  (spread)
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"
@@ -123,7 +156,9 @@ def from_error(error: BaseException, request_id: str, *, is_inference: bool = Fa
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
     if isinstance(error, web.HTTPException):
-        answer = problem(error.status, error.reason.lower(), error.reason, request_id, is_inference=is_inference)
+        answer = problem(
+            error.status, error.reason.lower(), error.reason, request_id, is_inference=is_inference
+        )
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
         return answer

@@ -1,6 +1,9 @@
-"""The routes of all kinds of requests. One handler serves them; the tables of kinds and codecs say what differs.
+"""The routes of all kinds of requests.
 
-A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others (`Pieces`).
+One handler serves them; the tables of kinds and codecs say what differs.
+
+A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others
+(`CooperativeSlices`).
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec import CODECS, bulk
-from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
-from npu_gr.server.codec.media import decode, skim
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
 from npu_gr.server.middleware import CALL, Course
+from npu_gr.server.schemas import CODECS, bulk
+from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts
+from npu_gr.server.schemas.media import decode, skim
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
 D = TypeVar("D")  # a decoded body
@@ -44,17 +47,24 @@ _X_CACHE = {
 def kind_handlers(
     service: ServiceProtocol, course: Course, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
-    """Make the handler of each kind, also of those that this instance is not configured for: the service refuses them.
+    """Make the handler of each kind, also of those that this instance is not configured for: the service rejects them.
 
     Raises:
         KeyError: a kind has no codec.
     """
-    return {kind.name: _handler(kind, CODECS[kind.name], service, course, reader) for kind in KINDS.values()}
+    return {
+        kind.name: _handler(kind, CODECS[kind.name], service, course, reader)
+        for kind in KINDS.values()
+    }
 
 
-def kind_routes(handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]]) -> list[web.RouteDef]:
+def kind_routes(
+    handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]],
+) -> list[web.RouteDef]:
     """Make the routes of all kinds."""
-    return [web.route(kind.method, _pattern(kind.path), handlers[kind.name]) for kind in KINDS.values()]
+    return [
+        web.route(kind.method, _pattern(kind.path), handlers[kind.name]) for kind in KINDS.values()
+    ]
 
 
 def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:
@@ -71,7 +81,9 @@ def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str
         raise BadRequest(f"path: must begin with {prefix} as it is, without encoding")
     name = name.rstrip("}")
     try:
-        return {name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()}
+        return {
+            name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()
+        }
     except UnicodeDecodeError:
         raise BadRequest(f"{name}: not UTF-8 after decoding") from None
 
@@ -82,14 +94,19 @@ def _pattern(path: str) -> str:
 
 
 def _handler(
-    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, course: Course, reader: Reader
+    kind: Kind[Q, A],
+    codec: Codec[B, Q, A],
+    service: ServiceProtocol,
+    course: Course,
+    reader: Reader,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
         if kind.needs_ready:
             require_ready(service)
         call = request[CALL]
 
-        def parse(body: Any) -> tuple[Q, Shown]:  # B; mypy cannot know that B is UrlParts where there is no body
+        # B; mypy cannot know that B is UrlParts where there is no body
+        def parse(body: Any) -> tuple[Q, ResponseFields]:
             return parse_body(call, body, codec, service, course)
 
         if codec.body is None:
@@ -105,7 +122,9 @@ def _handler(
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
-            response = struct_response(request, rendered, kind.status if codec.begun is None else 202)
+            response = struct_response(
+                request, rendered, kind.status if codec.begun is None else 202
+            )
         add_headers(response, answer)
         return response
 
@@ -114,11 +133,12 @@ def _handler(
 
 def parse_body(
     call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
-) -> tuple[Q, Shown]:
+) -> tuple[Q, ResponseFields]:
     """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
 
     Args:
-        call: has the key, which decides whose data it is about; it notes the user before anything else is refused.
+        call: has the key, which decides whose data it is about; it notes the user before anything
+            else is rejected.
         body: of the codec, or `UrlParts`.
         codec: of the kind.
         service: knows the names.
@@ -127,14 +147,17 @@ def parse_body(
     Raises:
         Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
     """
-    shown = Shown(service.names, tuple(getattr(body, "fields", ())))
+    shown = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
     body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
     return codec.parse(body, course.config, shown.names), shown
 
 
 async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServiceProtocol) -> A:
-    """Ask the service, and note its answer. Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do."""
+    """Ask the service, and note its answer.
+
+    Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do.
+    """
     answer = await service.serve(kind, parsed, call.left_s(), call.permit)
     call.answer = cast("Answer", answer)
     return answer
@@ -161,7 +184,7 @@ def add_headers(response: web.Response, answer: Answer) -> None:
 # ---- bodies
 
 
-class Pieces:
+class CooperativeSlices:
     """`await pieces.turn(...)`, then `with pieces:` around the piece, without waiting for anything in between."""
 
     def __init__(
@@ -174,7 +197,8 @@ class Pieces:
 
         Args:
             clock: seconds that never go back.
-            worked: seconds that this thread has worked; a core that others use is not the caller's doing.
+            worked: seconds that this thread has worked; a core that others use is not the caller's
+                doing.
             sleep: by that clock.
         """
         self._clock = clock
@@ -201,7 +225,9 @@ class Pieces:
                 while (wait_s := self._wait_s()) > 0:
                     await self._sleep(wait_s)
         except TimeoutError:
-            raise DeadlineExceeded("the time budget ran out while longer bodies were read") from None
+            raise DeadlineExceeded(
+                "the time budget ran out while longer bodies were read"
+            ) from None
 
     def _wait_s(self) -> float:
         return self._paid_at - BURST_S - self._clock()
@@ -224,7 +250,7 @@ class Reader:
             config: bounds the columns.
         """
         self._config = config
-        self.pieces = Pieces()
+        self.pieces = CooperativeSlices()
 
     async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
         """Read what `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
@@ -254,12 +280,14 @@ class Reader:
         Args:
             request: whose body has come.
             cls: the Struct to read.
-            parse: what to make of it; as cheap as decoding. Of a long body it is a piece of its own.
+            parse: what to make of it; as cheap as decoding. Of a long body it is a piece of its
+                own.
             loose_bytes: of the body beside its columns.
             until_at: instant of `time.monotonic` at which the caller gives up.
 
         Raises:
-            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: as `decode`, `bulk.check` and `parse` do.
+            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: as `decode`, `bulk.check` and
+                `parse` do.
             DeadlineExceeded: others' bodies took the time.
         """
         body = request[BODY]
@@ -269,7 +297,8 @@ class Reader:
             with self.pieces:
                 return parse(decode(body, media, cls))
         await self.in_turn(
-            lambda: bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes), until_at
+            lambda: bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes),
+            until_at,
         )
         decoded = await self.in_turn(lambda: decode(body, media, cls), until_at)
         return await self.in_turn(lambda: parse(decoded), until_at)

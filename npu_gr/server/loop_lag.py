@@ -1,8 +1,8 @@
 """How late the event loop is: a timer that is due all the time, and how long after its instant it fires.
 
-A request arrives at any instant, so every instant counts alike: after the loop stood still for a second, the timers
-that were due meanwhile count too, each with its own lateness. A timer that was set again only after the standstill
-would show one late firing among hundreds.
+A request arrives at any instant, so every instant counts alike: after the loop stood still for a
+second, the timers that were due meanwhile count too, each with its own lateness. A timer that was
+set again only after the standstill would show one late firing among hundreds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _MOST_MISSED = 2400  # timers counted of one standstill: a minute
 
 
 def latenesses(due_at: float, now_at: float, period_s: float = PERIOD_S) -> list[float]:
-    """How late each timer is that was due from `due_at` on, every `period_s`, until now. The first is the latest.
+    """How late each timer is that was due from `due_at` on, every `period_s`, until now.
+
+    The first is the latest.
 
     Args:
         due_at: instant of the first timer.
@@ -48,7 +50,8 @@ async def probe_loop_lag(
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
-    due_at = time.monotonic() + PERIOD_S  # our own clock: that of uvloop is read once a turn, in milliseconds
+    # our own clock: that of uvloop is read once a turn, in milliseconds
+    due_at = time.monotonic() + PERIOD_S
 
     def fire() -> None:
         nonlocal due_at, timer

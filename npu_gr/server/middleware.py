@@ -24,9 +24,9 @@ from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import REJECTED, Admission
 from npu_gr.server.auth.keys import KeyRing
-from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
-from npu_gr.server.codec.media import check_type
+from npu_gr.server.auth.rules import PAGES, Address, Rule, reject_foreign_pages, rules
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.media import check_type
 from npu_gr.server.service_protocol import ServiceProtocol
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -36,9 +36,10 @@ CALL = web.RequestKey("call", ServerCall)
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 EVERYTHING = Address()  # of a listener that is not ours
-PUBLIC_ONLY = Address(is_admin=False, refuses_foreign_hosts=True)
+PUBLIC_ONLY = Address(is_admin=False, rejects_foreign_hosts=True)
 _NO_LIMIT_S = float("inf")
-_CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: the caller must begin anew
+# after these an answer closes its connection: the caller must begin anew
+_CLOSING = (401, 408, 413, 415)
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
@@ -46,7 +47,8 @@ ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts
 class Course:
     """What every request passes, over HTTP and gRPC: its trace, key and time limit, and its counts and line at the end.
 
-    `keys` are in force, and `access_log` gets every request at its end, but those that admission rejected.
+    `keys` are in force, and `access_log` gets every request at its end, but those that admission
+    rejected.
     """
 
     metrics: Metrics
@@ -56,7 +58,11 @@ class Course:
     config: ServerConfig
 
     def begin(
-        self, method: str, route: str, headers: Mapping[str, str], kind: Kind[Any, Any] | None = None
+        self,
+        method: str,
+        route: str,
+        headers: Mapping[str, str],
+        kind: Kind[Any, Any] | None = None,
     ) -> ServerCall:
         """Begin a request whose head is here."""
         now_at = time.monotonic()
@@ -78,7 +84,8 @@ class Course:
         """Find the caller's key, and check that it has a scope; None = any.
 
         Raises:
-            Unauthorized: there is no valid key; late where keys are guessed. Forbidden: it does not allow this.
+            Unauthorized: there is no valid key; late where keys are guessed. Forbidden: it does not
+                allow this.
         """
         call.key = await self.keys.of_caller(call.headers.get("Authorization"))
         if scope is not None:
@@ -95,7 +102,9 @@ class Course:
             BadRequest, DeadlineExceeded: as `budget_s` does.
         """
         config = self.config
-        budget_s = http.budget_s(call.headers, config.default_budget_s, config.max_budget_s, deadline_s)
+        budget_s = http.budget_s(
+            call.headers, config.default_budget_s, config.max_budget_s, deadline_s
+        )
         call.until_at = call.arrived_at + budget_s
         call.has_deadline = deadline_s is not None
 
@@ -119,13 +128,17 @@ class Course:
             status,
             duration_s,
             stages_s,
-            refusal=error.reason if isinstance(error, Overloaded) else None,
+            rejection=error.reason if isinstance(error, Overloaded) else None,
             has_s=has_s,
         )
-        self.access_log.write(call, status, duration_s, None if error is None else self.access_log.failed(error))
+        self.access_log.write(
+            call, status, duration_s, None if error is None else self.access_log.failed(error)
+        )
         if call.span is not None:
             found = _span_attributes(call, status)
-            self.tracing.end(call.span, stages_s, call.arrived_at, call.parsed_at, {**found, **attributes})
+            self.tracing.end(
+                call.span, stages_s, call.arrived_at, call.parsed_at, {**found, **attributes}
+            )
 
 
 class Pipeline:
@@ -144,8 +157,13 @@ class Pipeline:
         self._admission = admission
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
-        self._health = {path for (_, path), rule in self._rules.items() if rule.scope is None and path not in PAGES}
-        # by port, or path of a Unix socket; None = whoever embeds the application has listeners of its own
+        self._health = {
+            path
+            for (_, path), rule in self._rules.items()
+            if rule.scope is None and path not in PAGES
+        }
+        # by port, or path of a Unix socket; None = whoever embeds the application has listeners of
+        # its own
         self.addresses: dict[int | str, Address] | None = None
 
     def middleware(self) -> Any:
@@ -158,7 +176,10 @@ class Pipeline:
         return handle
 
     def serve_at(self, name: int | str, address: Address) -> None:
-        """Serve an address, by its port or its Unix socket; every other one serves the public routes alone."""
+        """Serve an address, by its port or its Unix socket.
+
+        Every other one serves the public routes alone.
+        """
         self.addresses = {**(self.addresses or {}), name: address}
 
     def malformed(self) -> None:
@@ -183,12 +204,15 @@ class Pipeline:
             raise
         except Exception as failed:  # noqa: BLE001  (the one translation of errors)
             error = failed
-            response = http.from_error(error, call.request_id, is_inference=request.path.startswith("/v2"))
+            response = http.from_error(
+                error, call.request_id, is_inference=request.path.startswith("/v2")
+            )
             status = response.status
         finally:
             self._course.metrics.requests.in_flight.dec()
             self._admission.release(request)
-            if REJECTED not in request:  # admission has counted a rejection, and logs them once a second
+            # admission has counted a rejection, and logs them once a second
+            if REJECTED not in request:
                 self._course.end(call, status, error)
             error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[http.REQUEST_ID] = call.request_id
@@ -197,14 +221,19 @@ class Pipeline:
             response.force_close()  # draining: let the balancer's connections go
         return response
 
-    async def _answer(self, request: web.Request, call: ServerCall, handler: Handler) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, call: ServerCall, handler: Handler
+    ) -> web.StreamResponse:
         address = self._address(request)
         path = request.path if call.route == NO_ROUTE else call.route
         if not address.serves(path):
-            raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
+            raise NotFound(
+                f"{path}: not at this address; the public and the admin address serve "
+                "different routes"
+            )
         if call.route not in self._health:
-            is_loopback = address.refuses_foreign_hosts and not self._admission.is_proxy(request)
-            refuse_foreign_pages(request.headers, is_loopback=is_loopback)
+            is_loopback = address.rejects_foreign_hosts and not self._admission.is_proxy(request)
+            reject_foreign_pages(request.headers, is_loopback=is_loopback)
         rule = self._rules.get((_method(request), call.route))
         if rule is None or rule.scope is not None:
             await self._check_key(request, call, rule)
@@ -213,13 +242,17 @@ class Pipeline:
         if kind is not None:
             self._course.limit(call)
         if kind is None or kind.must_finish:
-            await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
+            await self._admission.receive(
+                request, None, "", _NO_LIMIT_S, is_counted=address.is_public
+            )
             return await handler(request)
         tenant = call.key.tenant or ""
         await self._admission.receive(request, kind, tenant, call.until_at - call.arrived_at)
         call.whole_at = time.monotonic()
         left_s = call.until_at - call.whole_at
-        with await self._admission.enter(request, kind, tenant, call.whole_at, left_s) as call.permit:
+        with await self._admission.enter(
+            request, kind, tenant, call.whole_at, left_s
+        ) as call.permit:
             return await handler(request)
 
     def _address(self, request: web.Request) -> Address:
@@ -235,10 +268,12 @@ class Pipeline:
         Args:
             request: that waits where its key is over its rate.
             call: gets the key.
-            rule: of the route; None = there is no such route, which only clients with a key are told.
+            rule: of the route; None = there is no such route, which only clients with a key are
+                told.
 
         Raises:
-            Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
+            Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it
+                is over its rate.
         """
         await self._course.find_key(call, None if rule is None else rule.scope)
         try:
@@ -254,14 +289,19 @@ def _method(request: web.Request) -> str:
 
 
 def _check_media(request: web.Request) -> None:
-    """Check the type of a body. What a page may send anywhere unasked, a form or plain text, is none of ours.
+    """Check the type of a body.
+
+    What a page may send anywhere unasked, a form or plain text, is none of ours.
 
     Raises:
-        UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor msgpack.
+        UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor
+            msgpack.
     """
     encoding = request.headers.get("Content-Encoding")
     if encoding is not None and encoding.strip().lower() != "identity":
-        raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
+        raise UnsupportedMedia(
+            f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are"
+        )
     if request.body_exists:
         media = request.content_type
         if media != OCTETS or not _is_infer(request):

@@ -11,16 +11,16 @@ from npu_gr import __version__
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.auth.rules import rules
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
-from npu_gr.server.codec.fields import MOST_ITEMS, Codec, ItemOut, UserBody
-from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.debug.stacks import MAX_S, MIN_S
 from npu_gr.server.http import Problem
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
 from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
+from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, UserBody
+from npu_gr.server.schemas.media import JSON, MSGPACK
 
 _Json = dict[str, Any]
 
@@ -54,9 +54,17 @@ _TENSOR: _Json = {
     "properties": {
         "name": {"type": "string"},
         "datatype": {"enum": [BYTES, *DTYPES]},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": 1},
+        "shape": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "minItems": 1,
+            "maxItems": 1,
+        },
         "data": {"type": "array"},
-        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
+        },
     },
 }
 _WANTED: _Json = {
@@ -80,7 +88,10 @@ _INFER: _Json = {
         "parameters": {
             "type": "object",
             "additionalProperties": {"type": ["boolean", "number", "string"]},
-            "properties": {BINARY_OUTPUT: {"type": "boolean"}, TIMEOUT: {"type": "integer", "minimum": 0}},
+            "properties": {
+                BINARY_OUTPUT: {"type": "boolean"},
+                TIMEOUT: {"type": "integer", "minimum": 0},
+            },
         },
     },
 }
@@ -121,10 +132,26 @@ class _Schemas:
 
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
-        structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
-        structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, ItemOut, Problem, RecordOrder, RecordStatus]
+        structs = [
+            struct
+            for codec in codecs
+            for struct in (codec.body, codec.answer, codec.begun)
+            if struct
+        ]
+        structs += [
+            CatalogueItemsBody,
+            UserBody,
+            CatalogueOut,
+            VectorsOut,
+            ItemOut,
+            Problem,
+            RecordOrder,
+            RecordStatus,
+        ]
         structs += [InferOut]
-        refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+        refs, components = msgspec.json.schema_components(
+            structs, ref_template="#/components/schemas/{name}"
+        )
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
 
@@ -143,12 +170,17 @@ class _Schemas:
             codes = tuple(code for code in _ERRORS if code in (*codes, "403", "429"))
         return {code: {"description": _ERRORS[code], "content": content} for code in codes}
 
-    def get(self, name: str, summary: str, *codes: str, is_public: bool = False, media: str = JSON) -> _Json:
+    def get(
+        self, name: str, summary: str, *codes: str, is_public: bool = False, media: str = JSON
+    ) -> _Json:
         """Describe a GET that answers 200 with no schema, or one of the errors `codes`."""
         operation: _Json = {
             "operationId": name,
             "summary": summary,
-            "responses": {"200": {"description": "Yes.", "content": {media: {}}}, **self.errors(*codes)},
+            "responses": {
+                "200": {"description": "Yes.", "content": {media: {}}},
+                **self.errors(*codes),
+            },
         }
         if is_public:
             operation["security"] = []
@@ -195,7 +227,8 @@ def _admin_paths(schemas: _Schemas) -> _Json:
 
     reload_models = {
         "operationId": "reloadModels",
-        "summary": "Read the configuration file again; serve its checkpoint and settings. The old version drains.",
+        "summary": "Read the configuration file again; serve its checkpoint and settings. The old "
+        "version drains.",
         "responses": {
             "200": {"description": "Done.", "content": {JSON: {}}},
             **schemas.errors("401", "422", "429", "503"),
@@ -221,29 +254,42 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         ],
         "responses": {
             "200": {
-                "description": f"Ids first, then names, as they were asked for; at most {MOST_ITEMS}.",
+                "description": "Ids first, then names, as they were asked for; at most "
+                f"{MOST_ITEMS}.",
                 "content": {JSON: {"schema": {"type": "array", "items": schemas.ref(ItemOut)}}},
             },
             **schemas.errors("401", "413", "422"),
         },
     }
-    reload_catalogue = versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
+    reload_catalogue = versions(
+        CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422"
+    )
     return {
         "/v1/items": {"get": items},
         "/v1/models": schemas.get("models", "What is being served, and what still drains.", "401"),
         "/v1/models/reload": {"post": reload_models},
-        "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
+        "/v1/catalog": {
+            "get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")
+        },
         "/v1/catalog/items": {"post": update_catalogue},
         "/v1/catalog/reload": {"post": reload_catalogue},
         "/v1/catalog/rollback": {
-            "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the catalogue's version before.", "422")
+            "post": versions(
+                CatalogueOut, "rollbackCatalogue", "Serve the catalogue's version before.", "422"
+            )
         },
-        "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
+        "/v1/match/vectors": {
+            "get": versions(VectorsOut, "vectors", "The vectors that are served.")
+        },
         "/v1/match/reload": {
-            "post": versions(VectorsOut, "reloadVectors", "Read the vectors anew and serve them.", "422")
+            "post": versions(
+                VectorsOut, "reloadVectors", "Read the vectors anew and serve them.", "422"
+            )
         },
         "/v1/match/rollback": {
-            "post": versions(VectorsOut, "rollbackVectors", "Serve the vectors' version before.", "422")
+            "post": versions(
+                VectorsOut, "rollbackVectors", "Serve the vectors' version before.", "422"
+            )
         },
     }
 
@@ -274,7 +320,9 @@ def _health_paths(schemas: _Schemas) -> _Json:
         "/healthz": get("live", "The process is alive.", is_public=True),
         "/readyz": get("ready", "New work is welcome.", "503", is_public=True),
         "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
-        "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", is_public=True),
+        "/v2/health/ready": get(
+            "v2Ready", "Open Inference Protocol: ready.", "503", is_public=True
+        ),
     }
 
 
@@ -293,7 +341,10 @@ def _inference_paths(schemas: _Schemas) -> _Json:
             "parameters": [_TIME_LIMIT],
             "requestBody": {"required": True, "content": {JSON: {"schema": _INFER}, OCTETS: {}}},
             "responses": {
-                "200": {"description": "Tensors: JSON, and raw bytes behind it where they are wanted.", "content": out},
+                "200": {
+                    "description": "Tensors: JSON, and raw bytes behind it where they are wanted.",
+                    "content": out,
+                },
                 **schemas.errors(*_ERRORS),
             },
         }
@@ -306,16 +357,26 @@ def _inference_paths(schemas: _Schemas) -> _Json:
         "/v2/models/stats": get("statistics", "Statistics of all models.", "401", "403"),
         model: of_model(get("model", "Open Inference Protocol: model metadata.", "401", "404")),
         f"{model}/ready": of_model(get("modelReady", "The model is ready.", "401", "404", "503")),
-        f"{model}/stats": of_model(get("modelStatistics", "Statistics of the model.", "401", "403", "404")),
+        f"{model}/stats": of_model(
+            get("modelStatistics", "Statistics of the model.", "401", "403", "404")
+        ),
         version: of_version(get("version", "Model metadata.", "401", "404")),
-        f"{version}/ready": of_version(get("versionReady", "The version is ready.", "401", "404", "503")),
-        f"{version}/stats": of_version(get("versionStatistics", "Statistics of the model.", "401", "403", "404")),
+        f"{version}/ready": of_version(
+            get("versionReady", "The version is ready.", "401", "404", "503")
+        ),
+        f"{version}/stats": of_version(
+            get("versionStatistics", "Statistics of the model.", "401", "403", "404")
+        ),
     }
     for kind in KINDS.values():
         for path in kind.paths[1:]:
             names = re.findall(r"{(\w+)}", path)
             of_one = "Version" if names else ""
-            paths[path] = {"post": infer(f"{kind.name}Infer{of_one}", f"Open Inference Protocol: {kind.summary}")}
+            paths[path] = {
+                "post": infer(
+                    f"{kind.name}Infer{of_one}", f"Open Inference Protocol: {kind.summary}"
+                )
+            }
             if names:
                 paths[path]["parameters"] = _path_parameters(*names)
     return paths
@@ -323,10 +384,14 @@ def _inference_paths(schemas: _Schemas) -> _Json:
 
 def _observability_paths(schemas: _Schemas) -> _Json:
     get = schemas.get
-    profile = get("profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain")
+    profile = get(
+        "profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain"
+    )
     seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
     profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
-    runbooks = get("runbooks", "A runbook, or the names of all of them.", "401", "404", media="text/plain")
+    runbooks = get(
+        "runbooks", "A runbook, or the names of all of them.", "401", "404", media="text/plain"
+    )
     runbooks["get"]["parameters"] = [{"name": "name", "in": "query", "schema": {"type": "string"}}]
     known: _Json = {
         "operationId": "knowsUser",
@@ -341,23 +406,38 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/": get("page", "The status page.", is_public=True, media="text/html"),
         "/debug/status": get("status", "What the status page shows.", "401"),
         "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
-        "/debug/stacks": get("stacks", "What every thread and task does now.", "401", media="text/plain"),
+        "/debug/stacks": get(
+            "stacks", "What every thread and task does now.", "401", media="text/plain"
+        ),
         "/debug/profile": profile,
         "/debug/runbooks": runbooks,
-        "/debug/bundle": get("bundle", "Everything that a report needs.", "401", media="application/gzip"),
+        "/debug/bundle": get(
+            "bundle", "Everything that a report needs.", "401", media="application/gzip"
+        ),
         "/debug/user": {"post": known},
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
         "/debug/openapi": get("openapiOfConsole", "This document, for the console.", "401"),
-        "/debug/console": get("console", "Every route, with a body to send.", is_public=True, media="text/html"),
+        "/debug/console": get(
+            "console", "Every route, with a body to send.", is_public=True, media="text/html"
+        ),
     }
 
 
 def _query(name: str, description: str) -> _Json:
     """Describe a parameter of the URL that may be given more than once."""
     many = {"type": "array", "items": {"type": "string"}}
-    return {"name": name, "in": "query", "required": False, "description": description, "schema": many}
+    return {
+        "name": name,
+        "in": "query",
+        "required": False,
+        "description": description,
+        "schema": many,
+    }
 
 
 def _path_parameters(*names: str) -> list[_Json]:
-    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]

@@ -14,16 +14,19 @@ from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.media import decode
 from npu_gr.server.http import json_response
+from npu_gr.server.schemas.media import decode
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
 
 class RecordingService:
-    """A `ServiceProtocol` in front of another one. A request whose caller hangs up is not recorded."""
+    """A `ServiceProtocol` in front of another one.
+
+    A request whose caller hangs up is not recorded.
+    """
 
     def __init__(self, service: ServiceProtocol, recorder: Recorder) -> None:
         self._service = service
@@ -51,7 +54,9 @@ class RecordingService:
     def admission(self) -> AdmissionControl:
         return self._service.admission
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
+    ) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user.
 
         An erasure reaches the recordings last: what is recorded while it runs is erased, too.
@@ -86,16 +91,25 @@ class RecordingService:
         offer(200, answer)  # of every kind, whatever its status over HTTP: that is what logs hold
         return answer
 
-    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None) -> Any:
+    async def _erase(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None
+    ) -> Any:
         try:
             answer: Any = await self._service.serve(kind, request, budget_s, permit)
         finally:
             is_pending = await self._recorder.erase(request.user)
-        return msgspec.structs.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
+        return (
+            msgspec.structs.replace(answer, pending=(*answer.pending, RECORDINGS))
+            if is_pending
+            else answer
+        )
 
 
 class RecorderAdmin(Protocol):
-    """What the routes of the recorder ask. Every method raises NotFound where nothing can be recorded."""
+    """What the routes of the recorder ask.
+
+    Every method raises NotFound where nothing can be recorded.
+    """
 
     async def status(self) -> RecordStatus:
         """Say whether it records, and what it has done."""
@@ -132,7 +146,10 @@ class OwnRecorder:
 
 
 def add_record_routes(app: web.Application, recorder: RecorderAdmin) -> None:
-    """Add GET, POST and DELETE /debug/record: show, switch on, switch off. Each answers a `RecordStatus`."""
+    """Add GET, POST and DELETE /debug/record: show, switch on, switch off.
+
+    Each answers a `RecordStatus`.
+    """
 
     async def show(_: web.Request) -> web.Response:
         return json_response(await recorder.status())

@@ -22,13 +22,13 @@ from npu_gr.server.admin_routes import (
     VectorsRoutes,
 )
 from npu_gr.server.admission.middleware import Admission
-from npu_gr.server.auth.keys import KeyRefusal, KeyRing
+from npu_gr.server.auth.keys import KeyRejection, KeyRing
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.server import RPC, RpcServer
 from npu_gr.server.kind_routes import Reader, kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import Course, Pipeline
 from npu_gr.server.oip.routes import Inference, InferenceRoutes
-from npu_gr.server.rpc.server import RPC, RpcServer
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import Insight, OwnInsight
@@ -48,22 +48,31 @@ def build_web_app(
         config: the section `server`.
         metrics: with an objective for every kind of request.
         tracing: None = trace ids, but no spans.
-        insight: what operators see, made with the log of this application; None = that of this process.
+        insight: what operators see, made with the log of this application; None = that of this
+            process.
 
     Raises:
         ConfigError: the key file or the certificate cannot be used.
     """
     keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
-    keys.on_refused = metrics.keys.refused
-    metrics.keys.observe(KeyRefusal, lambda: len(keys), lambda: keys.is_stale)
+    keys.on_rejected = metrics.keys.rejected
+    metrics.keys.observe(KeyRejection, lambda: len(keys), lambda: keys.is_stale)
     tls = None if config.tls is None else ServerTls(config.tls, "server.tls")
     access_log = AccessLog(config)
     admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
-    course = Course(metrics=metrics, keys=keys, access_log=access_log, tracing=tracing or Tracing(), config=config)
+    course = Course(
+        metrics=metrics,
+        keys=keys,
+        access_log=access_log,
+        tracing=tracing or Tracing(),
+        config=config,
+    )
     pipeline = Pipeline(service, course, admission)
     shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()])
+    app = web.Application(
+        client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()]
+    )
     reader = Reader(config)
     app.add_routes(kind_routes(kind_handlers(service, course, reader)))
     inference = Inference(service, course, reader, shown)

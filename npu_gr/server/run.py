@@ -18,14 +18,15 @@ from npu_gr.core.process import stop_signals
 from npu_gr.core.tls import ServerTls
 from npu_gr.server.auth.rules import Address, is_loopback_name
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.server import RPC
 from npu_gr.server.middleware import Pipeline
-from npu_gr.server.rpc.server import RPC
 
 log = logging.getLogger(__name__)
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TLS = web.AppKey("tls", ServerTls)
-LINGER_S = 2.0  # for the rest of a body after an answer that closes; else a reset could overtake the answer
+# for the rest of a body after an answer that closes; else a reset could overtake the answer
+LINGER_S = 2.0
 AGENT_TIMEOUT_S = 1.0  # for a proxy to take the agent's line
 
 
@@ -39,15 +40,17 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
-    Draining: `on_drain` makes the service unready. Everything is still served for `drain_grace_s`, so that balancers
-    notice. Then the listener closes, and requests in flight get `shutdown_timeout_s` to end.
+    Draining: `on_drain` makes the service unready. Everything is still served for `drain_grace_s`,
+    so that balancers notice. Then the listener closes, and requests in flight get
+    `shutdown_timeout_s` to end.
 
     Args:
         app: the application.
         config: addresses, grace and timeout.
         on_drain: called once, when draining begins.
         ready: set once the server listens.
-        on_listening: called with the port and the admin port, which are the system's choice where the configured are 0.
+        on_listening: called with the port and the admin port, which are the system's choice where
+            the configured are 0.
 
     Raises:
         ConfigError: an address cannot be bound.
@@ -111,18 +114,26 @@ def make_addresses(config: ServerConfig) -> list[Address]:
     """Say what an instance serves at its public address and at its admin one, or at one for both."""
     public = Address(
         is_admin=config.has_one_address,
-        # another site's page has no key, so keys are enough here: the names of proxies are not known
-        refuses_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
+        # another site's page has no key, so keys are enough here: the names of proxies are not
+        # known
+        rejects_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
     )
     if config.has_one_address:
         return [public]
-    return [public, Address(is_public=False, refuses_foreign_hosts=is_loopback_name(config.admin_host))]
+    return [
+        public,
+        Address(is_public=False, rejects_foreign_hosts=is_loopback_name(config.admin_host)),
+    ]
 
 
-async def _listen(runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address) -> int:
+async def _listen(
+    runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address
+) -> int:
     tls = app.get(TLS)
     field = "" if address.is_public else "admin_"
-    host, port = (config.host, config.port) if address.is_public else (config.admin_host, config.admin_port)
+    host, port = (
+        (config.host, config.port) if address.is_public else (config.admin_host, config.admin_port)
+    )
     context = None
     if tls is not None and address.is_public:
         context = tls.public
@@ -132,7 +143,9 @@ async def _listen(runner: web.AppRunner, app: web.Application, config: ServerCon
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}") from error
+        raise ConfigError(
+            f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
+        ) from error
     port = int(runner.addresses[-1][1])
     app[PIPELINE].serve_at(port, address)
     what = field.replace("_", " ")
@@ -140,7 +153,9 @@ async def _listen(runner: web.AppRunner, app: web.Application, config: ServerCon
     return port
 
 
-async def listen_at(runner: web.AppRunner, app: web.Application, address: Address, path: str) -> None:
+async def listen_at(
+    runner: web.AppRunner, app: web.Application, address: Address, path: str
+) -> None:
     """Listen at a Unix socket."""
     app[PIPELINE].serve_at(path, address)
     await web.UnixSite(runner, path).start()
@@ -148,7 +163,9 @@ async def listen_at(runner: web.AppRunner, app: web.Application, address: Addres
 
 @asynccontextmanager
 async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int | None]:
-    """Answer HAProxy's agent-check while the block runs; yields the port, None where none is configured.
+    """Answer HAProxy's agent-check while the block runs.
+
+    Yields the port, None where none is configured.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -167,7 +184,9 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
     try:
         server = await asyncio.start_server(answer, config.host, config.agent_port)
     except OSError as error:
-        raise ConfigError(f"server.agent_port: cannot listen on {config.host}:{config.agent_port}: {error}") from error
+        raise ConfigError(
+            f"server.agent_port: cannot listen on {config.host}:{config.agent_port}: {error}"
+        ) from error
     async with server:
         port: int = server.sockets[0].getsockname()[1]
         log.info("agent-check on %s:%d", config.host, port)
@@ -176,7 +195,10 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
 
 @contextlib.contextmanager
 def on_hangup(work: Callable[[], Coroutine[Any, Any, Any]]) -> Iterator[None]:
-    """Start `work` at every SIGHUP while the block runs. Work that still runs at the block's end is cancelled."""
+    """Start `work` at every SIGHUP while the block runs.
+
+    Work that still runs at the block's end is cancelled.
+    """
     loop = asyncio.get_running_loop()
     tasks = set[asyncio.Task[None]]()
 

@@ -1,4 +1,7 @@
-"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.jobs.service.Service` implements it."""
+"""`ServiceProtocol`: the interface that HTTP calls.
+
+`npu_gr.handlers.service.Service` implements it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -22,7 +25,10 @@ class PublishedAdmin(Protocol[I_co]):
         ...
 
     async def reload(self) -> I_co:
-        """Read the file again and serve it; requests in progress keep their version. Raises Unprocessable."""
+        """Read the file again and serve it; requests in progress keep their version.
+
+        Raises Unprocessable.
+        """
         ...
 
     async def rollback(self) -> I_co:
@@ -41,7 +47,8 @@ class CatalogueAdmin(PublishedAdmin[CatalogueInfo], Protocol):
 class ServiceProtocol(Protocol):
     """A service that HTTP can stand in front of.
 
-    Every method may raise what `core/errors.py` lists, and may be cancelled: it then releases what it holds.
+    Every method may raise what `core/errors.py` lists, and may be cancelled: it then releases what
+    it holds.
     """
 
     def models(self) -> list[ModelInfo]:
@@ -74,22 +81,29 @@ class ServiceProtocol(Protocol):
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
+    ) -> A:
         """Answer one request from start to end.
 
         Args:
             kind: an entry of `KINDS`.
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
-            permit: of the request; its holder leaves it. None = the service asks for admission itself.
+            permit: of the request; its holder leaves it. None = the service asks for admission
+                itself.
 
         Raises:
-            NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded: `budget_s` is over.
+            NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded:
+                `budget_s` is over.
         """
         ...
 
     async def reload_models(self) -> list[ModelInfo]:
-        """Read the configuration file again and serve what it says; requests in progress keep their version."""
+        """Read the configuration file again and serve what it says.
+
+        Requests in progress keep their version.
+        """
         ...
 
     @property

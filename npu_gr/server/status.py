@@ -17,8 +17,15 @@ from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import Counts, Share
-from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus
-from npu_gr.server.access_log import AccessLine, NewestRequests
+from npu_gr.metrics.status import (
+    Goodput,
+    ModelStatus,
+    Served,
+    SlowRequest,
+    StatusReport,
+    TierStatus,
+)
+from npu_gr.server.access_log import AccessLine, RecentRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -32,7 +39,9 @@ LINKS = {
 }
 
 
-async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestRequests, uptime_s: float) -> StatusReport:
+async def status(
+    service: ServiceProtocol, metrics: Metrics, newest: RecentRequests, uptime_s: float
+) -> StatusReport:
     """Gather what the page shows at this moment.
 
     Args:
@@ -56,14 +65,21 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestReque
                 name=name,
                 budget=reads["budget"](),
                 entries=reads["entries"](),
-                states={state: read() for state, read in reads.items() if state not in ("budget", "entries")},
+                states={
+                    state: read()
+                    for state, read in reads.items()
+                    if state not in ("budget", "entries")
+                },
             )
             for name, reads in metrics.relay.tiers.items()
         ],
         queue=dict(metrics.waiting()),
         slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
         models=_models(service, metrics),
-        tenants={tenant: _served(share) for tenant, share in recent.shares(lambda one: one.tenant).items()},
+        tenants={
+            tenant: _served(share)
+            for tenant, share in recent.shares(lambda one: one.tenant).items()
+        },
         links=LINKS,
     )
 
@@ -117,7 +133,7 @@ def _is_shown(metrics: Metrics, kind: str) -> bool:
     return kind == RANK.name or sum(metrics.requests.rolling[kind].total) > 0
 
 
-def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
+def _goodput(kind: str, metrics: Metrics, newest: RecentRequests) -> Goodput:
     objective = metrics.requests.objectives[kind]
     total = metrics.requests.rolling[kind].total
     over = {name: metrics.requests.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
@@ -138,7 +154,7 @@ def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
 
 
 def _in_time(counts: Counts) -> float:
-    """The share of all requests that were answered in time: a refused request counts as a late one."""
+    """The share of all requests that were answered in time: a rejected request counts as a late one."""
     return counts.good / sum(counts) if sum(counts) else 1.0
 
 
@@ -158,7 +174,10 @@ class Insight(Protocol):
         ...
 
     async def profile(self, seconds: float) -> str:
-        """Return where the threads spend their time. Raises Overloaded while another profile is being taken."""
+        """Return where the threads spend their time.
+
+        Raises Overloaded while another profile is being taken.
+        """
         ...
 
     async def bundle_texts(self) -> dict[str, str]:
@@ -169,7 +188,7 @@ class Insight(Protocol):
 class OwnInsight:
     """Of this process."""
 
-    def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: NewestRequests) -> None:
+    def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: RecentRequests) -> None:
         """Look at nothing yet.
 
         Args:
@@ -187,7 +206,9 @@ class OwnInsight:
         return await expose(self._metrics, accept, names)
 
     async def status(self) -> StatusReport:
-        return await status(self._service, self._metrics, self._newest, time.monotonic() - self._began_at)
+        return await status(
+            self._service, self._metrics, self._newest, time.monotonic() - self._began_at
+        )
 
     async def stacks(self) -> str:
         return await own_stacks()

@@ -1,7 +1,10 @@
-"""The composition root: build every part once, start it, drain it, stop it. `build.py` makes the models.
+"""The composition root: build every part once, start it, drain it, stop it.
 
-Start: backend -> device threads -> models (loaded, proven, warmed up) -> history store -> jobs -> service -> HTTP.
-Stop, in the other order: unready -> HTTP drained -> recorder -> jobs and models -> history store -> device threads.
+`build.py` makes the models.
+
+Start: backend -> device threads -> models (loaded, proven, warmed up) -> history store -> jobs ->
+service -> HTTP. Stop, in the other order: unready -> HTTP drained -> recorder -> jobs and models ->
+history store -> device threads.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.bulkhead import GuardedStore
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryStore
-from npu_gr.features.user_features import UserFeatures, open_source
-from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.jobs.histories import Histories, PrefixHistoryCache
-from npu_gr.jobs.match import ServedVectors
-from npu_gr.jobs.service import Parts, Service
-from npu_gr.jobs.versions import ServedNames, Versions
+from npu_gr.feature_store.user_features import UserFeatures, open_source
+from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
+from npu_gr.handlers.histories import Histories, PrefixHistoryCache
+from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.service import Parts, Service
+from npu_gr.handlers.versions import ServedNames, Versions
+from npu_gr.history_store.bulkhead import GuardedStore
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryStore
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl
@@ -80,7 +83,9 @@ async def instance(
 
 
 @asynccontextmanager
-async def opened(config: Config, read: Callable[[], Config] | None = None) -> AsyncIterator[OpenedInstance]:
+async def opened(
+    config: Config, read: Callable[[], Config] | None = None
+) -> AsyncIterator[OpenedInstance]:
     """Run an instance without HTTP: models loaded, tiers allocated, parity tested, warmed up.
 
     Args:
@@ -105,7 +110,9 @@ async def opened(config: Config, read: Callable[[], Config] | None = None) -> As
             store = GuardedStore(opened, config.features, metrics.store)
             stack.push_async_callback(store.close)
             await check_store(opened, versions, config)
-            metrics.store.observe(store.kind, {"reads": store.reads, "writes": store.writes}, store.health)
+            metrics.store.observe(
+                store.kind, {"reads": store.reads, "writes": store.writes}, store.health
+            )
         of_users = None
         if config.features.source is not None:
             source = await asyncio.to_thread(open_source, config.features.source)
@@ -158,12 +165,18 @@ async def opened(config: Config, read: Callable[[], Config] | None = None) -> As
                 cascade=cascade_of(jobs),
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
-                open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),
+                open_generation=lambda new, old: open_generation(
+                    new, backend, scheduler, metrics, old
+                ),
                 metrics=metrics.reloads,
             )
         service.set_ready()
         stack.callback(service.set_ready, "stopping")
-        recorder = stack.enter_context(Recorder(config.record, metrics.process.recorded)) if config.record else None
+        recorder = (
+            stack.enter_context(Recorder(config.record, metrics.process.recorded))
+            if config.record
+            else None
+        )
         if recorder is not None:
             purger = recorder.purger
             metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
@@ -172,7 +185,9 @@ async def opened(config: Config, read: Callable[[], Config] | None = None) -> As
         yield OpenedInstance(service, served, metrics, recorder)
 
 
-async def run(config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None) -> None:
+async def run(
+    config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None
+) -> None:
     """Serve until SIGTERM, then drain and stop; SIGHUP reloads the configuration.
 
     Args:
@@ -209,7 +224,9 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     return backend
 
 
-async def open_models(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Versions:
+async def open_models(
+    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics
+) -> Versions:
     """Load, prove and warm up the configured models.
 
     Args:
@@ -218,7 +235,8 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
         metrics: where they count.
 
     Raises:
-        ConfigError: a model cannot be served as configured. DeviceError: it failed the parity self-test.
+        ConfigError: a model cannot be served as configured. DeviceError: it failed the parity
+            self-test.
     """
     ranking = generation = None
     if config.checkpoint is not None:
@@ -234,7 +252,9 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
 
 
 async def check_store(store: HistoryStore, versions: Versions, config: Config) -> None:
-    """Check that the numbers of actions in the store are those of the ranker; what cannot be read is not compared.
+    """Check that the numbers of actions in the store are those of the ranker.
+
+    What cannot be read is not compared.
 
     Raises:
         ConfigError: they are not.
@@ -248,8 +268,10 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
         return
     if told := difference(kept, versions.ranker().model.actions):
         raise ConfigError(
-            f"features: the history store was filled with other actions than {config.checkpoint} has: {told}; "
-            "name a checkpoint whose actions begin with those of the store, or another store (features.path, "
+            f"features: the history store was filled with other actions than {config.checkpoint} "
+            f"has: {told}; "
+            "name a checkpoint whose actions begin with those of the store, or another store "
+            "(features.path, "
             "features.url) and load the log into it"
         )
 
@@ -276,8 +298,12 @@ def _histories(
     )
 
 
-def observe(metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler, service: Service) -> None:
-    """Connect what changes by itself to the metrics; every gauge reads the setting in force when it is scraped.
+def observe(
+    metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler, service: Service
+) -> None:
+    """Connect what changes by itself to the metrics.
+
+    Every gauge reads the setting in force when it is scraped.
 
     Args:
         metrics: of the instance.
@@ -320,4 +346,6 @@ def observe(metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler
             }
         )
         metrics.reloads.loaded(Reloaded.CATALOGUE)
-        metrics.generate.observe_catalogue(lambda: versions.generator().items.info(), service.catalogue.num_paths)
+        metrics.generate.observe_catalogue(
+            lambda: versions.generator().items.info(), service.catalogue.num_paths
+        )

@@ -1,7 +1,9 @@
-"""Make models ready to serve: load, place, prove, warm up, allocate pages; at the start, or beside a serving model.
+"""Make models ready to serve: load, place, prove, warm up, allocate pages.
 
-A model that is opened beside a serving one shares the pages of that one. `Prepared.activate` takes the pages over;
-nothing fails or waits between that and the model's first request.
+At the start, or beside a serving model.
+
+A model that is opened beside a serving one shares the pages of that one. `Prepared.activate` takes
+the pages over; nothing fails or waits between that and the model's first request.
 """
 
 from __future__ import annotations
@@ -26,39 +28,41 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import open_tiers
 from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.queue import JobResult
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.generation import Generation, warm_up
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.scored_items import ScoredItems
-from npu_gr.jobs.served_catalogue import ServedCatalogue
+from npu_gr.handlers.config import GenerateConfig
+from npu_gr.handlers.generation import Generation, warm_up
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.scored_items import ScoredItems
+from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
-from npu_gr.model.history_tokens import ItemVocabulary
+from npu_gr.model.history_tokenizer import ItemVocabulary
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
-from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove
+from npu_gr.service.warmup import SELF_TEST_TOKENS, choose_attention, lent, prove
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", Ranking, Generation)
 
 
-def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
+def kv_layout(
+    shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend
+) -> KVLayout:
     """Lay out the prefix KV of a ranker in pages.
 
     Args:
@@ -81,7 +85,9 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail.
+    """A model that is ready to serve.
+
+    `activate` makes it take over its pages and returns it; that cannot fail.
 
     A field that is None is as it is in service.
     """
@@ -93,13 +99,18 @@ class Prepared(Generic[M]):
 
 
 async def open_ranking(
-    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Ranking | None = None
+    config: Config,
+    backend: Backend,
+    scheduler: Scheduler,
+    metrics: Metrics,
+    beside: Ranking | None = None,
 ) -> Prepared[Ranking]:
     """Load, prove and warm up the ranker of the configured checkpoint.
 
     Args:
         config, backend, scheduler, metrics: of the instance; the scheduler runs.
-        beside: the ranker that serves now, whose pages are shared. It is the result if the version is the same.
+        beside: the ranker that serves now, whose pages are shared. It is the result if the version
+            is the same.
 
     Raises:
         ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
@@ -114,7 +125,7 @@ async def open_ranking(
         config.recommend.check_ranker(
             str(config.checkpoint),
             retrieves=shape.retrieval,
-            has_order=order is not None,
+            has_blend=order is not None,
             has_neighbours=order is not None and order.neighbours is not None,
         )
     layout = kv_layout(shape, config, checkpoint, backend)
@@ -132,14 +143,17 @@ async def open_ranking(
         tiers = beside.relay.tiers
         if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
-                f"checkpoint: {config.checkpoint} needs pages of another layout than the one that serves; start anew"
+                f"checkpoint: {config.checkpoint} needs pages of another layout than the one that "
+                "serves; start anew"
             )
     pool, dram = tiers
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     engine.objective_s = config.slo.objective_s(RANK.name)
     tried = await _attention(engine, backend, vocabulary, pool, checkpoint.version, config, beside)
-    await prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
+    await prove(
+        engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config
+    )
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     scored = ScoredItems(engine, vocabulary)
@@ -172,7 +186,9 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
-        return Ranking(config.service, model, scored, engine, relay, metrics, names, checkpoint.order)
+        return Ranking(
+            config.service, model, scored, engine, relay, metrics, names, checkpoint.order
+        )
 
     return Prepared(activate, actions=model.actions, scored=scored)
 
@@ -186,7 +202,10 @@ async def _attention(
     config: Config,
     beside: Ranking | None,
 ) -> tuple[AttentionWay, ...]:
-    """Choose what runs the attention; a ranker beside a serving one takes what that one has, if it can."""
+    """Choose what runs the attention.
+
+    A ranker beside a serving one takes what that one has, if it can.
+    """
     if beside is not None and config.attention == "auto":
         way = beside.model.ops["hstu_attention"]
         if way in possible(engine, backend, "auto"):
@@ -254,14 +273,19 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
 
 
 async def open_generation(
-    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Generation | None = None
+    config: Config,
+    backend: Backend,
+    scheduler: Scheduler,
+    metrics: Metrics,
+    beside: Generation | None = None,
 ) -> Prepared[Generation]:
     """Load the generator of the section `generate` and warm it up over its catalogue.
 
     Args:
         config, backend, scheduler, metrics: of the instance; the scheduler runs.
-        beside: the generator that serves now. Its pages are shared; so is its catalogue, with the items that were added
-            or withdrawn, if file and codes are the same. It is the result if version and section are the same.
+        beside: the generator that serves now. Its pages are shared; so is its catalogue, with the
+            items that were added or withdrawn, if file and codes are the same. It is the result if
+            version and section are the same.
 
     Raises:
         ConfigError: it cannot be served as configured.
@@ -278,7 +302,9 @@ async def open_generation(
     layout = layout_of(model, config.kv.page_tokens)
     if beside is None:
         tiers = open_tiers(
-            msgspec.structs.replace(config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes),
+            msgspec.structs.replace(
+                config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
+            ),
             layout,
             backend,
             t_life_s=config.relay.t_life_s,
@@ -289,10 +315,13 @@ async def open_generation(
         tiers = beside.relay.tiers
         if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
-                f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
+                f"generate.checkpoint: {folder} needs pages of another layout than the one that "
+                "serves; start anew"
             )
     pool, dram = tiers
-    engine = await asyncio.to_thread(_generate_engine, model, section, backend, scheduler, pool.arena)
+    engine = await asyncio.to_thread(
+        _generate_engine, model, section, backend, scheduler, pool.arena
+    )
     engine.objective_s = config.slo.objective_s(GENERATE.name)
     await check_generator(engine, section.codes, section.first_token, f"checkpoint {folder}")
     if beside is not None:
@@ -329,7 +358,9 @@ async def open_generation(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
-        return Generation(section, folder.name, version, engine, relay, items, metrics, names, actions)
+        return Generation(
+            section, folder.name, version, engine, relay, items, metrics, names, actions
+        )
 
     return Prepared(activate, items=items)
 
@@ -337,21 +368,30 @@ async def open_generation(
 def _generative(config: Config, section: GenerateConfig, backend: Backend) -> GenerativeModel:
     folder = Path(section.checkpoint)
     model = generators.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
-    section.check_model(section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible)
+    section.check_model(
+        section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible
+    )
     return model.to(backend.device).eval()
 
 
 def _generate_engine(
-    model: GenerativeModel, section: GenerateConfig, backend: Backend, scheduler: Scheduler, arena: KVArena
+    model: GenerativeModel,
+    section: GenerateConfig,
+    backend: Backend,
+    scheduler: Scheduler,
+    arena: KVArena,
 ) -> GenerateEngine:
     limits = scheduler.config
     rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
     num_levels = len(section.codes)
     longest = section.max_prompt_tokens
-    generator = Generator(model, backend, section.max_beams, num_levels, limits.streams, rows, longest)
+    generator = Generator(
+        model, backend, section.max_beams, num_levels, limits.streams, rows, longest
+    )
     if generator.max_prompt_tokens < num_levels + section.num_frame_tokens:
         raise ConfigError(
-            f"generate.checkpoint: {section.checkpoint} takes prompts of {generator.max_prompt_tokens} tokens, "
+            f"generate.checkpoint: {section.checkpoint} takes prompts of "
+            f"{generator.max_prompt_tokens} tokens, "
             f"one item and what stands around it are {num_levels + section.num_frame_tokens}"
         )
     engine = GenerateEngine(generator, scheduler, arena)
@@ -360,7 +400,12 @@ def _generate_engine(
 
 
 def observe_relay(
-    metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
+    metrics: Metrics,
+    kind: str,
+    engine: PageJobs,
+    pool: PrefixPool,
+    dram: DramStore | None,
+    relay: Relay[Any],
 ) -> None:
     """Connect a model's relay and its tiers to the metrics.
 
@@ -375,7 +420,9 @@ def observe_relay(
     pool.on_evict = lambda entry: None if entry.consumed else metrics.relay.wasted(kind)
 
     def copied(target: KVArena, num_bytes: int, done: JobResult[None]) -> None:
-        metrics.relay.copied("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+        metrics.relay.copied(
+            "reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s
+        )
 
     engine.on_copied = copied
     metrics.relay.observe_relay(

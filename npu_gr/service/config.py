@@ -1,4 +1,7 @@
-"""One YAML file -> one frozen, typed, validated `Config`. Each concept owns its section, next to its code."""
+"""One YAML file -> one frozen, typed, validated `Config`.
+
+Each concept owns its section, next to its code.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,26 @@ from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
-from npu_gr.jobs.config import GenerateConfig, RankingConfig
-from npu_gr.matching.config import MatchConfig
+from npu_gr.handlers.cascade_plan import SECTIONS, RecommendConfig
+from npu_gr.handlers.config import GenerateConfig, RankingConfig
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, beside
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.server.config import ServerConfig
+from npu_gr.vector_search.config import MatchConfig
 
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is remembered of requests, and what a ranker accepts."""
 
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
-    # of a request whose rows run backwards in time: refuse, or sort by time and count the late ones in the answer
+    # of a request whose rows run backwards in time: reject, or sort by time and count the late ones
+    # in the answer
     unsorted_history: Literal["refuse", "sort"] = "refuse"
 
 
@@ -45,7 +49,10 @@ class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return seconds
 
     def objectives(self) -> list[Objective]:
-        """One for each kind of request. Each time is a bucket edge of its histogram, so attainment is exact."""
+        """One for each kind of request.
+
+        Each time is a bucket edge of its histogram, so attainment is exact.
+        """
         return [
             Objective(
                 kind=kind,
@@ -74,12 +81,16 @@ else:  # one field a kind: `rank_s`, `signal_s`, ...
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that an instance is started with."""
 
-    checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
+    # the ranker's folder: config.json, model.safetensors; None: does not rank
+    checkpoint: str | None = None
     backend: BackendName = "cpu"
-    # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
+    # our own kernels, CPU or NPU: auto = use them if they were built, require = reject to start
+    # without them, off
     native: NativeMode = "auto"
-    hstu_library: str | None = None  # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
-    attention: AttentionMode = "auto"  # of rankers, on accelerators: auto = the fastest, measured at the warm-up
+    # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
+    hstu_library: str | None = None
+    # of rankers, on accelerators: auto = the fastest, measured at the warm-up
+    attention: AttentionMode = "auto"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Count = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()
@@ -89,7 +100,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
-    calibration: Calibration | None = None  # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
+    # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
+    calibration: Calibration | None = None
     brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
@@ -101,14 +113,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:
             raise ValueError(
-                "set `checkpoint` (ranker) or a `generate:` section: an instance must serve at least one model"
+                "set `checkpoint` (ranker) or a `generate:` section: an instance must serve at "
+                "least one model"
             )
         if self.recommend is not None:
             for section in ("checkpoint", *(SECTIONS[name] for name in self.recommend.sources)):
                 if getattr(self, section) is None:
                     raise ValueError(f"recommend: needs {section}, which is not configured")
-            if self.match and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items:
-                raise ValueError(f"recommend: sources.match: {wanted} is over match.max_items {self.match.max_items}")
+            if (
+                self.match
+                and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items
+            ):
+                raise ValueError(
+                    f"recommend: sources.match: {wanted} is over match.max_items "
+                    f"{self.match.max_items}"
+                )
 
     def trigger_with_budget(self) -> TriggerConfig:
         """Return the trigger's settings, with the rank's objective as its budget if none is set."""
@@ -122,7 +141,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: YAML.
-        overrides: `section.key=value`, later ones win; they win over the environment, and that over the file.
+        overrides: `section.key=value`, later ones win; they win over the environment, and that over
+            the file.
 
     Raises:
         ConfigError: names the file, the field and the limit.

@@ -9,24 +9,24 @@ from typing import Any
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.base import KindJob
-from npu_gr.jobs.cascade_plan import NEIGHBOURS, TRANSITIONS, TRUNK
-from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.match import MatchJob, ServedVectors
-from npu_gr.jobs.recommend import Cascade, RecommendJob
-from npu_gr.jobs.scored_items import CoverageRule, Items
-from npu_gr.jobs.sources import (
+from npu_gr.handlers.base import KindJob
+from npu_gr.handlers.cascade_plan import NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
+from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.match import MatchJob, ServedVectors
+from npu_gr.handlers.recommend import Cascade, RecommendJob
+from npu_gr.handlers.scored_items import CoverageRule, Items
+from npu_gr.handlers.sources import (
     POPULAR,
     SizedSource,
     Source,
     from_generation,
     from_match,
     from_neighbours,
+    from_shared_encoder,
     from_transitions,
-    from_trunk,
 )
-from npu_gr.jobs.versions import GenerateJob, RankJob, SignalJob, Versions
-from npu_gr.jobs.writes import EraseJob, EventsJob, IngestJob
+from npu_gr.handlers.versions import GenerateJob, RankJob, SignalJob, Versions
+from npu_gr.handlers.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import Config
 
@@ -78,7 +78,11 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
 async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
     config = shared.settings.config.recommend
     assert config is not None
-    made: dict[str, Source] = {TRUNK: from_trunk, TRANSITIONS: from_transitions, NEIGHBOURS: from_neighbours}
+    made: dict[str, Source] = {
+        SHARED_ENCODER: from_shared_encoder,
+        TRANSITIONS: from_transitions,
+        NEIGHBOURS: from_neighbours,
+    }
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
@@ -121,10 +125,15 @@ def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
 
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
-    """Make the rule about what the ranker must know of the cascade's sources; without a cascade there are none."""
+    """Make the rule about what the ranker must know of the cascade's sources.
+
+    Without a cascade there are none.
+    """
     job = cascade_of(jobs)
     if job is None:
-        return CoverageRule(0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None)
+        return CoverageRule(
+            0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None
+        )
     cascade = job.parts
     items: dict[str, Items] = {}
     if GENERATE.name in cascade.sources:

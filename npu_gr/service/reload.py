@@ -1,16 +1,17 @@
 """Read the configuration file again while the instance serves: all of it takes effect, or nothing does.
 
     checkpoint      another version is loaded, proven and warmed up beside the old one, which drains; its actions must
-                    begin with those of the old one, and it must know the items of the cascade's sources
+                    begin with those of the old one, and it must know the items of the cascade's
+                    sources
     generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
                     number of levels cannot change
     recommend.popular   the file is read again; its path cannot change
     slo, admission, service, relay, trigger, brownout    in force from the next request on
     calibration     in force with the next version of the checkpoint
-    all others      sized or opened at the start: a change is refused by name
+    all others      sized or opened at the start: a change is rejected by name
 
-Pages and their content stay: a prefix's key holds the version that wrote it. Latency histograms keep the edges of the
-start, and so do the rules made from them.
+Pages and their content stay: a prefix's key holds the version that wrote it. Latency histograms
+keep the edges of the start, and so do the rules made from them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.generation import Generation
-from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
-from npu_gr.jobs.served_catalogue import ServedCatalogue
-from npu_gr.jobs.sources import POPULAR
-from npu_gr.jobs.versions import ModelVersions, V, Versions
+from npu_gr.handlers.generation import Generation
+from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.recommend import Cascade
+from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, ScoredItems
+from npu_gr.handlers.served_catalogue import ServedCatalogue
+from npu_gr.handlers.sources import POPULAR
+from npu_gr.handlers.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
@@ -41,7 +42,17 @@ from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = {"checkpoint", "generate", "slo", "admission", "service", "relay", "trigger", "calibration", "brownout"}
+CHANGEABLE = {
+    "checkpoint",
+    "generate",
+    "slo",
+    "admission",
+    "service",
+    "relay",
+    "trigger",
+    "calibration",
+    "brownout",
+}
 
 
 def check_changeable(old: Config, new: Config) -> None:
@@ -54,23 +65,35 @@ def check_changeable(old: Config, new: Config) -> None:
     Raises:
         ConfigError: names the sections that cannot change.
     """
-    differing = [name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+    differing = [
+        name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)
+    ]
     if fixed := [name for name in differing if name not in CHANGEABLE]:
-        raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; start it anew")
+        raise ConfigError(
+            f"{', '.join(fixed)}: cannot change while the instance runs; start it anew"
+        )
     if (old.checkpoint is None) != (new.checkpoint is None):
-        raise ConfigError("checkpoint: an instance cannot begin or cease to rank while it runs; start it anew")
+        raise ConfigError(
+            "checkpoint: an instance cannot begin or cease to rank while it runs; start it anew"
+        )
     before = old.generate
     after = new.generate
     if before is None or after is None:
         if before is not after:
-            raise ConfigError("generate: an instance cannot begin or cease to generate while it runs; start it anew")
+            raise ConfigError(
+                "generate: an instance cannot begin or cease to generate while it "
+                "runs; start it anew"
+            )
         return
     for field in ("hbm_bytes", "dram_bytes", "filter_cache_bytes"):
         if getattr(before, field) != getattr(after, field):
-            raise ConfigError(f"generate.{field}: cannot change while the instance runs; start it anew")
+            raise ConfigError(
+                f"generate.{field}: cannot change while the instance runs; start it anew"
+            )
     if len(before.codes) != len(after.codes):
         raise ConfigError(
-            f"generate.codes: {len(after.codes)} levels, but {len(before.codes)} are served; start it anew"
+            f"generate.codes: {len(after.codes)} levels, but {len(before.codes)} are served; start "
+            "it anew"
         )
 
 
@@ -82,7 +105,8 @@ def check_actions(old: Sequence[str], new: Sequence[str]) -> None:
     """
     if told := difference(old, new):
         raise ConfigError(
-            f"checkpoint: the version that serves has other actions: {told}; histories hold these numbers, so actions "
+            f"checkpoint: the version that serves has other actions: {told}; histories hold these "
+            "numbers, so actions "
             "may only be added at the end: train on a dataset that keeps their order"
         )
 
@@ -114,8 +138,9 @@ class Reload:
             coverage: of the cascade's sources.
             cascade: whose list of popular items is read again; None = there is none.
             read: reads the configuration again from where the first one came; called in a thread.
-            open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
-                `activate` takes over the pages, and returns the serving model itself if the version is the same.
+            open_ranking, open_generation: prepare a model of the new configuration beside the one
+                that serves. Its `activate` takes over the pages, and returns the serving model
+                itself if the version is the same.
             metrics: told how each reload ended.
         """
         self._settings = settings
@@ -136,7 +161,8 @@ class Reload:
         """Reload.
 
         Raises:
-            ConfigError: a setting cannot be used, or cannot change at run time; everything is as before.
+            ConfigError: a setting cannot be used, or cannot change at run time; everything is as
+                before.
             DeviceError: the new version failed its self-test; everything is as before.
             Unavailable: the version before the current one still drains, and a third would not fit.
         """
@@ -145,7 +171,7 @@ class Reload:
                 try:
                     await self._reload()
                 except NpuGrError as error:
-                    log.error("reload refused: %s; the configuration before goes on", error)
+                    log.error("reload rejected: %s; the configuration before goes on", error)
                     raise
 
     async def _reload(self) -> None:
@@ -170,9 +196,12 @@ class Reload:
             sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
             scored = None if ranking is None else ranking.scored
-            measured = await self._coverage.check(None if scored is None else scored.vocabulary, sources)
+            measured = await self._coverage.check(
+                None if scored is None else scored.vocabulary, sources
+            )
             commits = await self._followed(scored, None if generation is None else generation.items)
-            # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
+            # From here on nothing fails and nothing waits: a model that takes over pages must serve
+            # at once.
             for commit in commits:
                 commit()
             if versions.rankers is not None and ranking is not None:
@@ -183,9 +212,14 @@ class Reload:
                 self._cascade.serve_popular(popular)
             self._coverage.accept(measured)
             self._reconfigure(new)
-        log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
+        log.info(
+            "reloaded: %s",
+            ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining),
+        )
 
-    async def _followed(self, scored: ScoredItems | None, items: ServedCatalogue | None) -> list[Commit]:
+    async def _followed(
+        self, scored: ScoredItems | None, items: ServedCatalogue | None
+    ) -> list[Commit]:
         """Have rankers prepare for the catalogue: a new ranker for the one that will serve, all for one that is new."""
         versions = self._versions
         commits = []
@@ -202,7 +236,9 @@ class Reload:
     def _reconfigure(self, new: Config) -> None:
         for kind, models in ((RANK, self._versions.rankers), (GENERATE, self._versions.generators)):
             if models is not None:
-                models.current.relay.reconfigure(new.relay, new.trigger_with_budget(), new.admission.tenant_weights)
+                models.current.relay.reconfigure(
+                    new.relay, new.trigger_with_budget(), new.admission.tenant_weights
+                )
                 models.current.engine.objective_s = new.slo.objective_s(kind.name)
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)

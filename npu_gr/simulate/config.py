@@ -12,7 +12,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero, load
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig
@@ -20,23 +20,28 @@ from npu_gr.server.admission.controller import AdmissionConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely; a single value is a constant
+# equally likely; a single value is a constant
+Values = Annotated[list[float], msgspec.Meta(min_length=1)]
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much longer passes take than the cost model says, relative to it: the noise of one class of passes.
 
-    Passes are classed by their length, since an interruption may hold up a short pass for many times its length.
+    Passes are classed by their length, since an interruption may hold up a short pass for many
+    times its length.
     """
 
-    up_to_s: Seconds = 1e9  # for passes that should take at most this long; the last class has the longer ones too
-    ratios: Values = msgspec.field(default_factory=lambda: [0.0])  # 0.1 = a tenth longer; may be negative
+    # for passes that should take at most this long; the last class has the longer ones too
+    up_to_s: Seconds = 1e9
+    # 0.1 = a tenth longer; may be negative
+    ratios: Values = msgspec.field(default_factory=lambda: [0.0])
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device and the host of one instance. `npu-gr simulate fit-device` measures them.
 
-    The first five fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n).
+    The first five fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0
+    + b1 n).
     """
 
     a0_s: SecondsOrZero
@@ -44,13 +49,18 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a2_s: SecondsOrZero = 0.0
     b0_s: SecondsOrZero = 0.0
     b1_s: SecondsOrZero = 0.0
-    late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Lateness()])
-    signal_host_s: SecondsOrZero = 0.0  # on the event loop of the instance, one request after the other
+    late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: [Lateness()]
+    )
+    # on the event loop of the instance, one request after the other
+    signal_host_s: SecondsOrZero = 0.0
     rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM
     copy_host_s: SecondsOrZero = 0.0  # a copy's fixed part
-    kv_token_bytes: Annotated[int, msgspec.Meta(ge=2, extra_json_schema=IN_BYTES)]  # of one token, all layers
-    max_history_tokens: Count = 16_384  # of a longer history the oldest events are left out, in steps as below
+    # of one token, all layers
+    kv_token_bytes: Annotated[int, msgspec.Meta(ge=2, extra_json_schema=IN_BYTES)]
+    # of a longer history the oldest events are left out, in steps as below
+    max_history_tokens: Count = 16_384
     cut_step_tokens: Count = 256
 
     @property
@@ -80,7 +90,8 @@ class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     return_s: list[Lognormal] = []  # seconds between the two
     history_tokens: Lognormal
-    growth_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # behaviours between two requests of a user
+    # behaviours between two requests of a user
+    growth_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     candidates: Count = 200
     lead_s: SecondsOrZero = 0.05  # from signal to rank, median
     lead_sigma: NotNegative = 0.0  # log-normal spread of the lead
@@ -100,13 +111,16 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     duration_s: Seconds = 60.0
     warmup_s: SecondsOrZero = 10.0  # at the start, not counted
     instances: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
-    sampled_instances: Count | None = None  # simulate only so many of them, with their users; None = all
-    load_factor: NotNegative = 0.0  # of the router: 0 = strict, 1.25 = an instance spills beyond 1.25 x its fair share
+    # simulate only so many of them, with their users; None = all
+    sampled_instances: Count | None = None
+    # of the router: 0 = strict, 1.25 = an instance spills beyond 1.25 x its fair share
+    load_factor: NotNegative = 0.0
     slo_s: Seconds = 0.05
     budget_s: Seconds = 1.0  # a rank is cancelled after so long
     target_ratio: Ratio = 0.99  # share of ranks within the SLO that the capacity search demands
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    calibration: Calibration | None = None  # `--calibration` reads it, and puts its costs into `device`
+    # `--calibration` reads it, and puts its costs into `device`
+    calibration: Calibration | None = None
     admission: AdmissionConfig = AdmissionConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
@@ -116,9 +130,13 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         if self.warmup_s >= self.duration_s:
-            raise ValueError(f"warmup_s: {self.warmup_s} leaves nothing of duration_s: {self.duration_s}")
+            raise ValueError(
+                f"warmup_s: {self.warmup_s} leaves nothing of duration_s: {self.duration_s}"
+            )
         if self.sampled_instances is not None and self.load_factor:
-            raise ValueError("sampled_instances: not together with load_factor, which needs all instances")
+            raise ValueError(
+                "sampled_instances: not together with load_factor, which needs all instances"
+            )
 
 
 def write(settings: msgspec.Struct, path: Path) -> None:
@@ -139,7 +157,10 @@ def calibrated(config: SimulateConfig, path: Path) -> SimulateConfig:
     """
     measured = load(path, Calibration)
     if not isinstance(config.device, DeviceProfile):
-        raise ConfigError("device: must be a section, not a path, with --calibration: it has the times of the host")
+        raise ConfigError(
+            "device: must be a section, not a path, with --calibration: it has the "
+            "times of the host"
+        )
     device = msgspec.structs.replace(
         config.device,
         a0_s=measured.cost.a0,

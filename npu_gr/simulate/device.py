@@ -1,7 +1,8 @@
 """The device of a simulated instance: the engine and the queue that serve, over passes that take virtual time.
 
-No tensors: how long a pass takes comes from the profile of the device. `VirtualStreams` stand for the device threads
-under the `Scheduler` that serves; the relay sees `SimulatedEngine` as an `Encoder`, like `RankEngine`.
+No tensors: how long a pass takes comes from the profile of the device. `VirtualStreams` stand for
+the device threads under the `Scheduler` that serves; the relay sees `SimulatedEngine` as an
+`Encoder`, like `RankEngine`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DeadlineExceeded
 from npu_gr.engine.cost import PassCosts
 from npu_gr.engine.device_threads import LATE, Ended, Streams, finish
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import PageCopy, chunks
 from npu_gr.engine.queue import Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
@@ -58,7 +59,10 @@ class PassTimes:
         return self.noisy(seconds)
 
     def noisy(self, seconds: float) -> float:
-        """Add noise to the seconds of the cost model; the profile has other noise for short passes than for long."""
+        """Add noise to the seconds of the cost model.
+
+        The profile has other noise for short passes than for long.
+        """
         late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
         return seconds * max(1 + self._source.choice(late.ratios), FASTEST)
 
@@ -66,7 +70,8 @@ class PassTimes:
 class VirtualStreams(Streams):
     """Passes that take virtual time and compute nothing. Make them inside the virtual loop.
 
-    The work of a job is a `RankWork`, or returns the seconds that its pass takes (a chunk of a prefill, or a copy).
+    The work of a job is a `RankWork`, or returns the seconds that its pass takes (a chunk of a
+    prefill, or a copy).
     """
 
     def __init__(self, config: SchedulerConfig, times: PassTimes) -> None:
@@ -88,7 +93,9 @@ class VirtualStreams(Streams):
                 return
             stream = self._idle.pop()
             begun = self._begin(stream, taken.jobs)
-            self._loop.call_later(self._draw_s(taken.jobs), self._pass_ended, stream, taken.jobs, *begun)
+            self._loop.call_later(
+                self._draw_s(taken.jobs), self._pass_ended, stream, taken.jobs, *begun
+            )
 
     def _waited(self) -> None:
         self._is_timer_set = False
@@ -109,7 +116,10 @@ class VirtualStreams(Streams):
 
 
 class SimulatedPrefix:
-    """A fake history: it has a length but no tokens. The longer history of a user continues the shorter one."""
+    """A fake history: it has a length but no tokens.
+
+    The longer history of a user continues the shorter one.
+    """
 
     __slots__ = ("_num_tokens", "_start")
 
@@ -144,9 +154,14 @@ class SimulatedPrefix:
 
 
 class SimulatedEngine(PassCosts):
-    """Prefills, copies and ranks as jobs on the virtual clock; its methods have the contracts of `RankEngine`'s."""
+    """Prefills, copies and ranks as jobs on the virtual clock.
 
-    def __init__(self, profile: DeviceProfile, scheduler: Scheduler, times: PassTimes, objective_s: float) -> None:
+    Its methods have the contracts of `RankEngine`'s.
+    """
+
+    def __init__(
+        self, profile: DeviceProfile, scheduler: Scheduler, times: PassTimes, objective_s: float
+    ) -> None:
         """Nothing runs yet.
 
         Args:
@@ -174,17 +189,30 @@ class SimulatedEngine(PassCosts):
         """Encode a prefix chunk by chunk; returns how many of its tokens are encoded now."""
         parts = list(chunks(first_token, len(tokens), self._scheduler.config.prefill_chunk_tokens))
         estimates_s = [self.cost.pass_s(stop - start, start, 0) for start, stop in parts]
-        steps = [JobStep(partial(float, self._times.noisy(seconds)), seconds) for seconds in estimates_s]
-        done = await self._scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
+        steps = [
+            JobStep(partial(float, self._times.noisy(seconds)), seconds) for seconds in estimates_s
+        ]
+        done = await self._scheduler.sequence(
+            steps, deadline_at, order, preemptible=True, kind="prefill"
+        )
         return parts[done.steps - 1][1] if done.steps else first_token
 
     async def copy(
-        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
+        self,
+        pages: PageCopy,
+        deadline_at: float,
+        order: JobOrder | None = None,
+        *,
+        preemptible: bool = False,
     ) -> None:
         """Occupy the device for the bytes over the bandwidth, and the fixed part of a copy."""
         seconds = self._copy_host_s + pages.num_bytes / self.copy_bytes_per_s
         await self._scheduler.call(
-            partial(float, self._times.noisy(seconds)), deadline_at, order, preemptible=preemptible, kind="copy"
+            partial(float, self._times.noisy(seconds)),
+            deadline_at,
+            order,
+            preemptible=preemptible,
+            kind="copy",
         )
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
@@ -193,7 +221,9 @@ class SimulatedEngine(PassCosts):
         future.set_result(JobResult(None, 0.0, 0.0, 1))
         return future
 
-    async def rank(self, work: RankWork, deadline_at: float, arrived_at: float, tenant: str) -> float:
+    async def rank(
+        self, work: RankWork, deadline_at: float, arrived_at: float, tenant: str
+    ) -> float:
         """Score candidates; returns the seconds of the pass.
 
         Args:

@@ -1,13 +1,13 @@
 """Fit the models of a simulation: the users to a query log, the device to a replay against a running instance.
 
-Users. A request that comes within `RETURN_WITHIN_S` after another one of the same user is a return. The fit takes the
-share of returns, and the mixture of their gaps (expectation-maximisation on the logarithms). The other requests are
-visits: their exponent is the most likely one of a bounded Zipf distribution over the users in the log. A short log of
-many users therefore gives a low exponent.
+Users. A request that comes within `RETURN_WITHIN_S` after another one of the same user is a return.
+The fit takes the share of returns, and the mixture of their gaps (expectation-maximisation on the
+logarithms). The other requests are visits: their exponent is the most likely one of a bounded Zipf
+distribution over the users in the log. A short log of many users therefore gives a low exponent.
 
-Device. `engine.cost` fits the coefficients to ranks with and without cached KV, leaving out the passes that were held
-up. What passes took beyond the coefficients is noise that any pass may meet. The rest of a rank's latency belongs to
-the host, whether the service or the client spent it.
+Device. `engine.cost` fits the coefficients to ranks with and without cached KV, leaving out the
+passes that were held up. What passes took beyond the coefficients is noise that any pass may meet.
+The rest of a rank's latency belongs to the host, whether the service or the client spent it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def fit_users(records: Iterable[QueryRecord], num_users: int | None = None) -> U
         zipf=round(zipf_exponent(sorted(visits.values(), reverse=True)), 3),
         return_ratio=min(len(gaps_s) / num_ranks, 0.99),
         return_s=fit_mixture(np.log(gaps_s)) if gaps_s else [],
-        history_tokens=Lognormal(median=float(np.exp(np.median(lengths))), sigma=float(lengths.std())),
+        history_tokens=Lognormal(
+            median=float(np.exp(np.median(lengths))), sigma=float(lengths.std())
+        ),
         growth_tokens=round(float(np.mean(growth))) if growth else 0,
         candidates=round(float(np.median(candidates))),
     )
@@ -105,7 +107,8 @@ def zipf_exponent(counts: Sequence[int]) -> float:
     weights = np.array(counts, np.float64)
     low = 0.0
     high = 3.0
-    for _ in range(60):  # the likelihood has one peak: its slope is observed minus expected log rank
+    # the likelihood has one peak: its slope is observed minus expected log rank
+    for _ in range(60):
         middle = (low + high) / 2
         chance = np.exp(-middle * logs)
         slope = (chance @ logs) / chance.sum() - (weights @ logs) / weights.sum()
@@ -114,7 +117,10 @@ def zipf_exponent(counts: Sequence[int]) -> float:
 
 
 def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
-    """Fit log-normal parts by expectation-maximisation on the logarithms; few or equal values give one part."""
+    """Fit log-normal parts by expectation-maximisation on the logarithms.
+
+    Few or equal values give one part.
+    """
     if len(logs) < 20 or float(logs.std()) < _LEAST_SIGMA:
         return [Lognormal(median=float(np.exp(logs.mean())), sigma=float(logs.std()))]
     means = np.quantile(logs, (np.arange(num_parts) + 0.5) / num_parts)
@@ -127,7 +133,9 @@ def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
         total = np.maximum(share.sum(0), 1e-9)
         weights = total / len(logs)
         means = (share * logs[:, None]).sum(0) / total
-        sigmas = np.maximum(np.sqrt((share * (logs[:, None] - means) ** 2).sum(0) / total), _LEAST_SIGMA)
+        sigmas = np.maximum(
+            np.sqrt((share * (logs[:, None] - means) ** 2).sum(0) / total), _LEAST_SIGMA
+        )
     parts = zip(weights.tolist(), np.exp(means).tolist(), sigmas.tolist(), strict=True)
     return [Lognormal(weight=max(w, 1e-6), median=m, sigma=s) for w, m, s in parts]
 
@@ -135,7 +143,8 @@ def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
 def requests_of(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterable[TrafficRequest]:
     """Yield the signals and ranks of a query log, as a replay with these options sends them.
 
-    A record without a history has the last known length of its user, plus the events that the log appended since.
+    A record without a history has the last known length of its user, plus the events that the log
+    appended since.
     """
     tokens: defaultdict[str, int] = defaultdict(int)
     for action in plan(records, options):
@@ -146,7 +155,9 @@ def requests_of(records: Iterable[QueryRecord], options: ReplayOptions) -> Itera
         if record.kind not in (SIGNAL.name, RANK.name):
             continue
         if record.history is not None:
-            tokens[user] = len(record.history) if record.base is None else tokens[user] + len(record.history)
+            tokens[user] = (
+                len(record.history) if record.base is None else tokens[user] + len(record.history)
+            )
         num_candidates = record.num_candidates or count(record.candidates)
         yield TrafficRequest(action.due_at, record.kind, user, tokens[user], num_candidates)
 
@@ -168,7 +179,9 @@ class MeasuredRank:
     due_at: float = 0.0  # seconds since the replay began
 
 
-async def measure(records: Iterable[QueryRecord], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
+async def measure(
+    records: Iterable[QueryRecord], options: ReplayOptions
+) -> tuple[list[MeasuredRank], list[float]]:
     """Replay a log against a running instance.
 
     Returns:
@@ -215,7 +228,8 @@ def fit_device(
     """Fit the profile of the measured instance.
 
     Args:
-        ranks: at little load, with several lengths, numbers of candidates, and hits as well as misses.
+        ranks: at little load, with several lengths, numbers of candidates, and hits as well as
+            misses.
         signals_s: seconds of each signal at the client.
         kv_token_bytes: keys and values of one token, all layers.
         copy_bytes_per_s: bandwidth from DRAM to HBM, as the service logs it at its start.
@@ -227,13 +241,19 @@ def fit_device(
     # a degraded rank computed less than its answer says
     ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]
     if len(ranks) < _LEAST_RANKS:
-        raise DataError(f"a device profile needs at least {_LEAST_RANKS} answered ranks, got {len(ranks)}")
-    samples = [(r.new_tokens, r.cached_tokens, r.num_candidates, max(r.device_s, 1e-7)) for r in ranks]
+        raise DataError(
+            f"a device profile needs at least {_LEAST_RANKS} answered ranks, got {len(ranks)}"
+        )
+    samples = [
+        (r.new_tokens, r.cached_tokens, r.num_candidates, max(r.device_s, 1e-7)) for r in ranks
+    ]
     cost = fit_passes(samples)
     for _ in range(_TRIMS):
         ratios = np.array([seconds / max(cost.pass_s(*shape), 1e-9) for *shape, seconds in samples])
         within = ratios <= _OUTLIER * np.median(ratios)
-        cost = fit_passes(sample for sample, is_within in zip(samples, within, strict=True) if is_within)
+        cost = fit_passes(
+            sample for sample, is_within in zip(samples, within, strict=True) if is_within
+        )
     late_s = np.array([seconds - cost.pass_s(*shape) for *shape, seconds in samples])
     host = np.array([max(r.total_s - r.waited_s - r.device_s, 0.0) for r in ranks])
     return DeviceProfile(
@@ -256,7 +276,10 @@ def _lateness(expected_s: F64, late_s: F64) -> list[Lateness]:
     order = np.argsort(expected_s, kind="stable")
     parts = np.array_split(order, max(1, min(_CLASSES, len(order) // _LEAST_RANKS)))
     return [
-        Lateness(up_to_s=float(expected_s[part[-1]]), ratios=_values(late_s[part] / expected_s[part])) for part in parts
+        Lateness(
+            up_to_s=float(expected_s[part[-1]]), ratios=_values(late_s[part] / expected_s[part])
+        )
+        for part in parts
     ]
 
 

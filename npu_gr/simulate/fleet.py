@@ -1,7 +1,7 @@
 """N simulated instances behind the placement of the router, under one traffic, on the virtual clock.
 
-The search for the fewest instances that keep the SLO starts at a lower bound from arithmetic, doubles until the SLO
-holds, and then bisects.
+The search for the fewest instances that keep the SLO starts at a lower bound from arithmetic,
+doubles until the SLO holds, and then bisects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome
-from npu_gr.metrics.slo import Counts, Promise, Result, judge
+from npu_gr.metrics.slo import Counts, Promise, Result, evaluate
 from npu_gr.route.placement import How, Member, Ring, bound, place
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
@@ -49,8 +49,9 @@ class FleetResult:
     counted_s: float = 0.0
     num_ranks: int = 0
     results: Counter[Result] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)  # outcome of a rank, or name of its error
-    verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "refused"
+    # outcome of a rank, or name of its error
+    outcomes: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "rejected"
     how: Counter[str] = field(default_factory=Counter)  # what decided the placement of a rank
     latencies_s: array[float] = field(default_factory=lambda: array("d"))  # of answered ranks
     history_tokens: int = 0
@@ -72,7 +73,11 @@ class FleetResult:
 
     def hit_ratio(self, *outcomes: Outcome) -> float:
         """The share of all ranks that had one of these outcomes."""
-        return sum(self.outcomes[outcome] for outcome in outcomes) / self.num_ranks if self.num_ranks else 0.0
+        return (
+            sum(self.outcomes[outcome] for outcome in outcomes) / self.num_ranks
+            if self.num_ranks
+            else 0.0
+        )
 
     def latency_s(self, percent: float) -> float:
         """A percentile of the answered ranks; NaN if there were none."""
@@ -97,7 +102,10 @@ class FleetResult:
             "attainment_ratio": self.attainment_ratio,
             "promises": self.promises(),
             "latency_ms": {f"P{p:g}": self.latency_s(p) * 1e3 for p in PERCENTILES},
-            "hit_ratio": {"any": self.hit_ratio(*hits), **{hit.value: self.hit_ratio(hit) for hit in hits}},
+            "hit_ratio": {
+                "any": self.hit_ratio(*hits),
+                **{hit.value: self.hit_ratio(hit) for hit in hits},
+            },
             "prefix_tokens_ratio": self.prefix_tokens / max(self.history_tokens, 1),
             "outcomes": dict(self.outcomes.most_common()),
             "verdicts": dict(self.verdicts.most_common()),
@@ -123,7 +131,8 @@ class Fleet:
         self.instances = {name: SimulatedInstance(config, profile, name) for name in sorted(chosen)}
         self._is_sampled = kept < len(names)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._signalled: dict[str, str] = {}  # user -> the instance of the signal that has no rank yet
+        # user -> the instance of the signal that has no rank yet
+        self._signalled: dict[str, str] = {}
         self.result = FleetResult(instances=len(names), simulated=kept, slo_s=config.slo_s)
 
     async def run(self, traffic: Iterable[TrafficRequest]) -> FleetResult:
@@ -159,7 +168,9 @@ class Fleet:
         result = self.result
         result.counted_s = max(ended_at - self._config.warmup_s, 0.0)
         streams = self._config.scheduler.streams
-        busy = [one.busy_s / max(result.counted_s, 1e-9) / streams for one in self.instances.values()]
+        busy = [
+            one.busy_s / max(result.counted_s, 1e-9) / streams for one in self.instances.values()
+        ]
         result.busy_ratio = sum(busy) / len(busy)
         result.busiest_ratio = max(busy)
         result.num_produced = sum(one.num_produced for one in self.instances.values())
@@ -167,7 +178,9 @@ class Fleet:
 
     async def _signal(self, request: TrafficRequest) -> None:
         has_room = self._has_room if self._config.load_factor else None
-        there = place(self.ring, request.user.encode(), self._in_flight.__contains__, has_room=has_room)
+        there = place(
+            self.ring, request.user.encode(), self._in_flight.__contains__, has_room=has_room
+        )
         assert there is not None  # all are up
         self._signalled[request.user] = there.name
         self._in_flight[there.name] += 1
@@ -176,7 +189,7 @@ class Fleet:
         finally:
             self._in_flight[there.name] -= 1
         if request.due_at >= self._config.warmup_s:
-            self.result.verdicts[verdict.value if verdict else "refused"] += 1
+            self.result.verdicts[verdict.value if verdict else "rejected"] += 1
 
     async def _rank(self, request: TrafficRequest) -> None:
         signalled = self._signalled.pop(request.user, None)
@@ -202,14 +215,16 @@ class Fleet:
         result.how[how] += 1
         result.history_tokens += request.num_tokens
         result.prefix_tokens += ranked.prefix_tokens
-        judged = judge(_STATUS.get(ranked.error, 500), ranked.latency_s, result.slo_s)
-        if judged is not None:
-            result.results[judged] += 1
+        evaluated = evaluate(_STATUS.get(ranked.error, 500), ranked.latency_s, result.slo_s)
+        if evaluated is not None:
+            result.results[evaluated] += 1
         if ranked.outcome is not None:
             result.latencies_s.append(ranked.latency_s)
 
 
-def simulate(config: SimulateConfig, profile: DeviceProfile, traffic: Iterator[TrafficRequest]) -> FleetResult:
+def simulate(
+    config: SimulateConfig, profile: DeviceProfile, traffic: Iterator[TrafficRequest]
+) -> FleetResult:
     """Simulate one run from start to end on a virtual clock.
 
     Args:
@@ -235,7 +250,9 @@ class Capacity:
     tried: list[tuple[int, FleetResult]]  # (instances, result), in the order of the search
 
 
-def at_least(traffic: Iterable[TrafficRequest], qps: float, profile: DeviceProfile, streams: int) -> int:
+def at_least(
+    traffic: Iterable[TrafficRequest], qps: float, profile: DeviceProfile, streams: int
+) -> int:
     """Compute a lower bound: the device time of ranks that always find their prefix and share every pass.
 
     Args:
@@ -280,7 +297,13 @@ def search(
         return result.attainment_ratio >= config.target_ratio
 
     def found(needed: int | None) -> Capacity:
-        return Capacity(qps=config.qps, target_ratio=config.target_ratio, needed=needed, at_least=low, tried=tried)
+        return Capacity(
+            qps=config.qps,
+            target_ratio=config.target_ratio,
+            needed=needed,
+            at_least=low,
+            tried=tried,
+        )
 
     bad = low - 1
     good = low
@@ -318,7 +341,9 @@ def row(found: FleetResult) -> list[str]:
 
 def answer(capacity: Capacity) -> str:
     """Say the result of a capacity search in words."""
-    needed = "more than 1,000 instances" if capacity.needed is None else f"{capacity.needed} instances"
+    needed = (
+        "more than 1,000 instances" if capacity.needed is None else (f"{capacity.needed} instances")
+    )
     return (
         f"{capacity.qps:g} ranks/s with {capacity.target_ratio:.1%} within the SLO need {needed}; "
         f"device time alone needs {capacity.at_least}"
@@ -336,7 +361,9 @@ def render(found: Sequence[FleetResult], capacity: Capacity | None) -> Group:
     return Group(runs, facts, *([answer(capacity)] if capacity else []))
 
 
-def as_dict(found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]) -> dict[str, Any]:
+def as_dict(
+    found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Make plain types for JSON.
 
     Args:

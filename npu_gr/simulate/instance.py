@@ -1,8 +1,8 @@
 """One instance on the virtual clock: the relay, tiers and admission control that serve, over a simulated engine.
 
-A request takes the same steps as in `service.service`; `tests/simulate/validation.py` plays both against each other.
-One number a request stands for the time of HTTP and Python. Requests take that time one after the other, as on an
-event loop.
+A request takes the same steps as in `service.service`; `tests/simulate/validation.py` plays both
+against each other. One number a request stands for the time of HTTP and Python. Requests take that
+time one after the other, as on an event loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.tiers import open_tiers
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.relay.relay import Relay
 from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.device import PassTimes, RankWork, SimulatedEngine, SimulatedPrefix, VirtualStreams
+from npu_gr.simulate.device import (
+    PassTimes,
+    RankWork,
+    SimulatedEngine,
+    SimulatedPrefix,
+    VirtualStreams,
+)
 from npu_gr.simulate.users import TrafficRequest
 
 _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)
@@ -50,7 +56,9 @@ class SimulatedInstance:
         self._source = random.Random(f"{config.seed} {name}")  # noqa: S311  (simulated)
         clock = self._loop.time
         times = PassTimes(profile, self._source)
-        self.scheduler = Scheduler(config.scheduler, streams=VirtualStreams(config.scheduler, times))
+        self.scheduler = Scheduler(
+            config.scheduler, streams=VirtualStreams(config.scheduler, times)
+        )
         self.scheduler.on_worked = self._worked
         self.busy_s = 0.0  # time on the device so far, all streams together
         self.scheduler.weigh(config.admission.tenant_weights)
@@ -76,7 +84,7 @@ class SimulatedInstance:
             config.calibration,
             config.admission.tenant_weights,
         )
-        self._door = AdmissionController(
+        self._admission = AdmissionController(
             config.admission,
             lambda _kind: config.slo_s,
             batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
@@ -125,10 +133,12 @@ class SimulatedInstance:
     # ---- requests
 
     async def signal(self, request: TrafficRequest) -> Verdict | None:
-        """Decide on a pre-infer and start it, as `Service` does; None = refused."""
+        """Decide on a pre-infer and start it, as `Service` does; None = rejected."""
         began_at = self._loop.time()
         try:
-            slot = await self._door.enter(SIGNAL.name, request.tenant, began_at, self._config.budget_s)
+            slot = await self._admission.enter(
+                SIGNAL.name, request.tenant, began_at, self._config.budget_s
+            )
         except Overloaded:
             return None
         with slot:
@@ -143,7 +153,9 @@ class SimulatedInstance:
         """Rank, as `Service` does; an error is a result."""
         began_at = self._loop.time()
         try:
-            with await self._door.enter(RANK.name, request.tenant, began_at, self._config.budget_s) as slot:
+            with await self._admission.enter(
+                RANK.name, request.tenant, began_at, self._config.budget_s
+            ) as slot:
                 await self._on_host(self._source.choice(self._profile.rank_host_s))
                 try:
                     async with asyncio.timeout_at(began_at + self._config.budget_s):
@@ -156,19 +168,29 @@ class SimulatedInstance:
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return RankResult(outcome, "", took_s, prefix_tokens)
 
-    async def _score(self, request: TrafficRequest, arrived_at: float, slot: Permit) -> tuple[Outcome, int]:
+    async def _score(
+        self, request: TrafficRequest, arrived_at: float, slot: Permit
+    ) -> tuple[Outcome, int]:
         tokens = self._prefix(request)
         deadline_at = arrived_at + self._config.budget_s
         async with self.relay.lease(
-            UserKey(request.tenant, request.user), tokens, request.num_candidates, deadline_at, slot.outside
+            UserKey(request.tenant, request.user),
+            tokens,
+            request.num_candidates,
+            deadline_at,
+            slot.outside,
         ) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
-            work = RankWork(len(tokens) - max(cached, lease.first_token), cached, request.num_candidates)
+            work = RankWork(
+                len(tokens) - max(cached, lease.first_token), cached, request.num_candidates
+            )
             await self.engine.rank(work, deadline_at, arrived_at, request.tenant)
         return lease.outcome, cached
 
     def _prefix(self, request: TrafficRequest) -> SimulatedPrefix:
-        return SimulatedPrefix(request.num_tokens, self._profile.max_history_tokens, self._profile.cut_step_tokens)
+        return SimulatedPrefix(
+            request.num_tokens, self._profile.max_history_tokens, self._profile.cut_step_tokens
+        )
 
     async def _on_host(self, takes_s: float) -> None:
         """Wait for the event loop, and occupy it."""
@@ -180,7 +202,7 @@ class SimulatedInstance:
     async def _observe_load(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            pressure = self.scheduler.pressure + self._door.pressure
+            pressure = self.scheduler.pressure + self._admission.pressure
             self.relay.settings.brownout = self._brownout.observe(pressure, self._loop.time())
 
 

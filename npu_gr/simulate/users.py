@@ -1,4 +1,6 @@
-"""Traffic drawn from a model of the users. A user costs nothing until drawn: 100 million cost no more than one.
+"""Traffic drawn from a model of the users.
+
+A user costs nothing until drawn: 100 million cost no more than one.
 
 Requests come as one Poisson stream of `qps` a second. Each is one of two:
 
@@ -75,7 +77,9 @@ class Zipf:
     def _inverse(self, area: F64) -> F64:
         t = np.maximum(area * (1.0 - self._s), -1.0 + 1e-15)
         safe = np.where(np.abs(t) > 1e-9, t, 1.0)
-        return np.asarray(np.exp(area * np.where(np.abs(t) > 1e-9, np.log1p(safe) / safe, 1.0 - t / 2)))
+        return np.asarray(
+            np.exp(area * np.where(np.abs(t) > 1e-9, np.log1p(safe) / safe, 1.0 - t / 2))
+        )
 
 
 def normal_of(users: I64, salt: int) -> F64:
@@ -83,7 +87,8 @@ def normal_of(users: I64, salt: int) -> F64:
     uniforms = []
     for word in (2 * salt + 1, 2 * salt + 2):
         bits = users.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * word) & (2**64 - 1))
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):  # splitmix64
+        # splitmix64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
         uniforms.append(((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53)
     return np.asarray(np.sqrt(-2.0 * np.log(uniforms[0])) * np.cos(2.0 * np.pi * uniforms[1]))
@@ -165,11 +170,20 @@ def visits(config: UsersConfig, qps: float, duration_s: float, seed: int) -> Ite
         gaps_s = np.full(BLOCK, np.inf)
         if config.return_ratio:
             gaps_s = np.where(
-                random.random(BLOCK) < config.return_ratio, mixture(config.return_s, BLOCK, random), gaps_s
+                random.random(BLOCK) < config.return_ratio,
+                mixture(config.return_s, BLOCK, random),
+                gaps_s,
             )
         leads_s = config.lead_s * np.exp(config.lead_sigma * random.standard_normal(BLOCK))
         dropped = random.random(BLOCK) < config.dropout_ratio
-        rows = zip(arrivals.tolist(), users.tolist(), gaps_s.tolist(), leads_s.tolist(), dropped.tolist(), strict=True)
+        rows = zip(
+            arrivals.tolist(),
+            users.tolist(),
+            gaps_s.tolist(),
+            leads_s.tolist(),
+            dropped.tolist(),
+            strict=True,
+        )
         drawn: list[tuple[float, int, float, bool, bool]] = []
         for arrived_at, fresh, gap_s, lead_s, is_dropped in rows:
             again = past.returning(arrived_at - gap_s) if gap_s <= arrived_at else None
@@ -177,7 +191,9 @@ def visits(config: UsersConfig, qps: float, duration_s: float, seed: int) -> Ite
             past.add(arrived_at, user)
             drawn.append((arrived_at, user, lead_s, is_dropped, again is not None))
         lengths = _lengths(config.history_tokens, np.array([row[1] for row in drawn]))
-        for (arrived_at, user, lead_s, is_dropped, is_return), length in zip(drawn, lengths, strict=True):
+        for (arrived_at, user, lead_s, is_dropped, is_return), length in zip(
+            drawn, lengths, strict=True
+        ):
             if arrived_at >= duration_s:
                 return
             before = num_before.get(user, 0)
@@ -203,6 +219,8 @@ def signals_and_ranks(found: Iterable[UserVisit], num_candidates: int) -> Iterat
         yield TrafficRequest(visit.arrived_at, SIGNAL.name, name, visit.num_tokens, num_candidates)
         if not visit.is_dropped:
             rank_at = visit.arrived_at + visit.lead_s
-            heapq.heappush(ranks, TrafficRequest(rank_at, RANK.name, name, visit.num_tokens, num_candidates))
+            heapq.heappush(
+                ranks, TrafficRequest(rank_at, RANK.name, name, visit.num_tokens, num_candidates)
+            )
     while ranks:
         yield heapq.heappop(ranks)

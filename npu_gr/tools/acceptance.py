@@ -1,11 +1,13 @@
 """`npu-gr doctor --acceptance`: compare operators and whole requests with the CPU's, time them, pack what was found.
 
-`doctor` compares single ops with small inputs, this module a service's: requests with prefix KV in both tiers, small
-ones in fp32, which must be equal but for rounding, and ones of a service's size in bf16. Random weights, no files.
+`doctor` compares single ops with small inputs, this module a service's: requests with prefix KV in
+both tiers, small ones in fp32, which must be equal but for rounding, and ones of a service's size
+in bf16. Random weights, no files.
 
-Each step runs in a process of its own with a time limit (`npu-gr doctor --backend NAME --step STEP`). A step is what
-hangs or crashes as one: an operator, a kind of request. One that hangs is killed and named, with the kernel that it
-launched last; one that crashes is named with its last words. Neither stops the others.
+Each step runs in a process of its own with a time limit (`npu-gr doctor --backend NAME --step
+STEP`). A step is what hangs or crashes as one: an operator, a kind of request. One that hangs is
+killed and named, with the kernel that it launched last; one that crashes is named with its last
+words. Neither stops the others.
 """
 
 from __future__ import annotations
@@ -43,16 +45,22 @@ from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.generate_engine import (
+    GeneratedItems,
+    Generator,
+    PromptKV,
+    layout_of,
+    make_prompt,
+)
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor import examine, is_well
@@ -66,7 +74,8 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
     tolerance: float  # of a logit, in the logits' standard deviations
     search_tolerance: float  # of an item's log-probability, in nats
-    shared_items: float  # share of the items that two searches must have in common; 1 = all, but for equal scores
+    # share of the items that two searches must have in common; 1 = all, but for equal scores
+    shared_items: float
     tokens: int  # of a history
     cached: int  # of them in pages
     candidates: int
@@ -123,7 +132,17 @@ OPERATOR = "operator "
 AT_PRODUCTION = {"ranks at production shapes": "rank", "generates at production shapes": "generate"}
 REMEDY = "attach the bundle to a report: docs/ascend.md"
 PACKAGES = ("npu_gr", "torch", "torch-npu", "numpy", "triton", "triton-ascend")
-VARIABLES = ("ASCEND", "TORCH", "PYTORCH", "TASK_QUEUE", "PER_STREAM", "LD_LIBRARY_PATH", "OMP", "HCCL", "NPU_VISIBLE")
+VARIABLES = (
+    "ASCEND",
+    "TORCH",
+    "PYTORCH",
+    "TASK_QUEUE",
+    "PER_STREAM",
+    "LD_LIBRARY_PATH",
+    "OMP",
+    "HCCL",
+    "NPU_VISIBLE",
+)
 MAX_LOG_BYTES = 4 << 20  # of CANN's own logs, each file's end
 
 
@@ -144,7 +163,10 @@ class Acceptance(NamedTuple):
     def as_text(self) -> str:
         """Format for people: findings, then a line each shape that was timed."""
         lines = [table(self.findings)]
-        lines += [f"{time.name:48} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90" for time in self.latencies]
+        lines += [
+            f"{time.name:48} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90"
+            for time in self.latencies
+        ]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
@@ -186,7 +208,9 @@ class AcceptanceRig:
         )
         pages = layout.pages(sizes.tokens) + 8
         self.pages = KVArena(layout, pages, device, pack=backend.pack_kv)
-        self.host = KVArena(layout, pages, torch.device("cpu"), backend.pins_host_memory, backend.pack_kv)
+        self.host = KVArena(
+            layout, pages, torch.device("cpu"), backend.pins_host_memory, backend.pack_kv
+        )
         self.engine = RankEngine(self.ranker, backend, Scheduler(SchedulerConfig()), self.pages)
         sids = np.random.default_rng(0).integers(0, sizes.codes, (ITEMS, 3))
         self.trie: Trie = build_trie(sids, np.arange(ITEMS), Codebooks.stacked([sizes.codes] * 3))
@@ -196,7 +220,9 @@ class AcceptanceRig:
         prompt = layout_of(decoder)
         self.prompts = KVArena(prompt, prompt.pages(sizes.decoder.max_tokens), device)
 
-    def rank(self, num_tokens: int, num_candidates: int, cached_tokens: int = 0, tier: str = "hbm") -> F32:
+    def rank(
+        self, num_tokens: int, num_candidates: int, cached_tokens: int = 0, tier: str = "hbm"
+    ) -> F32:
         """Rank once.
 
         Args:
@@ -213,12 +239,18 @@ class AcceptanceRig:
         cached = None
         if cached_tokens:
             runs = (PageRun(0, self.pages.layout.pages(cached_tokens)),)
-            self.engine.forward([RankPass(history[:cached_tokens], 0, candidates[:0], 0, keep=runs)])
+            self.engine.forward(
+                [RankPass(history[:cached_tokens], 0, candidates[:0], 0, keep=runs)]
+            )
             if tier == "dram":
-                self.backend.copy(lambda: self.host.copy_tokens_from(self.pages, runs, runs, cached_tokens))()
+                self.backend.copy(
+                    lambda: self.host.copy_tokens_from(self.pages, runs, runs, cached_tokens)
+                )()
                 self.pages.zero(runs)
                 self.backend.synchronize()
-                self.backend.copy(lambda: self.pages.copy_tokens_from(self.host, runs, runs, cached_tokens))()
+                self.backend.copy(
+                    lambda: self.pages.copy_tokens_from(self.host, runs, runs, cached_tokens)
+                )()
             cached = CachedPrefix(runs, cached_tokens)
         return self.engine.forward([RankPass(history, 0, candidates, 10**9, cached)])[0]
 
@@ -235,15 +267,20 @@ class AcceptanceRig:
 def _history(num_tokens: int) -> Tokens:
     random = np.random.default_rng(2)
     items = random.integers(0, 1000, num_tokens)
-    events = Events.make(items, random.integers(0, 2, num_tokens), np.cumsum(random.integers(0, 86_400, num_tokens)))
+    events = Events.make(
+        items, random.integers(0, 2, num_tokens), np.cumsum(random.integers(0, 86_400, num_tokens))
+    )
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
 
 
-def accept(name: BackendName, sizes: Sizes = EXACT, kinds: Sequence[str] = ("rank", "generate")) -> list[Finding]:
+def accept(
+    name: BackendName, sizes: Sizes = EXACT, kinds: Sequence[str] = ("rank", "generate")
+) -> list[Finding]:
     """Compare requests on the backend with the same requests on the CPU's plain torch ops, which compute in fp32."""
     ours = AcceptanceRig(choose(name), sizes)
     cpu = AcceptanceRig(CPUBackend("off"), sizes._replace(dtype=torch.float32))
-    with ours.backend.stream():  # a device thread has its own stream; on the default stream no graph is captured
+    # a device thread has its own stream; on the default stream no graph is captured
+    with ours.backend.stream():
         return [finding for kind in kinds for finding in _COMPARED[kind](ours, cpu)]
 
 
@@ -251,8 +288,15 @@ def _ranked(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
     sizes = ours.sizes
     want = cpu.rank(sizes.tokens, sizes.candidates)
     findings = []
-    for what, cached, tier in (("cold", 0, ""), ("from HBM", sizes.cached, "hbm"), ("from DRAM", sizes.cached, "dram")):
-        drift = float(np.abs(ours.rank(sizes.tokens, sizes.candidates, cached, tier) - want).max() / want.std())
+    for what, cached, tier in (
+        ("cold", 0, ""),
+        ("from HBM", sizes.cached, "hbm"),
+        ("from DRAM", sizes.cached, "dram"),
+    ):
+        drift = float(
+            np.abs(ours.rank(sizes.tokens, sizes.candidates, cached, tier) - want).max()
+            / want.std()
+        )
         findings.append(_check(f"rank {what}", drift, sizes.tolerance, "of the logits' spread"))
     return findings
 
@@ -266,7 +310,9 @@ def _generated(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
             difference = _distance(ours.generate(num_items, width), want_items, sizes.shared_items)
         except FloatingPointError:  # a search ends so when its logits are not numbers
             difference = float("inf")
-        findings.append(_check(f"generate, {width} beams", difference, sizes.search_tolerance, "nats"))
+        findings.append(
+            _check(f"generate, {width} beams", difference, sizes.search_tolerance, "nats")
+        )
     return findings
 
 
@@ -290,12 +336,14 @@ def _check(name: str, difference: float, tolerance: float, unit: str) -> Finding
 def _distance(got: GeneratedItems, want: GeneratedItems, shared_items: float) -> float:
     """Return the largest difference of a score.
 
-    If all items must be shared, one that a search missed is compared with that search's last: they may be equal. Else
-    those that one search missed are left out, if they are few enough.
+    If all items must be shared, one that a search missed is compared with that search's last: they
+    may be equal. Else those that one search missed are left out, if they are few enough.
     """
     if len(got.scores) != len(want.scores):
         return float("inf")
-    scores = [dict(zip(one.item_ids.tolist(), one.scores.tolist(), strict=True)) for one in (got, want)]
+    scores = [
+        dict(zip(one.item_ids.tolist(), one.scores.tolist(), strict=True)) for one in (got, want)
+    ]
     shared = scores[0].keys() & scores[1].keys()
     needs_all = shared_items == 1.0
     if not needs_all and len(shared) < shared_items * len(want.scores):
@@ -389,7 +437,9 @@ def _operator_latencies(backend: BackendName, quick: bool) -> list[ShapeLatency]
     return timed
 
 
-def run(backend: BackendName, bundle: Path, timeout_s: float, quick: bool, tell: Callable[[str], None]) -> Acceptance:
+def run(
+    backend: BackendName, bundle: Path, timeout_s: float, quick: bool, tell: Callable[[str], None]
+) -> Acceptance:
     """Run every step and write the bundle, a .tar.gz, whatever was found.
 
     Args:
@@ -441,14 +491,20 @@ def _step(
     if status is None:
         why = f"no answer within {timeout_s:g} s{during}"
         return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
-    answer = next((line for line in reversed(text.splitlines()) if line.startswith('{"findings"')), None)
+    answer = next(
+        (line for line in reversed(text.splitlines()) if line.startswith('{"findings"')), None
+    )
     if status != 0 or answer is None:
         ended = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        said = [line for line in text.splitlines() if line.strip() and not line.startswith("npu_gr: ")]
+        said = [
+            line for line in text.splitlines() if line.strip() and not line.startswith("npu_gr: ")
+        ]
         why = f"ended with {ended}{during}: {said[-1][:300] if said else 'nothing was said'}"
         return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
     told = json.loads(answer)
-    found = [Finding(name, FindingState(state), *others) for name, state, *others in told["findings"]]
+    found = [
+        Finding(name, FindingState(state), *others) for name, state, *others in told["findings"]
+    ]
     return found, [ShapeLatency(*timed) for timed in told["latencies"]]
 
 
@@ -456,7 +512,11 @@ def _run(command: list[str], log: Path, timeout_s: float, variables: dict[str, s
     """Run a command with its words in a file; None = it was killed, with all that it started, at its limit."""
     with log.open("w") as words:
         process = subprocess.Popen(  # noqa: S603  (our own command)
-            command, stdout=words, stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True
+            command,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,
         )
         try:
             return process.wait(timeout_s)
@@ -476,7 +536,11 @@ def _machine() -> str:
             lines.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             lines.append(f"{package} is not installed")
-    lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    lines += [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(VARIABLES)
+    ]
     for note in sorted(ascend_ops.LIBRARIES.glob("*.json")):
         lines.append(f"{note.name}: {note.read_text().strip()}")
     if (smi := shutil.which("npu-smi")) is None:

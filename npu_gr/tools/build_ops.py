@@ -30,15 +30,20 @@ def build_cpu(out: Path | None = None) -> Path:
         The path of the library.
 
     Raises:
-        ConfigError: there is no compiler, or it refuses; the message has its words.
+        ConfigError: there is no compiler, or it rejects; the message has its words.
     """
     return _compile("ops/cpu", (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name)
 
 
 def _compile(room: str, target: Path) -> Path:
-    compiler = shlex.split(os.environ.get("CXX", "")) or [found for found in map(shutil.which, COMPILERS) if found][:1]
+    compiler = (
+        shlex.split(os.environ.get("CXX", ""))
+        or [found for found in map(shutil.which, COMPILERS) if found][:1]
+    )
     if not compiler:
-        raise ConfigError("no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH")
+        raise ConfigError(
+            "no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH"
+        )
     flags = (shipped.path("ops/cpu") / "flags.txt").read_text().split()
     files = sorted(str(path) for path in shipped.path(room).glob("*.cpp"))
     made = target.with_suffix(".tmp")
@@ -67,7 +72,8 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
     """
     folder = out or npu_ops.LIBRARIES
     _make_folder(folder)
-    with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:  # an installation may not be written into
+    # an installation may not be written into
+    with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:
         sources = Path(aside) / "ops" / "ascendc"
         shutil.copytree(shipped.path("ops/ascendc"), sources)
         table = Path(aside) / "npu_gr/backend/npu/versions.py"  # where build.sh looks for it

@@ -22,16 +22,16 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.engine.kv.tier import PrefixKey
+from npu_gr.engine.kv_cache.tier import PrefixKey
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.ranking import Ranking
+from npu_gr.handlers.ranking import Ranking
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.config import Calibration
 from npu_gr.replay.log import QueryRecord
 from npu_gr.service.build import describe, open_ranking
 from npu_gr.service.config import Config
-from npu_gr.service.prove import seeded_tokens
+from npu_gr.service.warmup import seeded_tokens
 
 MIN_RANKS = 20  # of a log: a P99 of fewer says nothing
 
@@ -65,14 +65,17 @@ def traffic(records: Iterable[QueryRecord]) -> LogTraffic:
             if record.history is not None and record.base is None:
                 lengths.append(len(record.history))
             took_s = (record.answer.latency_ms or 0.0) * 1e-3 if record.answer else 0.0
-            if record.delay_ms is not None:  # replay sends its signal on arrival, see `npu_gr/replay/plan.py`
+            # replay sends its signal on arrival, see `npu_gr/replay/plan.py`
+            if record.delay_ms is not None:
                 lives_s.append(record.delay_ms * 1e-3 + took_s)
             elif user in signalled_at:
                 lives_s.append(record.ts - signalled_at.pop(user) + took_s)
     if num_ranks < MIN_RANKS:
         raise DataError(f"calibrate: the log has {num_ranks} ranks, the least is {MIN_RANKS}")
     return LogTraffic(
-        max(1, int(np.quantile(lengths, 0.99, method="higher"))) if len(lengths) >= MIN_RANKS else None,
+        max(1, int(np.quantile(lengths, 0.99, method="higher")))
+        if len(lengths) >= MIN_RANKS
+        else None,
         max(1e-3, float(np.quantile(lives_s, 0.99))) if len(lives_s) >= MIN_RANKS else None,
     )
 
@@ -89,13 +92,17 @@ async def calibrate(config: Config, known: LogTraffic, seconds: float) -> Calibr
         ConfigError: the instance does not rank, or prefixes of the P99 length do not fit its pages.
     """
     if config.checkpoint is None:
-        raise ConfigError("checkpoint: the configuration names none, and it is ranks that are calibrated")
+        raise ConfigError(
+            "checkpoint: the configuration names none, and it is ranks that are calibrated"
+        )
     backend = choose(config.backend, config.native, config.hstu_library, config.attention)
     scheduler = Scheduler(config.scheduler, backend.stream)
     scheduler.start()
     try:
         ranking = (
-            await open_ranking(config, backend, scheduler, Metrics(CollectorRegistry(), config.slo.objectives()))
+            await open_ranking(
+                config, backend, scheduler, Metrics(CollectorRegistry(), config.slo.objectives())
+            )
         ).activate()
         try:
             longest = config.service.max_history_tokens or ranking.model.max_history_tokens
@@ -126,7 +133,9 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
     try:
         entries = [pool.reserve(key, num_tokens) for key in keys]
     except PoolExhausted as error:
-        raise ConfigError(f"kv.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}") from error
+        raise ConfigError(
+            f"kv.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}"
+        ) from error
     far = float("inf")
     done = 0
     ends_at = 0.0
@@ -137,7 +146,8 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
             await ranking.engine.prefill(tokens, entries[number].runs, far, JobOrder(far))
             done += 1
 
-    await ranking.engine.prefill(tokens, entries[0].runs, far, JobOrder(far))  # not counted: first touch of the pages
+    # not counted: first touch of the pages
+    await ranking.engine.prefill(tokens, entries[0].runs, far, JobOrder(far))
     began_at = time.monotonic()
     ends_at = began_at + seconds
     await asyncio.gather(*map(one_after_the_other, range(streams)))

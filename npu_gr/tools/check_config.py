@@ -1,8 +1,9 @@
 """Check a configuration and everything that it names, without starting anything: `npu-gr check-config`.
 
-Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook and a source of features are
-imported. Nothing is kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does
-that. Without torch (the extra `serve`) models are not read, and the report says so.
+Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook and a
+source of features are imported. Nothing is kept, no other process is called, and no device is
+opened: `npu-gr doctor --backend NAME` does that. Without torch (the extra `serve`) models are not
+read, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.features.store import HistoryConfig
-from npu_gr.features.user_features import open_source
-from npu_gr.jobs.cascade_plan import load_hook
-from npu_gr.jobs.config import GenerateConfig
-from npu_gr.matching import vectors
-from npu_gr.matching.config import MatchConfig
+from npu_gr.feature_store.user_features import open_source
+from npu_gr.handlers.cascade_plan import load_hook
+from npu_gr.handlers.config import GenerateConfig
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.relay.config import beside
 from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
@@ -41,6 +40,8 @@ from npu_gr.route.process import tried
 from npu_gr.server.access_log import read_key_file
 from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
+from npu_gr.vector_search import vectors
+from npu_gr.vector_search.config import MatchConfig
 
 SQLITE = b"SQLite format 3\0"
 
@@ -50,7 +51,7 @@ class OpenedState(StrEnum):
 
     OK = "ok"
     NOTE = "note"  # not wrong by itself, and worth knowing
-    BROKEN = "broken"  # a start would refuse it
+    BROKEN = "broken"  # a start would reject it
 
 
 class Opened(NamedTuple):
@@ -91,12 +92,16 @@ def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = 
 def _lines(table: dict[str, Any], origins: dict[str, str], at: str, indent: str) -> Iterator[str]:
     for key, value in table.items():
         path = f"{at}{key}"
-        origin = origins.get(path) or next((where for one, where in origins.items() if one.startswith(f"{path}.")), "")
+        origin = origins.get(path) or next(
+            (where for one, where in origins.items() if one.startswith(f"{path}.")), ""
+        )
         if isinstance(value, dict) and value and path not in origins:
             yield f"{indent}{key}:\n"
             yield from _lines(value, origins, f"{path}.", f"{indent}  ")
             continue
-        first, *others = yaml.safe_dump({key: value}, sort_keys=False, width=float("inf")).splitlines()
+        first, *others = yaml.safe_dump(
+            {key: value}, sort_keys=False, width=float("inf")
+        ).splitlines()
         yield f"{indent}{first}{f'  # {origin}' if origin else ''}\n"
         yield from (f"{indent}{line}\n" for line in others)
 
@@ -125,7 +130,9 @@ def _of_instance(config: Config) -> Iterator[Opened]:
             yield _tried("recommend.hook", lambda: load_hook(hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
-            yield _tried("recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items")
+            yield _tried(
+                "recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items"
+            )
     yield from _history(config.features)
     if (record := config.record) is not None:
         yield _tried("record.folder", lambda: _writable(Path(record.folder)))
@@ -152,7 +159,10 @@ def _of_instance(config: Config) -> Iterator[Opened]:
 def _of_router(config: RouterConfig) -> Iterator[Opened]:
     if config.discovery.file is not None:
         path = Path(config.discovery.file)
-        yield _tried("discovery.file", lambda: f"{path}: {len(settings.load(path, InstancesFile).instances)} instances")
+        yield _tried(
+            "discovery.file",
+            lambda: f"{path}: {len(settings.load(path, InstancesFile).instances)} instances",
+        )
     yield from _keys("api_keys_file", config.api_keys_file)
     yield from _server_tls("tls", config.tls)
     if config.instances_tls is not None:
@@ -169,7 +179,8 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
 
     Args:
         key: of the configuration.
-        work: returns what to say, unless `words` does; an error says why a start would refuse the key's value.
+        work: returns what to say, unless `words` does; an error says why a start would reject the
+            key's value.
         words: what to say.
     """
     try:
@@ -182,7 +193,12 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        return Opened(key, OpenedState.NOTE, "was not read, for there is no torch", "pip install 'npu_gr[serve]'")
+        return Opened(
+            key,
+            OpenedState.NOTE,
+            "was not read, for there is no torch",
+            "pip install 'npu_gr[serve]'",
+        )
 
 
 def _ranker(folder: Path, config: Config) -> str:
@@ -196,12 +212,15 @@ def _ranker(folder: Path, config: Config) -> str:
         config.recommend.check_ranker(
             str(folder),
             retrieves=shape.retrieval,
-            has_order=found.order is not None,
+            has_blend=found.order is not None,
             has_neighbours=found.order is not None and found.order.neighbours is not None,
         )
     spare = "no new items: it was trained without row dropout"
     if shape.scores_new_items:
-        is_wide = (config.dtype if config.dtype != "checkpoint" else found.model.dtype) in ("float32", torch.float32)
+        is_wide = (config.dtype if config.dtype != "checkpoint" else found.model.dtype) in (
+            "float32",
+            torch.float32,
+        )
         each = shape.dim * (4 if is_wide else 6 if shape.retrieval else 2)
         count = config.service.spare_items
         spare = f"room for {count} new items, {count * each / 2**20:.1f} MiB of the device"
@@ -286,7 +305,9 @@ def _server_tls(key: str, section: ServerTlsConfig | None) -> Iterator[Opened]:
 
 
 def _client_tls(key: str, section: ClientTlsConfig) -> Opened:
-    return _tried(key, lambda: ClientTls(section, key), section.ca or "the authorities of the system")
+    return _tried(
+        key, lambda: ClientTls(section, key), section.ca or "the authorities of the system"
+    )
 
 
 def _extra(key: str, module: str, extra: str) -> Iterator[Opened]:
@@ -294,13 +315,23 @@ def _extra(key: str, module: str, extra: str) -> Iterator[Opened]:
     with suppress(ModuleNotFoundError):
         if importlib.util.find_spec(module) is not None:
             return
-    yield Opened(key, OpenedState.BROKEN, f"needs {module}, which is not installed", f"pip install 'npu_gr[{extra}]'")
+    yield Opened(
+        key,
+        OpenedState.BROKEN,
+        f"needs {module}, which is not installed",
+        f"pip install 'npu_gr[{extra}]'",
+    )
 
 
 def _port(key: str, host: str, port: int) -> Iterator[Opened]:
-    """Whether an address can be had. One in use is no fault: it may be this very configuration's, which serves."""
+    """Whether an address can be had.
+
+    One in use is no fault: it may be this very configuration's, which serves.
+    """
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         socket.create_server(found[0][4][:2], family=found[0][0]).close()
     except socket.gaierror as error:
         yield Opened(key, OpenedState.BROKEN, f"{host}: {error.strerror}")
@@ -310,11 +341,14 @@ def _port(key: str, host: str, port: int) -> Iterator[Opened]:
         yield Opened(key, OpenedState.OK, f"{host}:{port}" if port else f"{host}, any free one")
 
 
-def table(findings: Sequence[tuple[str, StrEnum, str, str] | tuple[str, StrEnum, str, str, str]]) -> str:
+def table(
+    findings: Sequence[tuple[str, StrEnum, str, str] | tuple[str, StrEnum, str, str, str]],
+) -> str:
     """Format findings for people: a line each, and under one that is not well what to do about it.
 
     Args:
-        findings: name, state, what was found, remedy or "", and the section of the report or nothing.
+        findings: name, state, what was found, remedy or "", and the section of the report or
+            nothing.
     """
     width = max(len(name) for name, *_ in findings)
     lines: list[str] = []

@@ -1,7 +1,10 @@
-"""What is written about settings: comments, JSON Schema and reference, each made of the one before. `npu-gr config`.
+"""What is written about settings: comments, JSON Schema and reference, each made of the one before.
 
-The words about a key are its comment in the YAML files in `configs/`, also of a key that is commented out; those about
-a training option stand at the option. msgspec makes the schema of the types.
+`npu-gr config`.
+
+The words about a key are its comment in the YAML files in `configs/`, also of a key that is
+commented out; those about a training option stand at the option. msgspec makes the schema of the
+types.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.simulate.config import SimulateConfig
 
-# kind of a process -> its settings, the files that explain them, the schema that ships; later files win
+# kind of a process -> its settings, the files that explain them, the schema that ships; later files
+# win
 KINDS: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     "instance": (Config, ("configs/cpu.yaml",), "configs/schema.json"),
     "router": (RouterConfig, ("configs/router.yaml",), "configs/router.schema.json"),
@@ -44,7 +48,10 @@ KINDS: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
         "configs/simulate.schema.json",
     ),
 }
-_KEY = re.compile(r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- )?(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)")
+_KEY = re.compile(
+    r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- "
+    r")?(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)"
+)
 _COMMENT = re.compile(r"\s#\s+(.*)$")
 _TEXT = {"type": "string"}
 _SECRET = [
@@ -66,7 +73,7 @@ _HEAD = """# Configuration
 Every key of a process and of a trainer. `npu-gr check-config --config FILE` says what is wrong with a file, opens what
 it names, and shows where each value came from.
 
-- **Order.** The file, then the environment, then `--set section.key=value`; the later one wins. A key that is in none
+- **ScoreBlend.** The file, then the environment, then `--set section.key=value`; the later one wins. A key that is in none
   of them has its default.
 - **Environment.** `NPU_GR_`, the section, two underscores, the key: `NPU_GR_SERVER__PORT=9000` is `server.port`,
   `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a key outside of sections. The value is
@@ -90,14 +97,18 @@ _PROCESSES = {
     "simulation": (
         "A simulation",
         "`npu-gr simulate run --config FILE`. `configs/simulate.yaml` is a file with its own keys. "
-        "The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv` and `calibration` "
+        "The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv` and "
+        "`calibration` "
         "are those of an instance. No variable of the environment is a setting here.",
     ),
 }
 
 
 def example(kind: str) -> str:
-    """Return a file with every key of a kind of process to begin with; its first line names the schema."""
+    """Return a file with every key of a kind of process to begin with.
+
+    Its first line names the schema.
+    """
     _, files, schema_file = KINDS[kind]
     first, _, text = shipped.path(files[-1]).read_text().partition("\n")
     assert first.startswith("# yaml-language-server")
@@ -169,7 +180,10 @@ def _extras(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def _in_place(
-    node: Mapping[str, Any], defs: Mapping[str, Any], path: str, extras: Mapping[str, dict[str, Any]]
+    node: Mapping[str, Any],
+    defs: Mapping[str, Any],
+    path: str,
+    extras: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Put what a reference names into its place, where the path says what else is known about it."""
     made = {key: value for key, value in node.items() if key not in ("$ref", "$defs")}
@@ -219,7 +233,11 @@ def _processes() -> Iterator[str]:
                 said += ["Absent by default."] if one.field.default is None else []
                 said += [f"In the file: {_cell(note)}."] if (note := words.get(one.path)) else []
                 yield f"### `{one.path}`\n\n{' '.join(filter(None, said))}\n"
-                inner = [key for key in own if key.path.rpartition(".")[0] == one.path and not key.section]
+                inner = [
+                    key
+                    for key in own
+                    if key.path.rpartition(".")[0] == one.path and not key.section
+                ]
                 yield from _table(inner, words)
 
 
@@ -237,11 +255,17 @@ def _trainers() -> Iterator[str]:
     }
     yield "## Training\n"
     for name, cls in trainers.items():
-        own = {path: one for path, one in settings_of(cls).items() if path.partition(".")[0] not in trainers}
+        own = {
+            path: one
+            for path, one in settings_of(cls).items()
+            if path.partition(".")[0] not in trainers
+        }
         yield f"### `npu-gr train {name} --set KEY=VALUE`\n"
         if name == "all":
             yield "And `rank.KEY`, `generate.KEY`: the options of the two models, as below.\n"
-        yield from _table(own.values(), {path: _described(one.field.type) for path, one in own.items()})
+        yield from _table(
+            own.values(), {path: _described(one.field.type) for path, one in own.items()}
+        )
 
 
 def _described(kind: inspect.Type) -> str:

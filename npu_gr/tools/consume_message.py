@@ -13,8 +13,8 @@ import orjson
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.names import item_id, value_name
-from npu_gr.core.words import cut, quoted
-from npu_gr.server.codec.fields import LAST_S, MAX_NAME
+from npu_gr.core.text_format import cut, quoted
+from npu_gr.server.schemas.fields import LAST_S, MAX_NAME
 from npu_gr.tools.ingest import EventModel
 
 _GUESSED = {
@@ -55,13 +55,17 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
     if not isinstance(table, dict):
         raise Poison("not a JSON object" if message.value else "no value")
     # of two alike the first counts
-    plain = {"".join(filter(str.isalnum, name.lower())): one for name, one in reversed(table.items())}
+    plain = {
+        "".join(filter(str.isalnum, name.lower())): one for name, one in reversed(table.items())
+    }
 
     def cell(role: str, kinds: Any) -> Any:
         if (told := getattr(fields, role)) is not None:
             found = _at(table, told)
         else:
-            found = next((plain[one] for one in _GUESSED[role].split() if plain.get(one) is not None), None)
+            found = next(
+                (plain[one] for one in _GUESSED[role].split() if plain.get(one) is not None), None
+            )
         if isinstance(found, bool) or not isinstance(found, kinds):
             raise Poison(f"no {role}" if found is None else f"{role}: {quoted(found)} is no {role}")
         return found

@@ -4,18 +4,20 @@
     npu-gr train all .demo/data --out .demo
     npu-gr serve --config .demo/serve.yaml
 
-Training makes two models of each kind (`npu_gr/train/site/make.py`): one that has not seen the newest events, to be
-measured, and one of all events, to be served. So the demo serves twice:
+Training makes two models of each kind (`npu_gr/train/site/make.py`): one that has not seen the
+newest events, to be measured, and one of all events, to be served. So the demo serves twice:
 
     .demo/evaluated.yaml  the newest fifth of each user's events is replayed as traffic, in slices of at most `SLICE`:
-                          one rank mixes the items of a slice with items drawn from the catalogue; after its answer
-                          the slice's events are sent. It measures time alone, without labels: the models know most of
-                          these events. Then the cascade is asked for the last event of some users, which no model has
-                          seen: the generator was trained on all but the last two, the others on all but the last
+                          one rank mixes the items of a slice with items drawn from the catalogue;
+                          after its answer the slice's events are sent. It measures time alone,
+                          without labels: the models know most of these events. Then the cascade is
+                          asked for the last event of some users, which no model has seen: the
+                          generator was trained on all but the last two, the others on all but the
+                          last
     .demo/serve.yaml      films by title for a few users: what the third command answers
 
-MovieLens' own stamps are poor arrivals (half of the ratings share the previous rating's second), so arrivals are
-Poisson; order, users and histories are real.
+MovieLens' own stamps are poor arrivals (half of the ratings share the previous rating's second), so
+arrivals are Poisson; order, users and histories are real.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
 from npu_gr.dataset.build import prepare, summary
 from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
-from npu_gr.features.interactions import Interactions, movielens_100k
-from npu_gr.features.load import load_interactions
-from npu_gr.features.open import open_store
+from npu_gr.history_store.interactions import Interactions, movielens_100k
+from npu_gr.history_store.load import load_interactions
+from npu_gr.history_store.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write
@@ -57,7 +59,7 @@ from npu_gr.replay.report import Report, Study
 from npu_gr.replay.run import replay
 from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
-from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
+from npu_gr.tools.evaluate import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.cascade import JUDGED_USERS, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.options import curl, serve
@@ -137,15 +139,22 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
         console.print(f"reusing {data}")
     else:
         console.print(
-            summary(prepare(source, data, items=items).manifest, data), soft_wrap=True, markup=False, highlight=False
+            summary(prepare(source, data, items=items).manifest, data),
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
         )
-    console.print(f"$ {train_command(data, folder, 'full', overrides, num_threads)}", soft_wrap=True)
+    console.print(
+        f"$ {train_command(data, folder, 'full', overrides, num_threads)}", soft_wrap=True
+    )
     dataset = read_dataset(data)
     site = train_site(data, folder, overrides, num_threads, console)
     return MadeDemo(folder, dataset, dataset.interactions(), site)
 
 
-async def run(made: MadeDemo, console: Console, limit: int | None = None, longest: int | None = None) -> Report:
+async def run(
+    made: MadeDemo, console: Console, limit: int | None = None, longest: int | None = None
+) -> Report:
     """Measure the evaluated models under traffic, show what the served ones recommend, and sum up.
 
     Args:
@@ -176,10 +185,14 @@ async def run(made: MadeDemo, console: Console, limit: int | None = None, longes
         await show(url, made.log, made.dataset.names, console)
     table = found.as_dict() | {"without_relay": without.as_dict(), "cascade": evaluation.as_dict()}
     (made.folder / "replay.json").write_text(json.dumps(table, indent=2) + "\n")
-    (made.folder / "report.html").write_text(page(Study(runs=[found]), "npu-gr demo: MovieLens-100K"))
+    (made.folder / "report.html").write_text(
+        page(Study(runs=[found]), "npu-gr demo: MovieLens-100K")
+    )
     names = made.dataset.names
     latency_ratio = prepared.instance.config.slo.latency_ratio
-    for line in sum_up(made.folder, made.site, found, without, evaluation, made.log, names, latency_ratio):
+    for line in sum_up(
+        made.folder, made.site, found, without, evaluation, made.log, names, latency_ratio
+    ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     return found
 
@@ -201,11 +214,17 @@ async def prepare_traffic(
     """
     trained = to_train_on(made.log.users, made.log.timestamps, "user-time")
     checkpoint = load_checkpoint(made.folder / "ranker" / "evaluated")
-    vocabulary = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
-    made_of = from_ratings(made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
+    vocabulary = ModelVocabulary(
+        item_ids=checkpoint.item_ids, action_values=checkpoint.action_values
+    )
+    made_of = from_ratings(
+        made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES
+    )
     users = None if longest is None else longest_users(made.log[trained], longest)
     records = [
-        msgspec.structs.replace(record, labels={}) for record in made_of if users is None or record.user_id in users
+        msgspec.structs.replace(record, labels={})
+        for record in made_of
+        if users is None or record.user_id in users
     ]
     write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
@@ -218,7 +237,10 @@ async def prepare_traffic(
     prepared = PreparedDemo(made, instance, records, made.log[trained])
     await refill(prepared)
     num_users = len({record.user_id for record in records})
-    console.print(f"replaying {sum(record.kind == RANK.name for record in records)} ranks of {num_users} users")
+    console.print(
+        f"replaying {sum(record.kind == RANK.name for record in records)} ranks of "
+        f"{num_users} users"
+    )
     return prepared
 
 
@@ -249,7 +271,9 @@ async def refill(prepared: PreparedDemo) -> None:
 
 @asynccontextmanager
 async def served(instance: Instance, *more: str) -> AsyncIterator[str]:
-    """Run a service in a process of its own; yields its URL. At the end of the block it drains and stops.
+    """Run a service in a process of its own; yields its URL.
+
+    At the end of the block it drains and stops.
 
     Args:
         instance: to start.
@@ -266,7 +290,9 @@ async def served(instance: Instance, *more: str) -> AsyncIterator[str]:
         await _stop(process)
 
 
-def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
+def options(
+    prepared: PreparedDemo, url: str, limit: int | None = None, seed: int = 0
+) -> ReplayOptions:
     """The options with which the traffic is replayed.
 
     Args:
@@ -300,12 +326,24 @@ def _forget(store: Path) -> None:
 
 async def _serve(instance: Instance, more: Sequence[str]) -> asyncio.subprocess.Process:
     settings = [word for override in (*instance.overrides, *more) for word in ("--set", override)]
-    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(instance.config_path), *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "npu_gr",
+        "serve",
+        "--config",
+        str(instance.config_path),
+        *settings,
+    ]
     server = instance.config.server
-    return await started("the service", command, f"http://{server.host}:{server.port}/readyz", instance.log)
+    return await started(
+        "the service", command, f"http://{server.host}:{server.port}/readyz", instance.log
+    )
 
 
-async def started(name: str, command: Sequence[str], url: str, log: Path) -> asyncio.subprocess.Process:
+async def started(
+    name: str, command: Sequence[str], url: str, log: Path
+) -> asyncio.subprocess.Process:
     """Start a process, and wait until it answers 200 at a URL.
 
     Raises:
@@ -353,7 +391,9 @@ async def evaluated(url: str, admin_url: str, log: Interactions) -> ServiceEvalu
         log: all events.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    return await evaluate(url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist())
+    return await evaluate(
+        url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist()
+    )
 
 
 async def show(url: str, log: Interactions, names: ItemNames, console: Console) -> None:
@@ -366,7 +406,9 @@ async def show(url: str, log: Interactions, names: ItemNames, console: Console) 
         console: to print on.
     """
     counts = np.bincount(log.users, minlength=len(log.user_names))
-    users = np.argsort(counts, kind="stable")[len(counts) // 4 :: max(1, len(counts) // 4)][:SHOWN_USERS]
+    users = np.argsort(counts, kind="stable")[len(counts) // 4 :: max(1, len(counts) // 4)][
+        :SHOWN_USERS
+    ]
     async with EvaluationClient(url) as client:
         for user in users.tolist():
             own = log[log.users == user]
@@ -380,14 +422,21 @@ def _user_table(user: str, own: Interactions, names: ItemNames, answer: dict[str
     last = own[-SHOWN_ITEMS:]
     watched = [
         f"{title or item} ({value:g})"
-        for item, title, value in zip(last.items, names.titles(last.items), last.values, strict=True)
+        for item, title, value in zip(
+            last.items, names.titles(last.items), last.values, strict=True
+        )
     ]
-    offered = [title or str(item) for item, title in zip(answer["items"], answer["titles"], strict=True)]
+    offered = [
+        title or str(item) for item, title in zip(answer["items"], answer["titles"], strict=True)
+    ]
     table = Table("watched last (stars)", "recommended", title=f"user {user}, {len(own)} films")
     for row in range(max(len(watched), len(offered))):
-        table.add_row(*(texts[row] if row < len(texts) else "" for texts in (watched[::-1], offered)))
+        table.add_row(
+            *(texts[row] if row < len(texts) else "" for texts in (watched[::-1], offered))
+        )
     stages = ", ".join(
-        f"{stage['stage']} {stage['began_s'] * 1e3:.0f}-{(stage['began_s'] + stage['took_s']) * 1e3:.0f} ms"
+        f"{stage['stage']} "
+        f"{stage['began_s'] * 1e3:.0f}-{(stage['began_s'] + stage['took_s']) * 1e3:.0f} ms"
         for stage in answer["stages"]
     )
     table.caption = (
@@ -422,30 +471,45 @@ def sum_up(
     """
     hits = sum(found.hit_ratio(hit) for hit in HITS)
     kept = "kept" if found.attainment_ratio >= latency_ratio else "MISSED"
-    late = "; the load generator was late, so these times are partly its own" if found.was_late else ""
+    late = (
+        ("; the load generator was late, so these times are partly its own")
+        if found.was_late
+        else ""
+    )
     ways = evaluation.as_dict()["ways"]
-    others = ", ".join(f"{way} alone {row['hr_at_10']:.3f}" for way, row in ways.items() if way != "recommend")
+    others = ", ".join(
+        f"{way} alone {row['hr_at_10']:.3f}" for way, row in ways.items() if way != "recommend"
+    )
     return [
         "",
-        f"trained   {', '.join(site.parts)} on {site.num_events:,} events of {site.num_users:,} users",
-        f"in time   {found.attainment_ratio:.1%} of {found.num_ranks} ranks within {found.slo_s * 1e3:g} ms; "
+        f"trained   {', '.join(site.parts)} on {site.num_events:,} events of "
+        f"{site.num_users:,} users",
+        f"in time   {found.attainment_ratio:.1%} of {found.num_ranks} ranks within "
+        f"{found.slo_s * 1e3:g} ms; "
         f"objective {latency_ratio:.0%}: {kept}{late}",
-        f"latency   {_times(found)}; without the relay {_times(without)} (the first {without.num_ranks} of them)",
-        f"relay     {hits:.1%} of the ranks found the user's KV ready, {found.prefix_tokens_ratio:.1%} of the history "
+        f"latency   {_times(found)}; without the relay {_times(without)} (the first "
+        f"{without.num_ranks} of them)",
+        f"relay     {hits:.1%} of the ranks found the user's KV ready, "
+        f"{found.prefix_tokens_ratio:.1%} of the history "
         f"tokens were read from it{_device_times(found, without)}",
         f"quality   HR@10 of the last event of {len(evaluation.ranks['rank'])} users: recommend "
         f"{ways['recommend']['hr_at_10']:.3f}; {others} (evaluated models, which had not seen it)",
         f"          {evaluation.why}",
-        f"left      {folder}: models of all events, {folder / 'serve.yaml'}; {folder / 'report.html'} has the plots",
+        f"left      {folder}: models of all events, {folder / 'serve.yaml'}; "
+        f"{folder / 'report.html'} has the plots",
         f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
         f"more      {folder / 'README.md'} has calls for a new user and a new item; "
-        "long histories, where the relay pays: npu-gr demo --longest 100, python -m benchmarks relay",
+        "long histories, where the relay pays: npu-gr demo --longest 100, python -m "
+        "benchmarks relay",
     ]
 
 
 def _times(report: Report) -> str:
-    return f"P50 {report.latency_ms('rank', 'p50'):.1f} ms, P99 {report.latency_ms('rank', 'p99'):.1f} ms"
+    return (
+        f"P50 {report.latency_ms('rank', 'p50'):.1f} ms, P99 "
+        f"{report.latency_ms('rank', 'p99'):.1f} ms"
+    )
 
 
 def _device_times(found: Report, without: Report) -> str:

@@ -41,7 +41,9 @@ def examine(backend: BackendName | None = None, hstu_library: Path | None = None
         found[name] += compare(made)
     chosen = backend or "cpu"
     ordered = sorted(found, key=lambda name: name != chosen)
-    return machine + [one._replace(section=_title(name, backend)) for name in ordered for one in found[name]]
+    return machine + [
+        one._replace(section=_title(name, backend)) for name in ordered for one in found[name]
+    ]
 
 
 def _title(name: BackendName, chosen: BackendName | None) -> str:

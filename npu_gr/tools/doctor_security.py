@@ -1,7 +1,8 @@
 """What a configuration leaves open, and to whom: the answer of `npu-gr doctor --security`.
 
-Each line is one way in: an address, a key, a store, a file, a call to somewhere else. It says who can use it, and for
-what. Nothing is tried: the configuration and the files that it names are read, and no address is called.
+Each line is one way in: an address, a key, a store, a file, a call to somewhere else. It says who
+can use it, and for what. Nothing is tried: the configuration and the files that it names are read,
+and no address is called.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from npu_gr.service.config import Config, load
 
 # The last names of settings that are files or folders.
 _FILE = "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular|hstu_library"
-# How the line about a setting begins, where it does not begin with the setting; None: it is part of another one's.
+# How the line about a setting begins, where it does not begin with the setting; None: it is part of
+# another one's.
 LINES: dict[str, str | None] = {
     "server.host": "server ",
     "server.port": "server ",
@@ -108,21 +110,32 @@ def ways_in(cls: type[msgspec.Struct]) -> list[str]:
 
 
 def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn]:
-    """The ways in that no line is about yet: files that others must not change; anything else is a gap here."""
+    """The ways in that no line is about yet: files that others must not change.
+
+    Anything else is a gap here.
+    """
     for path in ways_in(type(config)):
         begin = LINES.get(path, path)
         if begin is None or any(way.what.startswith(begin) for way in found):
             continue
         value: Any = config
         for name in path.split("."):
-            value = getattr(value, name, None)  # a section may be absent, and one in a list has lines of its own
+            # a section may be absent, and one in a list has lines of its own
+            value = getattr(value, name, None)
         if value is None:
             continue
         if re.fullmatch(_FILE, path.rpartition(".")[2]):
             is_secret = path.endswith(("key", "key_file"))
-            yield from _private(path, Path(value), 0o040) if is_secret else _unchanged(path, Path(value))
+            yield from (
+                _private(path, Path(value), 0o040) if is_secret else _unchanged(path, Path(value))
+            )
         else:
-            yield WayIn(f"{path} {value}", Openness.OPEN, "this report knows nothing of it", "report this line")
+            yield WayIn(
+                f"{path} {value}",
+                Openness.OPEN,
+                "this report knows nothing of it",
+                "report this line",
+            )
 
 
 def _unchanged(setting: str, path: Path) -> Iterator[WayIn]:
@@ -133,7 +146,12 @@ def _unchanged(setting: str, path: Path) -> Iterator[WayIn]:
         return
     if mode & 0o022:
         remedy = f"chmod go-w {path}"
-        yield WayIn(f"{setting} {path}", Openness.OPEN, f"other users can change it: its mode is {mode:o}", remedy)
+        yield WayIn(
+            f"{setting} {path}",
+            Openness.OPEN,
+            f"other users can change it: its mode is {mode:o}",
+            remedy,
+        )
     else:
         yield WayIn(f"{setting} {path}", Openness.CLOSED, "the user that it belongs to changes it")
 
@@ -159,7 +177,9 @@ def examine_instance(config: Config) -> list[WayIn]:
         found += _address("server", server.host, server.port, PUBLIC, keys, tls)
         # kubelets have no certificate, so nobody is asked for one there
         admin_tls = None if tls is None else msgspec.structs.replace(tls, client_ca=None)
-        found += _address("server.admin", server.admin_host, server.admin_port, ADMIN, keys, admin_tls)
+        found += _address(
+            "server.admin", server.admin_host, server.admin_port, ADMIN, keys, admin_tls
+        )
     if server.grpc_port is not None:
         found += _address("server.grpc", server.host, server.grpc_port, PUBLIC, keys, tls)
     if server.agent_port is not None:
@@ -167,25 +187,36 @@ def examine_instance(config: Config) -> list[WayIn]:
             WayIn(
                 f"server.agent {server.host}:{server.agent_port}",
                 Openness.LOCAL,
-                "whoever reaches it reads how many requests the instance takes at once, and is not paced when rejected",
+                "whoever reaches it reads how many requests the instance takes at once, and is not "
+                "paced when rejected",
                 "" if is_loopback_name(server.host) else "let only the routers reach it",
             )
         )
     found += _keys(keys)
-    if not is_loopback_name(server.host) and not server.trusted_proxies and server.agent_port is None:
+    if (
+        not is_loopback_name(server.host)
+        and not server.trusted_proxies
+        and server.agent_port is None
+    ):
         found.append(
             WayIn(
                 "server.trusted_proxies",
                 Openness.OPEN,
-                "clients reach the instance itself: nothing bounds slow headers, floods of connections and overloads",
-                "put `npu-gr route` in front of it, and set server.agent_port, which it asks (docs/deploy.md)",
+                "clients reach the instance itself: nothing bounds slow headers, floods of "
+                "connections and overloads",
+                "put `npu-gr route` in front of it, and set server.agent_port, which it asks "
+                "(docs/deploy.md)",
             )
         )
     found += _proxies(server.trusted_proxies)
     found += _store(config)
     found += _recordings(config)
     if server.otlp_endpoint is not None:
-        found += _call("server.otlp_endpoint", server.otlp_endpoint, "routes and request ids of sampled requests")
+        found += _call(
+            "server.otlp_endpoint",
+            server.otlp_endpoint,
+            "routes and request ids of sampled requests",
+        )
     if tls is not None:
         found += _private("server.tls.key", Path(tls.key), allowed=0o040)
     return found
@@ -218,12 +249,21 @@ def is_closed(found: list[WayIn]) -> bool:
 # ---- addresses
 
 
-PUBLIC = sorted({rule.scope for rule in rules().values() if rule.is_public and rule.scope is not None})
-ADMIN = sorted({rule.scope for rule in rules().values() if rule.is_admin and rule.scope is not None})
+PUBLIC = sorted(
+    {rule.scope for rule in rules().values() if rule.is_public and rule.scope is not None}
+)
+ADMIN = sorted(
+    {rule.scope for rule in rules().values() if rule.is_admin and rule.scope is not None}
+)
 
 
 def _address(
-    name: str, host: str, port: int, scopes: list[Scope], keys_file: str | None, tls: ServerTlsConfig | None
+    name: str,
+    host: str,
+    port: int,
+    scopes: list[Scope],
+    keys_file: str | None,
+    tls: ServerTlsConfig | None,
 ) -> Iterator[WayIn]:
     what = f"{name} {host}:{port}"
     needs = f"a key with the scope of the route ({', '.join(scopes)})" if keys_file else "no key"
@@ -231,7 +271,12 @@ def _address(
         yield WayIn(what, Openness.LOCAL, f"whoever is on this machine, with {needs}")
         return
     if keys_file is None:
-        yield WayIn(what, Openness.OPEN, "whoever reaches it, with no key", "set api_keys_file: `npu-gr keys new`")
+        yield WayIn(
+            what,
+            Openness.OPEN,
+            "whoever reaches it, with no key",
+            "set api_keys_file: `npu-gr keys new`",
+        )
     elif tls is None:
         yield WayIn(
             what,
@@ -250,7 +295,7 @@ def _proxies(networks: list[str]) -> Iterator[WayIn]:
             yield WayIn(
                 f"server.trusted_proxies {network}",
                 Openness.OPEN,
-                "every caller counts as a proxy: none that is refused is ever paced",
+                "every caller counts as a proxy: none that is rejected is ever paced",
                 "name the addresses of the routers",
             )
 
@@ -265,11 +310,16 @@ def _keys(path: str | None) -> Iterator[WayIn]:
         file = read_keys(Path(path))
         mode = stat.S_IMODE(Path(path).stat().st_mode)
     except (ConfigError, OSError) as error:
-        yield WayIn("api_keys_file", Openness.OPEN, str(error), "the process does not start with it")
+        yield WayIn(
+            "api_keys_file", Openness.OPEN, str(error), "the process does not start with it"
+        )
         return
     if mode & 0o022:
         yield WayIn(
-            f"api_keys_file {path}", Openness.OPEN, f"others can add keys: its mode is {mode:o}", f"chmod 600 {path}"
+            f"api_keys_file {path}",
+            Openness.OPEN,
+            f"others can add keys: its mode is {mode:o}",
+            f"chmod 600 {path}",
         )
     for entry in file.keys:
         yield _key(entry)
@@ -305,8 +355,17 @@ def _store(config: Config) -> Iterator[WayIn]:
 def _redis(url: SecretUrl) -> Iterator[WayIn]:
     yield from _call("features.url", url, "behaviours of all tenants")
     parts = urlsplit(url.reveal())
-    if parts.scheme != "unix" and parts.password is None and not is_loopback_name(parts.hostname or ""):
-        yield WayIn(f"features.url {url}", Openness.OPEN, "whoever reaches it, with no password", "give it a password")
+    if (
+        parts.scheme != "unix"
+        and parts.password is None
+        and not is_loopback_name(parts.hostname or "")
+    ):
+        yield WayIn(
+            f"features.url {url}",
+            Openness.OPEN,
+            "whoever reaches it, with no password",
+            "give it a password",
+        )
 
 
 def _recordings(config: Config) -> Iterator[WayIn]:
@@ -315,7 +374,12 @@ def _recordings(config: Config) -> Iterator[WayIn]:
         return
     folder = Path(record.folder)
     if record.users == "clear":
-        yield WayIn(f"record.folder {folder}", Openness.OPEN, "recordings name users in clear", "remove `users: clear`")
+        yield WayIn(
+            f"record.folder {folder}",
+            Openness.OPEN,
+            "recordings name users in clear",
+            "remove `users: clear`",
+        )
     for path in sorted(folder.glob("traffic-*")) if folder.is_dir() else ():
         yield from _private("record.folder", path)
 
@@ -334,7 +398,12 @@ def _private(setting: str, path: Path, allowed: int = 0) -> Iterator[WayIn]:
         return
     what = f"{setting} {path}"
     if mode & 0o077 & ~allowed:
-        yield WayIn(what, Openness.OPEN, f"other users can read it: its mode is {mode:o}", f"chmod 600 {path}")
+        yield WayIn(
+            what,
+            Openness.OPEN,
+            f"other users can read it: its mode is {mode:o}",
+            f"chmod 600 {path}",
+        )
     else:
         yield WayIn(what, Openness.CLOSED, "the user that it belongs to")
 
@@ -351,7 +420,10 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
         yield WayIn(what, Openness.LOCAL, f"in clear on this machine; carries {carries}")
     else:
         yield WayIn(
-            what, Openness.OPEN, f"who listens on the way reads {carries}", f"use {parts.scheme}s:// and a certificate"
+            what,
+            Openness.OPEN,
+            f"who listens on the way reads {carries}",
+            f"use {parts.scheme}s:// and a certificate",
         )
 
 
@@ -365,7 +437,11 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
         hosts.append(f"those of {discovery.file}")
     for host in dict.fromkeys(hosts):
         if config.instances_tls is not None:
-            shown = "shows a certificate" if config.instances_tls.certificate else "shows none of its own"
+            shown = (
+                ("shows a certificate")
+                if config.instances_tls.certificate
+                else "shows none of its own"
+            )
             yield WayIn(f"instances {host}", Openness.CLOSED, f"encrypted; the router {shown}")
         elif is_loopback_name(host):
             yield WayIn(f"instances {host}", Openness.LOCAL, "in clear on this machine")
@@ -382,11 +458,16 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
 def _agent(one: InstanceConfig) -> WayIn:
     what = f"agent {one.host}:{one.agent_port}"
     if is_loopback_name(one.host):
-        return WayIn(what, Openness.LOCAL, "in clear on this machine; says how many requests the instance takes")
+        return WayIn(
+            what,
+            Openness.LOCAL,
+            "in clear on this machine; says how many requests the instance takes",
+        )
     return WayIn(
         what,
         Openness.LOCAL,
-        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing of a user",
+        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing "
+        "of a user",
         "let only the routers reach it",
     )
 
@@ -398,14 +479,23 @@ def _picker(picker: PickerConfig, tls: ServerTlsConfig | None) -> WayIn:
         return WayIn(what, Openness.LOCAL, f"whoever is on this machine {whom}")
     if tls is not None and tls.client_ca:
         return WayIn(what, Openness.CLOSED, "gateways that have a certificate")
-    return WayIn(what, Openness.OPEN, f"whoever reaches it {whom}", "set picker.tls: {certificate, key, client_ca}")
+    return WayIn(
+        what,
+        Openness.OPEN,
+        f"whoever reaches it {whom}",
+        "set picker.tls: {certificate, key, client_ca}",
+    )
 
 
 def _peers(config: RouterConfig) -> Iterator[WayIn]:
     for name, address in config.peers.items():
         host = address.rpartition(":")[0]
         if is_loopback_name(host):
-            yield WayIn(f"peers.{name} {address}", Openness.LOCAL, "in clear on this machine; names of users")
+            yield WayIn(
+                f"peers.{name} {address}",
+                Openness.LOCAL,
+                "in clear on this machine; names of users",
+            )
         else:
             yield WayIn(
                 f"peers.{name} {address}",

@@ -24,7 +24,7 @@ from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines
-from npu_gr.features.store import HistoryConfig, key_bytes
+from npu_gr.history_store.store import HistoryConfig, key_bytes
 from npu_gr.replay import erased
 from npu_gr.replay.erased import names_of, read_key
 from npu_gr.replay.files import PART, PATTERN
@@ -48,7 +48,9 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Searched]:
-    """Search all files that the configuration names, and logs. Nothing is changed, and an instance may run meanwhile.
+    """Search all files that the configuration names, and logs.
+
+    Nothing is changed, and an instance may run meanwhile.
 
     Args:
         config: of the instance whose files are here.
@@ -62,32 +64,49 @@ def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Se
         found += _recordings(config.record, user)
     if config.match is not None:
         folder = Path(config.match.vectors)
-        found += [_raw("vectors", path, [user.user.encode(errors="surrogatepass")]) for path in _files(folder, "*")]
+        found += [
+            _raw("vectors", path, [user.user.encode(errors="surrogatepass")])
+            for path in _files(folder, "*")
+        ]
     found += _logs(config, user, logs)
     return found
 
 
 async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
-    """Search the keys of a Redis store; its files and replicas are the server's, and cannot be searched."""
-    from npu_gr.features.redis import RedisStore
+    """Search the keys of a Redis store.
+
+    Its files and replicas are the server's, and cannot be searched.
+    """
+    from npu_gr.history_store.redis import RedisStore
 
     files = Searched(
-        place="store", what="files of Redis", verdict="not searched", note="AOF, RDB, replicas: see the handbook"
+        place="store",
+        what="files of Redis",
+        verdict="not searched",
+        note="AOF, RDB, replicas: see the handbook",
     )
     try:
         store = await RedisStore.connect(config)
     except ConfigError as error:
-        return [Searched(place="store", what="Redis", verdict="not searched", note=str(error)), files]
+        return [
+            Searched(place="store", what="Redis", verdict="not searched", note=str(error)),
+            files,
+        ]
     try:
         num_keys = await store.num_keys(user)
     except NpuGrError as error:
-        return [Searched(place="store", what="Redis", verdict="not searched", note=str(error)), files]
+        return [
+            Searched(place="store", what="Redis", verdict="not searched", note=str(error)),
+            files,
+        ]
     finally:
         await store.close()
     return [_found("store", "keys of Redis", f"{num_keys} keys" if num_keys else ""), files]
 
 
-async def search_memory(user: UserKey, instances: Iterable[str], api_key: str | None) -> list[Searched]:
+async def search_memory(
+    user: UserKey, instances: Iterable[str], api_key: str | None
+) -> list[Searched]:
     """Ask processes whether they know the user.
 
     Args:
@@ -102,11 +121,23 @@ async def search_memory(user: UserKey, instances: Iterable[str], api_key: str | 
         try:
             async with http.post(url, json=body) as answer:
                 if not answer.ok:
-                    return Searched(place="memory", what=url, verdict="not searched", note=f"status {answer.status}")
+                    return Searched(
+                        place="memory",
+                        what=url,
+                        verdict="not searched",
+                        note=f"status {answer.status}",
+                    )
                 places: dict[str, bool] = (await answer.json(content_type=None))["places"]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            return Searched(place="memory", what=url, verdict="not searched", note=str(error) or type(error).__name__)
-        return _found("memory", url, ", ".join(name for name, is_known in places.items() if is_known))
+            return Searched(
+                place="memory",
+                what=url,
+                verdict="not searched",
+                note=str(error) or type(error).__name__,
+            )
+        return _found(
+            "memory", url, ", ".join(name for name, is_known in places.items() if is_known)
+        )
 
     urls = [f"{url.rstrip('/')}/debug/user" for url in instances]
     async with aiohttp.ClientSession(
@@ -122,7 +153,9 @@ async def search_memory(user: UserKey, instances: Iterable[str], api_key: str | 
 
 def _embedded(path: Path, user: UserKey) -> list[Searched]:
     if not path.exists():
-        return [Searched(place="store", what=str(path), verdict="not searched", note="no such file")]
+        return [
+            Searched(place="store", what=str(path), verdict="not searched", note="no such file")
+        ]
     wanted = [key_bytes(user)]  # every row has it, of every table
     found = [_rows(path, user)]
     return found + [_raw("store", one, wanted) for one in _files(path.parent, f"{path.name}*")]
@@ -131,14 +164,19 @@ def _embedded(path: Path, user: UserKey) -> list[Searched]:
 def _rows(path: Path, user: UserKey) -> Searched:
     num = 0
     is_in_use = path.with_name(path.name + "-wal").exists()
-    options = "mode=ro" if is_in_use else "mode=ro&immutable=1"  # which makes no files beside a store at rest
+    # which makes no files beside a store at rest
+    options = "mode=ro" if is_in_use else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None)
+        ) as db:
             for table in ("users", "chunks", "keys"):
                 sql = f"SELECT count(*) FROM {table} WHERE user = ?"  # noqa: S608  (the names are those above)
                 num += db.execute(sql, (key_bytes(user),)).fetchone()[0]
     except sqlite3.Error as error:
-        return Searched(place="store", what=f"rows of {path}", verdict="not searched", note=str(error))
+        return Searched(
+            place="store", what=f"rows of {path}", verdict="not searched", note=str(error)
+        )
     return _found("store", f"rows of {path}", f"{num} rows" if num else "")
 
 
@@ -148,13 +186,19 @@ def _rows(path: Path, user: UserKey) -> Searched:
 def _recordings(config: RecordConfig, user: UserKey) -> list[Searched]:
     folder = Path(config.folder)
     if not folder.is_dir():
-        return [Searched(place="recordings", what=str(folder), verdict="not found", note="no such folder")]
+        return [
+            Searched(
+                place="recordings", what=str(folder), verdict="not found", note="no such folder"
+            )
+        ]
     try:
         key = None if config.hash_key_file is None else read_key(Path(config.hash_key_file))
         names = set(names_of(user, folder, key))
         listed = erased.read(folder)
     except (ConfigError, DataError, OSError) as error:
-        return [Searched(place="recordings", what=str(folder), verdict="not searched", note=str(error))]
+        return [
+            Searched(place="recordings", what=str(folder), verdict="not searched", note=str(error))
+        ]
     files = [*_files(folder, PATTERN), *_files(folder, f".purge-{PATTERN}")]
     return [_recording(path, names, listed) for path in files]
 
@@ -206,7 +250,9 @@ def _logs(config: Config, user: UserKey, logs: Iterable[Path]) -> Iterator[Searc
         try:
             wanted.append(hash_of(user, read_key_file(config.server.log_user_key_file)).encode())
         except ConfigError as error:
-            yield Searched(place="logs", what="hashed users", verdict="not searched", note=str(error))
+            yield Searched(
+                place="logs", what="hashed users", verdict="not searched", note=str(error)
+            )
     for path in logs:
         yield _raw("logs", path, wanted)
 

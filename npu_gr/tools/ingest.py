@@ -1,6 +1,7 @@
 """Where `npu-gr load` and `npu-gr consume` write: the store of a configuration, or a service that has one.
 
-An embedded store has one owner. If a service runs on it, events go through that service: POST /v1/events/bulk.
+An embedded store has one owner. If a service runs on it, events go through that service: POST
+/v1/events/bulk.
 """
 
 from __future__ import annotations
@@ -19,18 +20,32 @@ import numpy as np
 from yarl import URL
 
 from npu_gr.core.calling import calling_context, calling_headers
-from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse, Unavailable, Unprocessable
+from npu_gr.core.errors import (
+    ConfigError,
+    NpuGrError,
+    StoreFailed,
+    StoreInUse,
+    Unavailable,
+    Unprocessable,
+)
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
-from npu_gr.core.words import cut
-from npu_gr.features.load import WritesMany
-from npu_gr.features.open import open_store
-from npu_gr.server.codec.fields import History
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
-from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.core.text_format import cut
+from npu_gr.history_store.load import WritesMany
+from npu_gr.history_store.open import open_store
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import RETRY_AFTER_MS
+from npu_gr.server.schemas.fields import History
+from npu_gr.server.schemas.ingest import (
+    INGEST_BYTES,
+    MOST_USERS,
+    IngestBody,
+    IngestOut,
+    UserEvents,
+    UserWritten,
+)
+from npu_gr.server.schemas.media import JSON, MSGPACK
 from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
@@ -42,7 +57,8 @@ BUDGET_MS = 30_000  # that a call may take
 TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # between two tries where the answer does not say
 _LATER = (408, 429, 503, 504)  # statuses that end by waiting
 _TAKEN = (408, 429)  # of these nothing was begun
-_NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of reading what we would not have written
+# of reading what we would not have written
+_NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class EventModel(msgspec.Struct, frozen=True):
@@ -88,21 +104,26 @@ class ServiceWriter:
         """Ask once which actions and features the ranker has; none = it does not rank.
 
         Raises:
-            ConfigError: the address is not one of ours, or does not let us in. Unavailable: nobody answers there.
+            ConfigError: the address is not one of ours, or does not let us in. Unavailable: nobody
+                answers there.
         """
         body = await self._call("GET", "/v1/models", None, patience_s=0.0)
         try:
             models = msgspec.json.decode(body, type=_Models).models
         except _NOT_OURS as error:
-            raise ConfigError(f"{self._url}: no service of npu_gr answers there: {cut(str(error), 200)}") from error
+            raise ConfigError(
+                f"{self._url}: no service of npu_gr answers there: {cut(str(error), 200)}"
+            ) from error
         return models[0] if models else EventModel(())
 
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
-        """Write behaviours of users of one tenant. What is called again because of a failure adds nothing twice.
+        """Write behaviours of users of one tenant.
+
+        What is called again because of a failure adds nothing twice.
 
         Raises:
-            ConfigError: the service does not let us in. Unavailable: it was away or full for all of the patience, or
-                something else answered.
+            ConfigError: the service does not let us in. Unavailable: it was away or full for all of
+                the patience, or something else answered.
         """
         results: list[Written | NpuGrError] = [Written(0, 0)] * len(batch)
         for places, writes in _calls(batch):
@@ -111,25 +132,36 @@ class ServiceWriter:
                 if isinstance(before, Written):
                     results[place] = done
                     if isinstance(done, Written):
-                        added, filled = before.num_added + done.num_added, before.num_filled + done.num_filled
+                        added, filled = (
+                            before.num_added + done.num_added,
+                            before.num_filled + done.num_filled,
+                        )
                         results[place] = Written(done.num_events, added, filled)
         return results
 
     async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
         users = [
-            UserEvents(user_id=one.user.user, events=_on_the_wire(one.events), idempotency_key=one.key)
+            UserEvents(
+                user_id=one.user.user, events=_on_the_wire(one.events), idempotency_key=one.key
+            )
             for one in writes
         ]
         first = writes[0]
-        body = msgspec.msgpack.encode(IngestBody(users=users, tenant=first.user.tenant, mode=first.mode))
+        body = msgspec.msgpack.encode(
+            IngestBody(users=users, tenant=first.user.tenant, mode=first.mode)
+        )
         is_repeatable = first.mode is not Mode.APPEND or all(one.key is not None for one in writes)
         answer = await self._call("POST", "/v1/events/bulk", body, is_repeatable=is_repeatable)
         try:
             written = msgspec.json.decode(answer, type=IngestOut).users
         except _NOT_OURS as error:
-            raise Unavailable(f"{self._url}: no answer of npu_gr's: {cut(str(error), 200)}") from error
+            raise Unavailable(
+                f"{self._url}: no answer of npu_gr's: {cut(str(error), 200)}"
+            ) from error
         if len(written) != len(writes):
-            raise Unavailable(f"{self._url}: the answer tells of {len(written)} users of {len(writes)}")
+            raise Unavailable(
+                f"{self._url}: the answer tells of {len(written)} users of {len(writes)}"
+            )
         return [_result(one) for one in written]
 
     async def _call(
@@ -150,16 +182,22 @@ class ServiceWriter:
         while True:
             wait_s = pause_s
             try:
-                async with self._http.request(method, self._url + path, data=body, headers=headers) as answer:
+                async with self._http.request(
+                    method, self._url + path, data=body, headers=headers
+                ) as answer:
                     data = await answer.read()
                     if answer.status == 200:
                         return data
-                    error = _refused(self._url, answer.status, data)
-                    if answer.status not in _LATER or not (is_repeatable or answer.status in _TAKEN):
+                    error = _rejected(self._url, answer.status, data)
+                    if answer.status not in _LATER or not (
+                        is_repeatable or answer.status in _TAKEN
+                    ):
                         raise error
                     wait_s = _wait_s(answer.headers, pause_s)
             except (aiohttp.ClientError, TimeoutError, OSError) as failure:
-                error = Unavailable(f"{self._url}: no answer: {str(failure) or type(failure).__name__}")
+                error = Unavailable(
+                    f"{self._url}: no answer: {str(failure) or type(failure).__name__}"
+                )
                 if not (is_repeatable or isinstance(failure, aiohttp.ClientConnectorError)):
                     raise error from failure
             if time.monotonic() + wait_s > until_at:
@@ -178,7 +216,8 @@ async def open_target(
     """Open where events are written, while the block runs.
 
     Args:
-        config: its store, if `url` is None; if another process has that, the service at its address.
+        config: its store, if `url` is None; if another process has that, the service at its
+            address.
         url: of a service that is written through.
         api_key: for it, with the scopes `ingest` and `infer`.
         patience_s: see `ServiceWriter`.
@@ -196,18 +235,25 @@ async def open_target(
             log.warning("%s: writing through %s, where its service should be", error, url)
         else:
             if store is None:
-                raise ConfigError("features.kind is none: there is no store to write into; name a service with --url")
+                raise ConfigError(
+                    "features.kind is none: there is no store to write into; name a "
+                    "service with --url"
+                )
             try:
                 model = _model_of(config)
                 if told := difference(await store.name_actions(model.actions), model.actions):
-                    raise ConfigError(f"features: the history store was filled with other actions: {told}")
+                    raise ConfigError(
+                        f"features: the history store was filled with other actions: {told}"
+                    )
                 yield Target(store, model, f"the {config.features.kind} store")
             finally:
                 await store.close()
             return
     connector = aiohttp.TCPConnector(ssl=calling_context())
     timeout = aiohttp.ClientTimeout(total=BUDGET_MS / 1e3 + 5, sock_connect=5.0)
-    async with aiohttp.ClientSession(headers=calling_headers(api_key), connector=connector, timeout=timeout) as http:
+    async with aiohttp.ClientSession(
+        headers=calling_headers(api_key), connector=connector, timeout=timeout
+    ) as http:
         writer = ServiceWriter(http, url, patience_s)
         yield Target(writer, await writer.model(), url)
 
@@ -215,7 +261,9 @@ async def open_target(
 def url_of(server: ServerConfig) -> str:
     """The public address of an instance, as a process on the same machine calls it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # it is replaced  # noqa: S104  # nosec B104
-    return str(URL.build(scheme="http" if server.tls is None else "https", host=host, port=server.port)).rstrip("/")
+    return str(
+        URL.build(scheme="http" if server.tls is None else "https", host=host, port=server.port)
+    ).rstrip("/")
 
 
 def _model_of(config: Config) -> EventModel:
@@ -228,7 +276,10 @@ def _model_of(config: Config) -> EventModel:
 
 
 def _on_the_wire(events: Events) -> History:
-    of_events = {name: column.astype(column.dtype.newbyteorder("<")) for name, column in events.features.given.items()}
+    of_events = {
+        name: column.astype(column.dtype.newbyteorder("<"))
+        for name, column in events.features.given.items()
+    }
     return History(
         items=events.items.astype("<i8").tobytes(),
         actions=events.actions.astype("<i2").tobytes(),
@@ -245,8 +296,14 @@ def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
     room = most
     for place, one in enumerate(batch):
         for piece in _pieces(one):
-            size = USER_BYTES + _feature_names_bytes(piece.events) + _event_bytes(piece.events) * len(piece.events)
-            if writes and (size > room or len(writes) == MOST_USERS or piece.mode is not writes[-1].mode):
+            size = (
+                USER_BYTES
+                + _feature_names_bytes(piece.events)
+                + _event_bytes(piece.events) * len(piece.events)
+            )
+            if writes and (
+                size > room or len(writes) == MOST_USERS or piece.mode is not writes[-1].mode
+            ):
                 yield places, writes
                 places, writes = [], []
                 room = most
@@ -269,7 +326,8 @@ def _feature_names_bytes(events: Events) -> int:
 def _pieces(one: Write) -> Iterator[Write]:
     """Cut a long history where its time goes on, so that a merge of each part adds what a merge of all would.
 
-    Of a replacement the first part takes the place of what is there, and the others are merged into it.
+    Of a replacement the first part takes the place of what is there, and the others are merged into
+    it.
     """
     events, start = one.events, 0
     most = max(1, PIECE_BYTES // _event_bytes(events))
@@ -290,7 +348,7 @@ def _result(one: UserWritten) -> Written | NpuGrError:
     return Written(one.num_events or 0, one.num_added, one.num_filled)
 
 
-def _refused(url: str, status: int, data: bytes) -> NpuGrError:
+def _rejected(url: str, status: int, data: bytes) -> NpuGrError:
     """Make the error of an answer that is none of ours, or a problem."""
     try:
         detail = str(msgspec.json.decode(data)["detail"])
@@ -305,7 +363,11 @@ def _refused(url: str, status: int, data: bytes) -> NpuGrError:
 def _wait_s(headers: Any, pause_s: float) -> float:
     """How long the service wants us to wait, and never less than our own pause."""
     try:
-        asked_s = float(headers[RETRY_AFTER_MS]) / 1e3 if RETRY_AFTER_MS in headers else float(headers["Retry-After"])
+        asked_s = (
+            float(headers[RETRY_AFTER_MS]) / 1e3
+            if RETRY_AFTER_MS in headers
+            else float(headers["Retry-After"])
+        )
     except (KeyError, ValueError):
         return pause_s
     return max(pause_s, min(asked_s, 60.0))

@@ -1,7 +1,7 @@
 """`npu-gr demo --monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
 
-Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so the command writes
-what a Grafana needs to provision itself, and says how to start one.
+Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so
+the command writes what a Grafana needs to provision itself, and says how to start one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then htt
   or import the JSON files into a Grafana of yours"""
 
 
-async def monitor(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
+async def monitor(
+    made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int
+) -> None:
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:
@@ -53,7 +55,10 @@ async def monitor(made: demo.MadeDemo, console: Console, port: int, admin_port: 
         prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
-        console.print(f"status page  {admin_url}/\nmetrics      {admin_url}/metrics\nPrometheus   {prometheus_url}")
+        console.print(
+            f"status page  {admin_url}/\nmetrics      {admin_url}/metrics\nPrometheus   "
+            f"{prometheus_url}"
+        )
         console.print(f"alerts       {prometheus_url}/alerts\ndashboards   {boards}/*.json")
         console.print(_HOW_TO_GRAFANA.format(folder=boards), soft_wrap=True)
         console.print("replaying until Ctrl-C")
@@ -65,7 +70,8 @@ async def monitor(made: demo.MadeDemo, console: Console, port: int, admin_port: 
                 within = report.num_within_slo / max(report.num_ranks, 1)
                 seed += 1
                 console.print(f"round {seed}: {report.num_ranks} ranks, {within:.2%} in time")
-                records = [record for record in prepared.records if record.kind != EVENTS.name]  # the store has them
+                # the store has them
+                records = [record for record in prepared.records if record.kind != EVENTS.name]
 
 
 def check_machine(ports: Mapping[str, int]) -> None:
@@ -77,7 +83,11 @@ def check_machine(ports: Mapping[str, int]) -> None:
     Raises:
         ConfigError: names all that is lacking.
     """
-    lacks = [] if shutil.which("prometheus") else ["the program prometheus (Debian: apt-get install prometheus)"]
+    lacks = (
+        []
+        if shutil.which("prometheus")
+        else ["the program prometheus (Debian: apt-get install prometheus)"]
+    )
     for option, port in ports.items():
         try:
             socket.create_server(("127.0.0.1", port)).close()
@@ -104,7 +114,10 @@ async def prometheus(
         ConfigError: the program is not installed. Unavailable: it did not start.
     """
     check_machine({})
-    every = {name: f"{round(s * 1e3)}ms" for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))}
+    every = {
+        name: f"{round(s * 1e3)}ms"
+        for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))
+    }
     config = {
         "global": {
             "scrape_interval": every["scrape"],

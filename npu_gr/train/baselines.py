@@ -1,8 +1,8 @@
 """Baselines: something simple that a trained model has to beat, measured by the model's own protocol.
 
-Every baseline learns items from the trained events alone; to score an event it may read, like the ranker, all events of
-the user before it, those after the trained ones included. `fit_baselines` fits those of the next item, and chooses the
-linear ones' settings on a validation.
+Every baseline learns items from the trained events alone; to score an event it may read, like the
+ranker, all events of the user before it, those after the trained ones included. `fit_baselines`
+fits those of the next item, and chooses the linear ones' settings on a validation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
 from npu_gr.train.data import InteractionLog, Split
-from npu_gr.train.judge import Graph, HeldOut, Judge, unique_edges
+from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
 from npu_gr.train.linear import (
     Candidate,
     ItemKNN,
@@ -36,7 +36,8 @@ from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import MANY_REPEATS, Baseline, sample_targets
 
 LAGS = 5  # events between two items that still make a transition, and last events that are read
-DECAY = 0.6  # of a transition's weight with each event between, and of an event's weight with each newer one
+# of a transition's weight with each event between, and of an event's weight with each newer one
+DECAY = 0.6
 PRIOR = 10.0  # transitions that an item's popularity counts for
 
 
@@ -46,7 +47,9 @@ class Popularity:
     name = "popularity"
 
     def __init__(self, log: InteractionLog) -> None:
-        self._counts = np.bincount(log.items[log.trained], minlength=log.num_items).astype(np.float64)
+        self._counts = np.bincount(log.items[log.trained], minlength=log.num_items).astype(
+            np.float64
+        )
 
     def liking(self, log: InteractionLog) -> F64 | None:
         return None
@@ -64,7 +67,9 @@ class Markov:
         self._popularity = Popularity(log)
         follows = log.trained & (np.diff(log.users, prepend=-1) == 0)
         at = np.flatnonzero(follows)
-        self._pairs, self._counts = np.unique(log.items[at - 1] * log.num_items + log.items[at], return_counts=True)
+        self._pairs, self._counts = np.unique(
+            log.items[at - 1] * log.num_items + log.items[at], return_counts=True
+        )
 
     def liking(self, log: InteractionLog) -> F64 | None:
         return None
@@ -72,8 +77,11 @@ class Markov:
     def next_items(self, log: InteractionLog, user: int) -> F64:
         last = log.items[log.starts[user] + log.num_trained[user] - 1]
         popularity = self._popularity.next_items(log, user)
-        scores: F64 = popularity / (popularity.sum() + 1)  # less than one count, so it decides between equals only
-        mine = slice(*np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items]))
+        # less than one count, so it decides between equals only
+        scores: F64 = popularity / (popularity.sum() + 1)
+        mine = slice(
+            *np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items])
+        )
         scores[self._pairs[mine] - last * log.num_items] += self._counts[mine]
         return scores
 
@@ -96,12 +104,16 @@ class DecayedTransitions:
         weights: list[F64] = [np.empty(0)]
         for lag in range(1, LAGS + 1):
             near = log.trained[lag:] & (log.users[lag:] == log.users[:-lag])
-            pairs, counts = np.unique(log.items[:-lag][near] * num_items + log.items[lag:][near], return_counts=True)
+            pairs, counts = np.unique(
+                log.items[:-lag][near] * num_items + log.items[lag:][near], return_counts=True
+            )
             keys.append(pairs)
             weights.append(counts * np.float64(DECAY ** (lag - 1)))
         pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
         leads, self._follows = np.divmod(pairs, num_items)
-        self._weights: F32 = np.bincount(place, np.concatenate(weights), len(pairs)).astype(np.float32)
+        self._weights: F32 = np.bincount(place, np.concatenate(weights), len(pairs)).astype(
+            np.float32
+        )
         self._starts = np.searchsorted(leads, np.arange(num_items + 1))
         self._sums = np.bincount(leads, self._weights, num_items)
 
@@ -147,7 +159,9 @@ class Means:
 
 
 class MatrixFactorisation:
-    """Factorises the action values with biases, by alternating least squares; folds users in event by event.
+    """Factorises the action values with biases, by alternating least squares.
+
+    Folds users in event by event.
 
     value ~ mean + b_user + b_item + p_user . q_item,   with ridge terms on factors and biases
     """
@@ -206,7 +220,8 @@ def _events_of_each(owners: I64, count: int) -> list[I64]:
 
 
 VALIDATION_USERS = 1000  # most of them
-MAX_EDGES = 2_000_000  # of a log whose linear models are fitted: the validation of one takes minutes above it
+# of a log whose linear models are fitted: the validation of one takes minutes above it
+MAX_EDGES = 2_000_000
 ITEM_EXPONENTS = (0.0, 0.5)  # of PureSVD
 NUM_VALUES = (16, 32, 64)
 
@@ -217,7 +232,7 @@ class FittedBaselines(NamedTuple):
     """Baselines of one log."""
 
     fitted: list[Baseline]
-    left_out: tuple[str, ...]  # why others are not among them
+    skipped: tuple[str, ...]  # why others are not among them
 
     @property
     def item_knn(self) -> LinearBaseline | None:
@@ -238,7 +253,9 @@ class LinearBaseline:
     def refitted(self, log: InteractionLog) -> LinearBaseline:
         """Fit the same settings to the trained events of another log of the same users and items."""
         graph = graph_of(log)
-        tuned = self.tuned.refitted(self.models(graph, graph.num_items), graph.degrees()[1], self.scale_users)
+        tuned = self.tuned.refitted(
+            self.models(graph, graph.num_items), graph.degrees()[1], self.scale_users
+        )
         return replace(self, tuned=tuned)
 
     def liking(self, log: InteractionLog) -> F64 | None:
@@ -252,8 +269,8 @@ class LinearBaseline:
 def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselines:
     """Fit popularity, Markov counts, decayed transitions, ItemKNN, EASE and PureSVD to the trained events.
 
-    The linear models' settings are those with the best smooth HIT on a split of the trained events: of unseen items, or
-    of all where most of the next ones are repeats.
+    The linear models' settings are those with the best smooth HIT on a split of the trained events:
+    of unseen items, or of all where most of the next ones are repeats.
 
     Args:
         log: the whole of it.
@@ -263,20 +280,23 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
     fitted: list[Baseline] = [Popularity(log), Markov(log), DecayedTransitions(log)]
     graph = graph_of(log)
     if len(graph.users) > MAX_EDGES:
-        words = f"ItemKNN, EASE and PureSVD are left out: {len(graph.users)} pairs of user and item, over {MAX_EDGES}"
+        words = (
+            f"ItemKNN, EASE and PureSVD are left out: {len(graph.users)} pairs of user and "
+            f"item, over {MAX_EDGES}"
+        )
         return FittedBaselines(fitted, (words,))
     too_large = ease_is_too_large(graph)
     kinds: dict[str, Models] = {"ItemKNN": item_knns, "EASE": eases, "PureSVD": _svds}
     if too_large is not None:
         del kinds["EASE"]
-    earlier, judge = _validation(log, split, seed)
+    earlier, evaluate = _validation(log, split, seed)
     for name, models in kinds.items():
-        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], judge)
-        fitted.append(LinearBaseline(name, chosen, models, judge.held_out.users).refitted(log))
+        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], evaluate)
+        fitted.append(LinearBaseline(name, chosen, models, evaluate.held_out.users).refitted(log))
     return FittedBaselines(fitted, () if too_large is None else (too_large,))
 
 
-def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Judge]:
+def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Evaluator]:
     """Split the trained events again; a log that is too small for it has nothing to validate on."""
     try:
         earlier = log.only_trained(split)
@@ -287,8 +307,8 @@ def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Ju
     items = earlier.items[np.array([target.event for target in targets], np.int64)]
     graph = graph_of(earlier)
     had = np.isin(users * graph.num_items + items, graph.users * graph.num_items + graph.items)
-    judges_all = len(had) > 0 and had.mean() > MANY_REPEATS
-    return graph, Judge.make(HeldOut(users, items), graph.none() if judges_all else graph)
+    evaluates_all = len(had) > 0 and had.mean() > MANY_REPEATS
+    return graph, Evaluator.make(HeldOut(users, items), graph.none() if evaluates_all else graph)
 
 
 def graph_of(log: InteractionLog) -> Graph:

@@ -1,9 +1,10 @@
 """Choose what a cascade asks and how it orders, by the next items of users whom no model was trained on.
 
-Every way to ask is a set of the configured sources and an order. Half of the users choose: the way with the highest
-NDCG@10, if it is measurably better than the configured one, which else stays. Of so many ways one is soon better by
-chance, so what is allowed for chance is divided among them. The other half say what it is worth beside each part alone,
-with paired intervals, because the best of many looks better on its own users than it is.
+Every way to ask is a set of the configured sources and an order. Half of the users choose: the way
+with the highest NDCG@10, if it is measurably better than the configured one, which else stays. Of
+so many ways one is soon better by chance, so what is allowed for chance is divided among them. The
+other half say what it is worth beside each part alone, with paired intervals, because the best of
+many looks better on its own users than it is.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.request import OrderName, SourceName
-from npu_gr.features.interactions import Interactions
-from npu_gr.train.metrics import F64, Difference, difference_of_users, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.history_store.interactions import Interactions
+from npu_gr.train.metrics import (
+    F64,
+    Difference,
+    difference_of_users,
+    hit_ratio,
+    hits,
+    ndcg,
+    ndcg_of_each,
+)
 from npu_gr.train.next_item import MANY_REPEATS
 
 TOP = 10
 CHANCE = 0.05  # of taking another way than the configured one where none is better
-FEW = 3  # sources of which every set is tried; of more: each alone, each pair, the first three, and all
-ORDERS: tuple[OrderName, ...] = ("retrieval", *(name for name in get_args(OrderName) if name != "retrieval"))
+# sources of which every set is tried; of more: each alone, each pair, the first three, and all
+FEW = 3
+ORDERS: tuple[OrderName, ...] = (
+    "retrieval",
+    *(name for name in get_args(OrderName) if name != "retrieval"),
+)
 
 
 class CascadeWay(NamedTuple):
@@ -38,22 +51,31 @@ class CascadeWay(NamedTuple):
     def name(self) -> str:
         """In words."""
         found = " + ".join(self.sources)
-        return f"{found} alone" if self.order == "retrieval" and len(self.sources) == 1 else f"{found}, {self.order}"
+        return (
+            f"{found} alone"
+            if self.order == "retrieval" and len(self.sources) == 1
+            else f"{found}, {self.order}"
+        )
 
 
-def cascade_ways(sources: Sequence[SourceName], *, has_order: bool) -> list[CascadeWay]:
+def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[CascadeWay]:
     """List the ways to ask, those with fewer stages first.
 
     Args:
-        sources: configured. Each further one makes so many ways more as there are orders and sources: of five there
-            are 17 sets.
-        has_order: whether the ranker has a fitted order.
+        sources: configured. Each further one makes so many ways more as there are orders and
+            sources: of five there are 17 sets.
+        has_blend: whether the ranker has a fitted order.
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
     if len(sources) > FEW:
         sets += [tuple(sources[:FEW]), tuple(sources)]
-    return [CascadeWay(chosen, order) for chosen in sets for order in ORDERS if order != "fitted" or has_order]
+    return [
+        CascadeWay(chosen, order)
+        for chosen in sets
+        for order in ORDERS
+        if order != "fitted" or has_blend
+    ]
 
 
 class CascadeRow(NamedTuple):
@@ -62,7 +84,8 @@ class CascadeRow(NamedTuple):
     way: CascadeWay
     hr_at_10: float
     ndcg_at_10: float
-    less: Difference | None  # NDCG@10 of the chosen way less this one's; None = it is the chosen one
+    # NDCG@10 of the chosen way less this one's; None = it is the chosen one
+    less: Difference | None
 
 
 class CascadeChoice(NamedTuple):
@@ -71,12 +94,13 @@ class CascadeChoice(NamedTuple):
     way: CascadeWay
     rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
     hurts: list[str]  # stages without which the whole is measurably better, in words
-    num_users: int  # who chose; as many or one fewer judged
+    num_users: int  # who chose; as many or one fewer evaluated
 
     def lines(self) -> list[str]:
         """Say it in words."""
         return [
-            f"chosen by {self.num_users} users: {self.way.name}; judged by the others, NDCG@10 of it less the row's:",
+            f"chosen by {self.num_users} users: {self.way.name}; evaluated by the others, NDCG@10 "
+            "of it less the row's:",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]
@@ -92,32 +116,42 @@ class CascadeChoice(NamedTuple):
         return chosen | {"num_users": self.num_users, "rows": rows, "hurts": self.hurts}
 
 
-def choose_way(places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: int = 0) -> CascadeChoice:
+def choose_way(
+    places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: int = 0
+) -> CascadeChoice:
     """Choose by half of the users.
 
     Args:
-        places: way -> [users] place of the right item, from 0; inf = not answered. At least two users.
+        places: way -> [users] place of the right item, from 0; inf = not answered. At least two
+            users.
         configured: one of the ways; it stays unless another is measurably better.
         seed: draws the half.
     """
     num_users = len(places[configured])
     chooses = np.zeros(num_users, np.bool_)
     chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
-    best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))  # of equals the first: fewer stages
+    # of equals the first: fewer stages
+    best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))
     each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
     gap = difference_of_users(each[best], each[configured])
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
-    shown = [best, configured, *(way for way in places if way.order == "retrieval" and len(way.sources) == 1)]
-    judged = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
+    shown = [
+        best,
+        configured,
+        *(way for way in places if way.order == "retrieval" and len(way.sources) == 1),
+    ]
+    evaluated = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
     rows = [
         CascadeRow(
             way,
             hit_ratio(own, TOP),
             ndcg(own, TOP),
-            None if way == best else difference_of_users(ndcg_of_each(judged[best], TOP), ndcg_of_each(own, TOP)),
+            None
+            if way == best
+            else difference_of_users(ndcg_of_each(evaluated[best], TOP), ndcg_of_each(own, TOP)),
         )
-        for way, own in judged.items()
+        for way, own in evaluated.items()
     ]
     return CascadeChoice(best, rows, list(_hurting(places, configured)), int(chooses.sum()))
 
@@ -129,12 +163,21 @@ def why(name: str, ours: F64, part: str, theirs: F64) -> str:
         name, part: of the two.
         ours, theirs: [users] places of the same users.
     """
-    by_place, by_hit = (difference_of_users(figure(ours, TOP), figure(theirs, TOP)) for figure in (ndcg_of_each, hits))
-    figures = f"NDCG@{TOP} {_interval(by_place)}, HR@{TOP} {_interval(by_hit)} (95 %, paired, {len(ours)} users)"
+    by_place, by_hit = (
+        difference_of_users(figure(ours, TOP), figure(theirs, TOP))
+        for figure in (ndcg_of_each, hits)
+    )
+    figures = (
+        f"NDCG@{TOP} {_interval(by_place)}, HR@{TOP} {_interval(by_hit)} (95 %, paired, "
+        f"{len(ours)} users)"
+    )
     if by_place.low > 0:
         return f"{name} is better than {part}, its best part: {figures}"
     if by_place.high < 0:
-        return f"{name} is worse than {part}: {figures}; `npu-gr train all` chooses the sources and the order"
+        return (
+            f"{name} is worse than {part}: {figures}; `npu-gr train all` chooses the sources "
+            "and the order"
+        )
     return f"{name} cannot be told from {part}, its best part: {figures}"
 
 
@@ -149,9 +192,13 @@ def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[st
             yield from _hurt(places, way, CascadeWay(whole.sources, "retrieval"), f"order {order}")
 
 
-def _hurt(places: Mapping[CascadeWay, F64], whole: CascadeWay, without: CascadeWay, stage: str) -> Iterator[str]:
+def _hurt(
+    places: Mapping[CascadeWay, F64], whole: CascadeWay, without: CascadeWay, stage: str
+) -> Iterator[str]:
     if whole in places and without in places:
-        gap = difference_of_users(ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP))
+        gap = difference_of_users(
+            ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP)
+        )
         if gap.high < 0:
             yield f"{stage} hurts: NDCG@{TOP} {_interval(gap)} of {whole.name} less {without.name}"
 
@@ -165,7 +212,7 @@ def _interval(gap: Difference) -> str:
     return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
 
 
-JUDGED_USERS = 300  # who judge a site's cascade; others choose it
+JUDGED_USERS = 300  # who evaluate a site's cascade; others choose it
 MISSED = float("inf")  # the place of an item that was not answered
 
 
@@ -185,7 +232,8 @@ class NextEventCase:
         """The part of a request body that every route reads: the user and the history.
 
         Args:
-            tenant: a tenant of its own keeps the requests of one way from warming the cache of another.
+            tenant: a tenant of its own keeps the requests of one way from warming the cache of
+                another.
         """
         return {
             "user_id": self.user,
@@ -198,7 +246,9 @@ class NextEventCase:
         }
 
 
-def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[NextEventCase]:
+def next_events(
+    log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None
+) -> list[NextEventCase]:
     """One case for each user who has known events and then others: the first of these others.
 
     Args:

@@ -8,7 +8,8 @@ Every split trains on the oldest events of every user, so it is one number a use
                  the model, and most tested users are new
   leave-one-out  all but the user's last event
 
-A user's events after the trained ones are tested (AUC); the first of them is the next item (HR@10, NDCG@10):
+A user's events after the trained ones are tested (AUC); the first of them is the next item (HR@10,
+NDCG@10):
 
     events of a user   0 1 2 3 4 | 5 6 7        num_trained = 5
                        trained     tested       the next item is that of event 5
@@ -29,7 +30,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.train.metrics import F64
 
 Bools = npt.NDArray[np.bool_]
@@ -51,7 +52,9 @@ def what_stands(split: Split, num_trained: int, num_served: int) -> str:
         num_served: the same of the served one; equal = they are one model.
     """
     evaluated = f"evaluated on {TESTED[split]} by a model of {num_trained:,} events; served: "
-    return evaluated + ("that model" if num_served == num_trained else f"refitted on all {num_served:,}")
+    return evaluated + (
+        "that model" if num_served == num_trained else f"refitted on all {num_served:,}"
+    )
 
 
 class NextItem(NamedTuple):
@@ -72,7 +75,8 @@ class InteractionLog:
     num_trained: I64  # [u] events of each user that are trained on: the oldest
     item_ids: I64  # [num_items] external id of each row, ascending
     action_values: tuple[float, ...]  # value of each action, e.g. a rating; ascending
-    action_names: tuple[str, ...] = ()  # name of each action, which has no order; none = its value is its name
+    # name of each action, which has no order; none = its value is its name
+    action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of the users and of the events
 
     @property
@@ -126,8 +130,12 @@ class InteractionLog:
         return replace(self, num_trained=np.diff(self.starts))
 
 
-def build_log(interactions: Interactions, features: Sequence[ItemValues], split: Split) -> InteractionLog:
-    """Translate interactions into the model's terms. Item rows are the sorted ids of items with events or features.
+def build_log(
+    interactions: Interactions, features: Sequence[ItemValues], split: Split
+) -> InteractionLog:
+    """Translate interactions into the model's terms.
+
+    Item rows are the sorted ids of items with events or features.
 
     Args:
         interactions: the whole log, in time order.
@@ -137,9 +145,13 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
     Raises:
         DataError: nothing is left to train or to test on.
     """
-    ids = np.unique(np.concatenate([interactions.items, *(np.fromiter(f.of_item, np.int64) for f in features)]))
-    order = np.argsort(interactions.users, kind="stable")  # stable: each user's events stay in time order
-    if interactions.action_names:  # an index means the same in every model of the data set, whatever this log lacks
+    ids = np.unique(
+        np.concatenate([interactions.items, *(np.fromiter(f.of_item, np.int64) for f in features)])
+    )
+    # stable: each user's events stay in time order
+    order = np.argsort(interactions.users, kind="stable")
+    # an index means the same in every model of the data set, whatever this log lacks
+    if interactions.action_names:
         action_values = np.arange(len(interactions.action_names), dtype=np.float64)
         actions = interactions.values.astype(np.int64)
     else:
@@ -173,7 +185,11 @@ def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Boo
     if split == "time":
         return times < (np.quantile(times, 1 - TEST_RATIO, method="lower") if len(times) else 0)
     counts = np.bincount(users)
-    tested = np.ceil(counts * TEST_RATIO).astype(np.int64) if split == "user-time" else np.minimum(counts, 1)
+    tested = (
+        np.ceil(counts * TEST_RATIO).astype(np.int64)
+        if split == "user-time"
+        else np.minimum(counts, 1)
+    )
     by_user = np.argsort(users, kind="stable")
     place = np.empty(len(users), np.int64)
     place[by_user] = np.arange(len(users)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -189,7 +205,8 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
     num_trained = np.bincount(users[to_train_on(users, times, split)], minlength=log.num_users)
     if not 0 < num_trained.sum() < len(times):
         raise DataError(
-            f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train on and "
+            f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train "
+            "on and "
             f"{len(times) - num_trained.sum()} to test on; both must be more than 0"
         )
     return InteractionLog(
@@ -233,21 +250,27 @@ def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator
     """
     found = []
     for start, trained in zip(log.starts.tolist(), log.num_trained.tolist(), strict=False):
-        phase = int(random.integers(1, window_tokens + 1)) if trained > window_tokens else window_tokens
+        phase = (
+            int(random.integers(1, window_tokens + 1)) if trained > window_tokens else window_tokens
+        )
         cuts = [0, *range(phase, trained, window_tokens), trained]
         found += [Window(start + a, b - a) for a, b in pairwise(cuts) if b > a]
     return found
 
 
 def batches(
-    log: InteractionLog, parts: list[Window], batch_tokens: int, random: np.random.Generator | None = None
+    log: InteractionLog,
+    parts: list[Window],
+    batch_tokens: int,
+    random: np.random.Generator | None = None,
 ) -> Iterator[Batch]:
     """Batch windows of similar length.
 
     Args:
         log: holds the events.
         parts: windows of it.
-        batch_tokens: most tokens of a batch, padding included; a window longer than this is a batch of its own.
+        batch_tokens: most tokens of a batch, padding included; a window longer than this is a batch
+            of its own.
         random: shuffles the batches; None = shortest windows first.
     """
     parts = sorted(parts, key=lambda window: window.num_tokens)
@@ -284,11 +307,12 @@ class Augmentation:
         skip    an event is left out, so the items around it follow each other
         swap    an item gives place to another that followed the item before it, in anybody's history
 
-    Histories of ten items say little, and a decoder soon knows them by heart. Counts of what follows what are then the
-    strongest baseline there is; swaps are drawn from just these counts, so the decoder learns them too.
+    Histories of ten items say little, and a decoder soon knows them by heart. Counts of what
+    follows what are then the strongest baseline there is; swaps are drawn from just these counts,
+    so the decoder learns them too.
 
-    Source: item dropout and substitution of correlated items as in CoSeRec (arXiv:2108.06479), which adds a contrastive
-    loss; here the varied histories are simply trained on.
+    Source: item dropout and substitution of correlated items as in CoSeRec (arXiv:2108.06479),
+    which adds a contrastive loss; here the varied histories are simply trained on.
     """
 
     def __init__(self, log: InteractionLog, skip_ratio: float, swap_ratio: float) -> None:
@@ -297,7 +321,8 @@ class Augmentation:
         Args:
             log: its trained events count.
             skip_ratio: share of the events to leave out, 0 .. 1.
-            swap_ratio: share of the events with another item, 0 .. 1; a user's first event has none.
+            swap_ratio: share of the events with another item, 0 .. 1; a user's first event has
+                none.
         """
         self._log = log
         self._skip_ratio = skip_ratio
@@ -331,7 +356,9 @@ class Augmentation:
         before = log.items[at - 1]
         # what follows the item before is at least the item that is swapped
         counts = self._starts[before + 1] - self._starts[before]
-        items[at] = self._follows[self._starts[before] + (random.random(len(at)) * counts).astype(np.int64)]
+        items[at] = self._follows[
+            self._starts[before] + (random.random(len(at)) * counts).astype(np.int64)
+        ]
         kept = self._trained & (random.random(len(items)) >= self._skip_ratio)
         num_kept = np.bincount(self._users[kept], minlength=log.num_users)
         return replace(

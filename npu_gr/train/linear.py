@@ -1,17 +1,22 @@
-"""Linear models of who has what: ItemKNN, EASE and PureSVD. Each scores any item for any user of a graph.
+"""Linear models of who has what: ItemKNN, EASE and PureSVD.
 
-Users are rows, items columns. Of two domains side by side the items come one domain after the other (`Graph.beside`),
-and only the first `num_scored` of them are scored. A product with users' rows is all that is computed: neither model
-makes a matrix of items by items, unless there are fewer items than users.
+Each scores any item for any user of a graph.
 
-Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019), PureSVD (Cremonesi et al., RecSys 2010).
+Users are rows, items columns. Of two domains side by side the items come one domain after the other
+(`Graph.beside`), and only the first `num_scored` of them are scored. A product with users' rows is
+all that is computed: neither model makes a matrix of items by items, unless there are fewer items
+than users.
+
+Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019), PureSVD (Cremonesi et
+al., RecSys 2010).
 
 Choose among models on a validation, each with a popularity exponent and a popularity term.
 
     score(u, i) = part(u, i) d_i^g + b log(d_i + 1/2)
 
-d are the items' edges. Both terms are scaled to a root mean square of 1, so that weights mean the same for every model.
-A model without the two is at a disadvantage: most of what is bought is bought because it is popular.
+d are the items' edges. Both terms are scaled to a root mean square of 1, so that weights mean the
+same for every model. A model without the two is at a disadvantage: most of what is bought is bought
+because it is popular.
 """
 
 from __future__ import annotations
@@ -28,11 +33,12 @@ from torch import Tensor
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
-from npu_gr.train.judge import Csr, Graph, Judge, smooth_hit
+from npu_gr.train.evaluate import Csr, Evaluator, Graph, smooth_hit
 
 MAX_SIDE = 12_000  # users or items, whichever are fewer, of EASE's matrix: it is inverted
 BLOCK_ROWS = 256  # written out at a time
-SVD_SWEEPS = 30  # of the randomised decomposition: spectra are flat, with 6 the values are off by a twentieth
+# of the randomised decomposition: spectra are flat, with 6 the values are off by a twentieth
+SVD_SWEEPS = 30
 SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
 
 
@@ -47,12 +53,15 @@ class LinearModel(Protocol):
 class ItemKNN:
     """Scores an item by how many users it shares with the user's items: no neighbour is left out.
 
-        score(u, i) = sum over the user's j of (sum over users v who have both of n_v^-a) / (n_j^b sqrt(n_i))
+        score(u, i) = sum over the user's j of (sum over users v who have both of n_v^-a) / (n_j^b
+        sqrt(n_i))
 
     n are degrees, a and b the exponents. a = 0, b = 1/2 is the cosine.
     """
 
-    def __init__(self, graph: Graph, num_scored: int, user_exponent: float, item_exponent: float) -> None:
+    def __init__(
+        self, graph: Graph, num_scored: int, user_exponent: float, item_exponent: float
+    ) -> None:
         """Keep the matrices.
 
         Args:
@@ -61,7 +70,9 @@ class ItemKNN:
             user_exponent: a; a user who has many items tells less of each.
             item_exponent: b; an item that many users have tells less of each.
         """
-        of_users, of_items = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
+        of_users, of_items = (
+            np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees()
+        )
         by_item: F32 = of_items[graph.items] ** np.float32(-0.5)
         of_rows: F32 = of_items ** np.float32(-item_exponent)
         self._num_items = graph.num_items
@@ -69,12 +80,15 @@ class ItemKNN:
         self._rows = graph.to_users(of_rows[graph.items])
         told: F32 = of_users[graph.users] ** np.float32(-user_exponent)
         of_itself = np.bincount(graph.items, told, graph.num_items) * of_rows / np.sqrt(of_items)
-        self.own = torch.from_numpy(of_itself[:num_scored].astype(np.float32))  # what each item adds to itself
+        # what each item adds to itself
+        self.own = torch.from_numpy(of_itself[:num_scored].astype(np.float32))
         self._shared = graph.to_users(told)
         self._scored = _first(graph, num_scored, by_item)
 
     def scores(self, users: Tensor) -> Tensor:
-        return self._scored.times(self._shared.times(self._rows.dense(users, self._num_items).T.contiguous())).T
+        return self._scored.times(
+            self._shared.times(self._rows.dense(users, self._num_items).T.contiguous())
+        ).T
 
     def weights(self, start: int, stop: int) -> Tensor:
         """Compute what some items, start .. stop - 1, add to each other one: float32 [items, num_scored].
@@ -95,7 +109,8 @@ class EASE:
 
         B = 1 - P / diag(P),   P = (X'X + ridge)^-1,   scores X B
 
-    With fewer users than items by K = (XX' + ridge)^-1, of users x users: P_jj = (1 - x_j'K x_j) / ridge, X P = K X.
+    With fewer users than items by K = (XX' + ridge)^-1, of users x users: P_jj = (1 - x_j'K x_j) /
+    ridge, X P = K X.
     """
 
     def __init__(self, graph: Graph, num_scored: int, ridge: float) -> None:
@@ -146,7 +161,9 @@ class EASE:
             return self._weights[start:stop]
         assert self._kernel is not None
         products = self._scored.block(start, stop).times(self._kernel)
-        rows = (self._scored.times(products.T.contiguous()) * (self._factors / self._ridge)[:, None]).T
+        rows = (
+            self._scored.times(products.T.contiguous()) * (self._factors / self._ridge)[:, None]
+        ).T
         places = torch.arange(stop - start)
         rows[places, start + places] = 0
         return rows
@@ -171,7 +188,8 @@ class Spectrum(NamedTuple):
     users: Tensor  # float32 [num_users, k]
     values: Tensor  # float32 [k]
     items: Tensor  # float32 [num_items, k]
-    columns: Tensor  # float32 [num_items] what each item's column is multiplied by: Di^-item_exponent
+    # float32 [num_items] what each item's column is multiplied by: Di^-item_exponent
+    columns: Tensor
 
 
 def spectrum(graph: Graph, item_exponent: float, num_values: int) -> Spectrum:
@@ -187,11 +205,15 @@ def spectrum(graph: Graph, item_exponent: float, num_values: int) -> Spectrum:
     values: F32 = of_users[graph.users] ** np.float32(-0.5) * columns[graph.items]
     places = torch.from_numpy(np.stack([graph.users, graph.items]))
     shape = (graph.num_users, graph.num_items)
-    matrix = torch.sparse_coo_tensor(places, torch.from_numpy(values), shape, check_invariants=False).coalesce()
+    matrix = torch.sparse_coo_tensor(
+        places, torch.from_numpy(values), shape, check_invariants=False
+    ).coalesce()
     num_values = min(num_values, *shape)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        left, found, right = torch.svd_lowrank(matrix, min(num_values + SPARE_VECTORS, *shape), SVD_SWEEPS)
+        left, found, right = torch.svd_lowrank(
+            matrix, min(num_values + SPARE_VECTORS, *shape), SVD_SWEEPS
+        )
     parts = (left[:, :num_values], found[:num_values], right[:, :num_values])
     return Spectrum(*parts, torch.from_numpy(columns))
 
@@ -215,7 +237,11 @@ def ease_is_too_large(graph: Graph) -> str | None:
     """Say why EASE is left out; None = it is not."""
     if min(graph.num_users, graph.num_items) <= MAX_SIDE:
         return None
-    return f"EASE is left out: {graph.num_users} users and {graph.num_items} items, and it inverts at most {MAX_SIDE}"
+    return (
+        f"EASE is left out: {graph.num_users} users and {graph.num_items} items, and it "
+        "inverts "
+        f"at most {MAX_SIDE}"
+    )
 
 
 def _first(graph: Graph, num_scored: int, values: F32) -> Csr:
@@ -305,25 +331,34 @@ class Tuned(Generic[M]):
         return replace(self, model=model, factors=factors, terms=_terms(degrees, self.weight))
 
 
-def tune(candidates: Iterable[Candidate[M]], degrees: I64, judge: Judge) -> Tuned[M]:
+def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) -> Tuned[M]:
     """Choose by smooth HIT; of equals the first.
 
     Args:
         candidates: at least one; one model is held at a time beside the best so far.
         degrees: int64 [I] edges of each scored item.
-        judge: of the validation.
+        evaluate: of the validation.
     """
     best: Tuned[M] | None = None
     for name, make in candidates:
         model = make()
-        sample = _sample(model, judge.held_out.users)
-        grid = [(g, b, _factors(sample, degrees, g), _terms(degrees, b)) for g, b in product(EXPONENTS, WEIGHTS)]
+        sample = _sample(model, evaluate.held_out.users)
+        grid = [
+            (g, b, _factors(sample, degrees, g), _terms(degrees, b))
+            for g, b in product(EXPONENTS, WEIGHTS)
+        ]
 
-        def tables(users: Tensor, model: LinearModel = model, grid: list[_Setting] = grid) -> Iterator[Tensor]:
+        def tables(
+            users: Tensor, model: LinearModel = model, grid: list[_Setting] = grid
+        ) -> Iterator[Tensor]:
             scores = model.scores(users)
             return (torch.addcmul(terms, scores, factors) for _, _, factors, terms in grid)
 
-        hits = [smooth_hit(ranks) for ranks in judge.ranks_of_each(tables)] if len(sample) else [0.0]
+        hits = (
+            [smooth_hit(ranks) for ranks in evaluate.ranks_of_each(tables)]
+            if len(sample)
+            else [0.0]
+        )
         place = int(np.argmax(hits))
         if best is None or hits[place] > best.validation:
             best = Tuned(model, name, *grid[place][:2], hits[place], *grid[place][2:])

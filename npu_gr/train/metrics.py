@@ -39,8 +39,9 @@ def auc(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> floa
 def auc_terms(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> F64:
     """Compute what each event moves its AUC by: the influence function, which adds up to 0.
 
-    The AUC's variance is the sum of squares of these, summed first over events that are not independent.
-    Source: placement values of DeLong et al., Biometrics 1988, by clusters as in Obuchowski, Biometrics 1997.
+    The AUC's variance is the sum of squares of these, summed first over events that are not
+    independent. Source: placement values of DeLong et al., Biometrics 1988, by clusters as in
+    Obuchowski, Biometrics 1997.
 
     Args:
         scores: [n].
@@ -52,8 +53,11 @@ def auc_terms(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -
     terms = np.empty(len(scores))
     for mine, others, sign in ((labels, ~labels, 1.0), (~labels, labels, -1.0)):
         ascending = np.sort(scores[others])
-        below = np.searchsorted(ascending, scores[mine], "left") + np.searchsorted(ascending, scores[mine], "right")
-        share = below / (2 * len(ascending))  # of the others that it wins against; a tie counts half
+        below = np.searchsorted(ascending, scores[mine], "left") + np.searchsorted(
+            ascending, scores[mine], "right"
+        )
+        # of the others that it wins against; a tie counts half
+        share = below / (2 * len(ascending))
         terms[mine] = sign * (share - share.mean()) / len(share)
     return terms
 
@@ -89,7 +93,11 @@ def ndcg(ranks: F64, k: int) -> float:
 
 def known(figures: Mapping[str, V]) -> dict[str, V]:
     """Keep the figures that JSON has: no ranks of users, no scores of events, and no NaN."""
-    return {name: value for name, value in figures.items() if name not in ("ranks", "liking") and value == value}
+    return {
+        name: value
+        for name, value in figures.items()
+        if name not in ("ranks", "liking") and value == value
+    }
 
 
 def cells(figures: Iterable[float]) -> list[str]:
@@ -112,7 +120,9 @@ class Difference(NamedTuple):
 
 
 def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) -> Difference:
-    """Compare ours with theirs. Every replicate resamples seeds and users, so the interval holds the noise of both.
+    """Compare ours with theirs.
+
+    Every replicate resamples seeds and users, so the interval holds the noise of both.
 
     Args:
         ours: [seeds, users] a metric of each user under each seed.
@@ -157,7 +167,9 @@ def _difference(mean: float, means: F64) -> Difference:
     return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
 
 
-def difference_of_auc(ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64) -> Difference | None:
+def difference_of_auc(
+    ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64
+) -> Difference | None:
     """Compare two AUCs of the same events, or one with 0. A user's events depend on each other, so users are counted.
 
     Args:
@@ -178,4 +190,6 @@ def difference_of_auc(ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool
         terms = terms - auc_terms(theirs, labels)
     deviation = float(np.sqrt(np.square(np.bincount(users, terms)).sum()))
     p = math.erfc(abs(mean) / deviation / math.sqrt(2)) if deviation else float(mean == 0)
-    return Difference(mean, mean - NORMAL * deviation, mean + NORMAL * deviation, max(p, 1 / REPLICATES))
+    return Difference(
+        mean, mean - NORMAL * deviation, mean + NORMAL * deviation, max(p, 1 / REPLICATES)
+    )

@@ -1,10 +1,11 @@
 """Rank the next item of each user among the whole catalogue: the protocol of every trainer and of the baselines.
 
-The next item is that of the event right after a user's trained ones. No negatives are sampled: every item competes.
-"Unseen" ranks leave out the items of the user's history, as a request that denies them does; the next item itself
-stays in, even if the user had it before. Where people use things again these say little: a next item that its user
-had before is then the only one of its kind left. So a model is judged by the ranks among all items if most of the next
-items are repeats, and by the unseen ones if not.
+The next item is that of the event right after a user's trained ones. No negatives are sampled:
+every item competes. "Unseen" ranks leave out the items of the user's history, as a request that
+denies them does; the next item itself stays in, even if the user had it before. Where people use
+things again these say little: a next item that its user had before is then the only one of its kind
+left. So a model is evaluated by the ranks among all items if most of the next items are repeats,
+and by the unseen ones if not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from npu_gr.train.metrics import (
 )
 
 K = 10
-MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to judge by
+MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to evaluate by
 
 
 def sample_targets(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
@@ -56,20 +57,22 @@ class NextItemRanks(NamedTuple):
         return float(self.is_repeat.mean()) if len(self.is_repeat) else 0.0
 
     @property
-    def judges_all(self) -> bool:
-        """Whether a model is judged by the ranks among all items, not by the unseen ones."""
+    def evaluates_all(self) -> bool:
+        """Whether a model is evaluated by the ranks among all items, not by the unseen ones."""
         return self.repeat_ratio > MANY_REPEATS
 
     @property
-    def judged(self) -> F64:
-        """The ranks that a model is judged by."""
-        return self.overall if self.judges_all else self.unseen
+    def evaluated(self) -> F64:
+        """The ranks that a model is evaluated by."""
+        return self.overall if self.evaluates_all else self.unseen
 
 
 NO_RANKS = NextItemRanks(np.empty(0), np.empty(0), np.empty(0, np.bool_))
 
 
-def rank_next_items(log: InteractionLog, targets: Sequence[NextItem], scores: Iterable[F64]) -> NextItemRanks:
+def rank_next_items(
+    log: InteractionLog, targets: Sequence[NextItem], scores: Iterable[F64]
+) -> NextItemRanks:
     """Rank the targets under some model's scores.
 
     Args:
@@ -96,10 +99,11 @@ class BaselineComparison:
     """A model beside the strongest baseline, on the same next items."""
 
     model: str
-    baseline: str  # the one with the highest first figure that is judged by; of equals the next figure
+    # the one with the highest first figure that is evaluated by; of equals the next figure
+    baseline: str
     differences: dict[str, Difference]  # figure -> the model's less the baseline's
-    is_better: bool  # beyond the interval by a figure that is judged by; worse by none
-    grounds: str  # what is judged by, and why, in words
+    is_better: bool  # beyond the interval by a figure that is evaluated by; worse by none
+    grounds: str  # what is evaluated by, and why, in words
 
     def text(self) -> str:
         """Say in words how the model stands."""
@@ -107,11 +111,15 @@ class BaselineComparison:
             f"  {name:<15} {found.mean:+.4f}  (95 %: {found.low:+.4f} .. {found.high:+.4f})"
             for name, found in self.differences.items()
         )
-        text = f"{self.model} less {self.baseline}, the strongest baseline, by user:\n{figures}\n{self.grounds}"
+        text = (
+            f"{self.model} less {self.baseline}, the strongest baseline, by "
+            f"user:\n{figures}\n{self.grounds}"
+        )
         if self.is_better:
             return text
         return (
-            f"{text}\nWARNING: {self.model} is not shown to be better than {self.baseline} on this log. More events, "
+            f"{text}\nWARNING: {self.model} is not shown to be better than {self.baseline} on this "
+            "log. More events, "
             "more epochs or other settings may help; until then the baseline's items are as good."
         )
 
@@ -127,10 +135,13 @@ class BaselineComparison:
         }
 
 
-def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]) -> BaselineComparison | None:
+def compare(
+    model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]
+) -> BaselineComparison | None:
     """Compare a model with the strongest baseline; None = there is no user or no baseline.
 
-    Judged by the unseen items, which recommendations are, or by all items where most next items are repeats.
+    Judged by the unseen items, which recommendations are, or by all items where most next items are
+    repeats.
 
     Args:
         model: its name.
@@ -139,22 +150,36 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
     """
     if not len(ranks.unseen) or not baselines:
         return None
-    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].judged, K), ndcg(baselines[name].judged, K)))
+    best = max(
+        baselines,
+        key=lambda name: (
+            hit_ratio(baselines[name].evaluated, K),
+            ndcg(baselines[name].evaluated, K),
+        ),
+    )
     theirs = baselines[best]
     kinds = {" unseen": (ranks.unseen, theirs.unseen), "": (ranks.overall, theirs.overall)}
-    judged, other = ("", " unseen") if ranks.judges_all else (" unseen", "")
+    evaluated, other = ("", " unseen") if ranks.evaluates_all else (" unseen", "")
     differences = {
-        f"{name}@{K}{kind}": difference_of_users(figure(kinds[kind][0], K), figure(kinds[kind][1], K))
-        for kind in (judged, other)
+        f"{name}@{K}{kind}": difference_of_users(
+            figure(kinds[kind][0], K), figure(kinds[kind][1], K)
+        )
+        for kind in (evaluated, other)
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
-    of_what = "all items" if ranks.judges_all else "unseen items"
+    of_what = "all items" if ranks.evaluates_all else "unseen items"
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
-        is_better=_is_better({name: found for name, found in differences.items() if name.endswith(f"@{K}{judged}")}),
-        grounds=f"judged by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
+        is_better=_is_better(
+            {
+                name: found
+                for name, found in differences.items()
+                if name.endswith(f"@{K}{evaluated}")
+            }
+        ),
+        grounds=f"evaluated by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
     )
 
 
@@ -162,7 +187,8 @@ def _of_repeats(ratio: float) -> str:
     """Say what figures of unseen items are worth: a next item that its user had is then the only one of its kind."""
     words = f"{ratio:.0%} of the next items are repeats, which their users had before"
     return (
-        f"{words}; figures of unseen items are too good by these, which compete with no other seen item"
+        f"{words}; figures of unseen items are too good by these, which compete with no other "
+        "seen item"
         if ratio
         else words
     )
@@ -182,13 +208,15 @@ def compare_hits(
     if not len(ranks) or not baselines:
         return None
     best = max(baselines, key=lambda name: hit_ratio(baselines[name], ks[0]))
-    differences = {f"HIT@{k}": difference_of_users(hits(ranks, k), hits(baselines[best], k)) for k in ks}
+    differences = {
+        f"HIT@{k}": difference_of_users(hits(ranks, k), hits(baselines[best], k)) for k in ks
+    }
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
         is_better=_is_better(differences),
-        grounds="judged by items that their users lack",
+        grounds="evaluated by items that their users lack",
     )
 
 
@@ -213,11 +241,14 @@ class RetrievalFigures:
     ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind the figures
 
     @classmethod
-    def from_ranks(cls, ranks: NextItemRanks, model: str, invalid_ratio: float = NAN) -> RetrievalFigures:
+    def from_ranks(
+        cls, ranks: NextItemRanks, model: str, invalid_ratio: float = NAN
+    ) -> RetrievalFigures:
         """Compute the figures of a model.
 
         Args:
-            ranks: of each user's next item; inf = it was not found, and no `unseen` ones = not measured.
+            ranks: of each user's next item; inf = it was not found, and no `unseen` ones = not
+                measured.
             model: name.
             invalid_ratio: share of the answered items that the catalogue lacks.
         """
@@ -260,7 +291,9 @@ class Baseline(Protocol):
         ...
 
 
-def baseline_figures(log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline) -> RetrievalFigures:
+def baseline_figures(
+    log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline
+) -> RetrievalFigures:
     """Evaluate a baseline.
 
     Args:
@@ -280,16 +313,22 @@ class RetrievalReport:
     num_served: int  # the same of the served one
     own: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
-    left_out: tuple[str, ...] = ()  # why other baselines are not among them
+    skipped: tuple[str, ...] = ()  # why other baselines are not among them
     made: str = ""  # what the model was made of, in words
-    chosen: dict[str, Any] = field(default_factory=dict)  # what the validation chose, and its figures, by name
+    # what the validation chose, and its figures, by name
+    chosen: dict[str, Any] = field(default_factory=dict)
 
     def comparison(self) -> BaselineComparison | None:
         """Compare the model with the strongest baseline; None = there is no user to compare on."""
-        return compare(self.own.model, self.own.ranks, {row.model: row.ranks for row in self.baselines})
+        return compare(
+            self.own.model, self.own.ranks, {row.model: row.ranks for row in self.baselines}
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """Turn the report into plain types for JSON; leave out figures that a model does not have."""
+        """Turn the report into plain types for JSON.
+
+        Leave out figures that a model does not have.
+        """
         comparison = self.comparison()
         return {
             "num_trained": self.num_trained,
@@ -304,7 +343,7 @@ class RetrievalReport:
         """Say in words what was chosen, and how the model stands beside the strongest baseline."""
         comparison = self.comparison()
         words = "no user has a next item to compare on" if comparison is None else comparison.text()
-        return "\n".join([*filter(None, [self.made]), *self.left_out, words])
+        return "\n".join([*filter(None, [self.made]), *self.skipped, words])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
@@ -316,7 +355,8 @@ class RetrievalReport:
             "model",
             *columns,
             title=what_stands("leave-one-out", self.num_trained, self.num_served),
-            caption=f"whole catalogue, {self.own.num_users} users; 95 % interval of the HR@10 of {self.own.model}: "
+            caption=f"whole catalogue, {self.own.num_users} users; 95 % interval of the HR@10 of "
+            f"{self.own.model}: "
             f"+-{self.own.interval:.4f}",
         )
         for row in (*self.baselines, self.own):

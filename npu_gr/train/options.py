@@ -18,7 +18,7 @@ from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.dataset import read_log
-from npu_gr.features.interactions import Interactions, ItemValues, read_item_features
+from npu_gr.history_store.interactions import Interactions, ItemValues, read_item_features
 from npu_gr.train.data import InteractionLog
 
 Seed = Annotated[int, Meta(ge=0)]
@@ -29,7 +29,9 @@ Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]  # of a moving average; 0 = no av
 
 
 def list_options(presets: Mapping[str, msgspec.Struct]) -> str:
-    """List every option with its default, what it may be, and its meaning; options in a section as `section.key`.
+    """List every option with its default, what it may be, and its meaning.
+
+    Options in a section as `section.key`.
 
     Args:
         presets: of one kind of options, by name; the first one has the defaults.
@@ -37,11 +39,16 @@ def list_options(presets: Mapping[str, msgspec.Struct]) -> str:
     default = next(iter(presets))
     tables = {name: to_table(preset) for name, preset in presets.items()}
     return "\n".join(
-        [f"--set KEY=VALUE, with the values of the preset {default}:", *_option_lines(type(presets[default]), tables)]
+        [
+            f"--set KEY=VALUE, with the values of the preset {default}:",
+            *_option_lines(type(presets[default]), tables),
+        ]
     )
 
 
-def _option_lines(options: type[msgspec.Struct], tables: dict[str, Any], section: str = "") -> list[str]:
+def _option_lines(
+    options: type[msgspec.Struct], tables: dict[str, Any], section: str = ""
+) -> list[str]:
     default, *others = tables
     hints = get_type_hints(options, include_extras=True)
     lines = []
@@ -54,7 +61,9 @@ def _option_lines(options: type[msgspec.Struct], tables: dict[str, Any], section
             continue
         shown = f"{section}{key}={_yaml(tables[default][key])}"
         differing = [
-            f"{name}: {_yaml(tables[name][key])}" for name in others if tables[name][key] != tables[default][key]
+            f"{name}: {_yaml(tables[name][key])}"
+            for name in others
+            if tables[name][key] != tables[default][key]
         ]
         words = [description(kind), *differing]
         lines.append(f"  {shown:<32} {'; '.join(word for word in words if word)}".rstrip())
@@ -83,7 +92,11 @@ class TrainingData(NamedTuple):
 
 
 def read_training_data(
-    log: Path, *, value_column: str = "rating", items: Path | None = None, columns: Sequence[str] = ()
+    log: Path,
+    *,
+    value_column: str = "rating",
+    items: Path | None = None,
+    columns: Sequence[str] = (),
 ) -> TrainingData:
     """Read a dataset, which brings features and names, or a log with perhaps a file of items.
 
@@ -99,15 +112,22 @@ def read_training_data(
     """
     interactions = read_log(log, value_column=value_column)
     if not log.is_dir():
-        return TrainingData(interactions, read_item_features(items, columns) if items else [], EMPTY)
+        return TrainingData(
+            interactions, read_item_features(items, columns) if items else [], EMPTY
+        )
     if items is not None:
-        raise ConfigError(f"--items: the dataset {log} has its own; npu-gr prepare --items reads another file of them")
+        raise ConfigError(
+            f"--items: the dataset {log} has its own; npu-gr prepare --items reads "
+            "another file of them"
+        )
     from npu_gr.dataset.files import read_dataset
 
     dataset = read_dataset(log)
     found = {feature.name: feature for feature in dataset.item_features()}
     if missing := [name for name in columns if name not in found]:
-        raise ConfigError(f"--item-features: {log} has no {missing[0]!r}; there are {', '.join(found) or 'none'}")
+        raise ConfigError(
+            f"--item-features: {log} has no {missing[0]!r}; there are {', '.join(found) or 'none'}"
+        )
     return TrainingData(interactions, [found[name] for name in columns or found], dataset.names)
 
 
@@ -125,7 +145,9 @@ class Example(NamedTuple):
 def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
-    part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
+    part = slice(
+        int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS)
+    )
     action_names = log.names_of_actions
     uses = np.bincount(log.items, minlength=log.num_items)
     uses[log.items[log.starts[user] : log.starts[user + 1]]] = -1
@@ -136,7 +158,9 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
             "actions": [action_names[action] for action in log.actions[part].tolist()],
             "timestamps": log.times[part].tolist(),
         },
-        others=names.names(log.item_ids[best[uses[best] >= 0]] if (uses >= 0).any() else log.item_ids[best]),
+        others=names.names(
+            log.item_ids[best[uses[best] >= 0]] if (uses >= 0).any() else log.item_ids[best]
+        ),
     )
 
 

@@ -3,25 +3,27 @@
     events of a user   0 1 2 ... n-3 | n-2          | n-1
                        trained on      validation     test
 
-The settings with the best NDCG@10 on the validation are evaluated on the test, after a training on everything before
-it. The served vectors are made anew of all events with the same settings. Unseen items count: a match leaves out what
-the user has had, unless it is asked not to.
+The settings with the best NDCG@10 on the validation are evaluated on the test, after a training on
+everything before it. The served vectors are made anew of all events with the same settings. Unseen
+items count: a match leaves out what the user has had, unless it is asked not to.
 
 Deterministic: the same log, options and number of threads give the same bits.
 
 Vectors from one log: which items follow which, factorised, and a user as what was done last.
 
     lead[j, i]   how often item i came within a window of events after item j: 1 for the next event, less for later
-                 ones; divided by roots of how often j leads and i comes, so that popular items do not win everywhere
+                 ones; divided by roots of how often j leads and i comes, so that popular items do
+                 not win everywhere
     lead ~ A B'  the largest singular values; a row of A is what an item leads to, a row of B is what leads to it
     user         the mean of the rows of A of the user's events, the newest with weight 1, each older one with less
     score        user . B[i], and a small prior: how popular i is
 
-A score is an inner product of a user's vector and an item's, so exact search and any index of inner products serve it.
-A user whose events are new gets the vector that the same events would have got in the training.
+A score is an inner product of a user's vector and an item's, so exact search and any index of inner
+products serve it. A user whose events are new gets the vector that the same events would have got
+in the training.
 
-Source: a first-order Markov model, smoothed over a window as in item-to-item models, and factorised as in PureSVD
-(Cremonesi et al., RecSys 2010), on the transitions instead of the ratings.
+Source: a first-order Markov model, smoothed over a window as in item-to-item models, and factorised
+as in PureSVD (Cremonesi et al., RecSys 2010), on the transitions instead of the ratings.
 """
 
 from __future__ import annotations
@@ -40,9 +42,7 @@ from torch import Tensor
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.settings import Count
-from npu_gr.features.interactions import Interactions
-from npu_gr.matching.fold import Folding
-from npu_gr.matching.vectors import Vectors
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, Split, build_log
 from npu_gr.train.metrics import F64, known, ndcg
@@ -55,6 +55,8 @@ from npu_gr.train.next_item import (
 )
 from npu_gr.train.options import Seed
 from npu_gr.train.steps import TrainingProgress
+from npu_gr.vector_search.fold import Folding
+from npu_gr.vector_search.vectors import Vectors
 
 SPLIT: Split = "leave-one-out"
 NAME = "transition vectors"
@@ -63,27 +65,46 @@ _Weight = Annotated[float, Meta(gt=0.0)]
 
 
 class RetrieveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the vectors but the log and the number of threads. Of a list the validation chooses."""
+    """Everything that decides the vectors but the log and the number of threads.
+
+    Of a list the validation chooses.
+    """
 
     seed: Annotated[Seed, Meta(description="of the factorisation and of the drawn users")] = 0
-    dim: Annotated[Count, Meta(description="singular values of the transitions; a vector has one dimension more")] = 64
+    dim: Annotated[
+        Count,
+        Meta(description="singular values of the transitions; a vector has one dimension more"),
+    ] = 64
     windows: Annotated[
-        tuple[Count, ...], Meta(min_length=1, description="an item leads to so many events after it")
+        tuple[Count, ...],
+        Meta(min_length=1, description="an item leads to so many events after it"),
     ] = (5, 20)
     powers: Annotated[
-        tuple[_Weight, ...], Meta(min_length=1, description="of an item's uses, which divide what leads to it")
+        tuple[_Weight, ...],
+        Meta(min_length=1, description="of an item's uses, which divide what leads to it"),
     ] = (0.3, 0.5)
     decays: Annotated[
-        tuple[_Decay, ...], Meta(min_length=1, description="of an event's weight in its user's vector, by newer event")
+        tuple[_Decay, ...],
+        Meta(min_length=1, description="of an event's weight in its user's vector, by newer event"),
     ] = (0.6, 0.8, 0.9)
-    priors: Annotated[tuple[_Weight, ...], Meta(min_length=1, description="weight of an item's popularity")] = (
+    priors: Annotated[
+        tuple[_Weight, ...], Meta(min_length=1, description="weight of an item's popularity")
+    ] = (
         0.01,
         0.1,
     )
-    validation_users: Annotated[Count, Meta(description="most users of the validation, drawn at random")] = 1000
-    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = 10_000
+    validation_users: Annotated[
+        Count, Meta(description="most users of the validation, drawn at random")
+    ] = 1000
+    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = (
+        10_000
+    )
     refit: Annotated[
-        bool, Meta(description="after the evaluation, make the served vectors anew of all events, the newest included")
+        bool,
+        Meta(
+            description="after the evaluation, make the served vectors anew of all events, "
+            "the newest included"
+        ),
     ] = True
 
 
@@ -130,7 +151,7 @@ def train_retriever(
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
         own=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
-        left_out=baselines.left_out,
+        skipped=baselines.skipped,
         made=f"chosen on the validation: {words}",
         chosen={"settings": settings._asdict(), "validation_ndcg_at_10": validation_ndcg},
     )
@@ -148,7 +169,7 @@ def train_retriever(
 def _choose(
     log: InteractionLog, options: RetrieveOptions, progress: Callable[[TrainingProgress], None]
 ) -> tuple[Settings, float]:
-    """Choose the settings with the best NDCG@10 of what is judged by; of equals the first."""
+    """Choose the settings with the best NDCG@10 of what is evaluated by; of equals the first."""
     targets = sample_targets(log.next_items(), options.validation_users, options.seed)
     found: list[tuple[Settings, float]] = []
     grid = [len(options.windows), len(options.powers), len(options.decays), len(options.priors)]
@@ -158,14 +179,18 @@ def _choose(
             factors = factorise(log, counted, power, options.dim, options.seed)
             for decay, prior in product(options.decays, options.priors):
                 settings = Settings(window, power, decay, prior)
-                ranks = rank_next_items(log, targets, _scores(log, _joined(log, factors, settings), targets))
-                found.append((settings, ndcg(ranks.judged, 10) if targets else 0.0))
+                ranks = rank_next_items(
+                    log, targets, _scores(log, _joined(log, factors, settings), targets)
+                )
+                found.append((settings, ndcg(ranks.evaluated, 10) if targets else 0.0))
                 progress(TrainingProgress("vectors: choose", len(found), math.prod(grid)))
     return max(found, key=lambda one: one[1])
 
 
 def _model(log: InteractionLog, settings: Settings, options: RetrieveOptions) -> _Model:
-    factors = factorise(log, transitions(log, settings.window), settings.power, options.dim, options.seed)
+    factors = factorise(
+        log, transitions(log, settings.window), settings.power, options.dim, options.seed
+    )
     return _joined(log, factors, settings)
 
 
@@ -207,13 +232,18 @@ def _telling(
         progress(TrainingProgress(stage, done, total))
 
 
-def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: RetrievalReport) -> Vectors:
+def _vectors(
+    log: InteractionLog, model: _Model, users: list[UserKey], report: RetrievalReport
+) -> Vectors:
     trained = log.trained
     has_any = log.num_trained > 0
     table = np.zeros((log.num_users, model.items.shape[1]), np.float32)
     for user in np.flatnonzero(has_any).tolist():
         table[user] = _user_vector(log, model, user)
-    figures = {f"{name}_unseen": getattr(report.own, f"{name}_unseen") for name in ("hr_at_10", "ndcg_at_10")}
+    figures = {
+        f"{name}_unseen": getattr(report.own, f"{name}_unseen")
+        for name in ("hr_at_10", "ndcg_at_10")
+    }
     counts = {"num_trained": float(report.num_trained), "num_served": float(report.num_served)}
     return Vectors(
         user_keys=users,
@@ -230,7 +260,8 @@ def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: R
     )
 
 
-SMOOTHING = 10.0  # events added to each item's count, so that one meeting of two rare items is no evidence
+# events added to each item's count, so that one meeting of two rare items is no evidence
+SMOOTHING = 10.0
 SOURCE_POWER = 0.5  # of how often an item leads
 SVD_SWEEPS = 8  # of the randomised singular value decomposition
 SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
@@ -286,16 +317,23 @@ def factorise(log: InteractionLog, counted: Tensor, power: float, dim: int, seed
     counts = counted.values().numpy().astype(np.float64)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
     outgoing = np.bincount(source, counts, log.num_items)
-    weights = counts / (outgoing[source] + SMOOTHING) ** SOURCE_POWER / (uses[target] + SMOOTHING) ** power
+    weights = (
+        counts
+        / (outgoing[source] + SMOOTHING) ** SOURCE_POWER
+        / (uses[target] + SMOOTHING) ** power
+    )
     matrix = _sparse(places, weights, log.num_items)
     dim = min(dim, log.num_items)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        left, values, right = torch.svd_lowrank(matrix, min(dim + SPARE_VECTORS, log.num_items), SVD_SWEEPS)
+        left, values, right = torch.svd_lowrank(
+            matrix, min(dim + SPARE_VECTORS, log.num_items), SVD_SWEEPS
+        )
     roots = values[:dim].sqrt()
     strongest = np.zeros(log.num_items)
     np.maximum.at(strongest, source, weights)
-    strong = (strongest * uses).sum() / uses.sum() or 1.0  # nothing follows anything: there is popularity alone
+    # nothing follows anything: there is popularity alone
+    strong = (strongest * uses).sum() / uses.sum() or 1.0
     return Factors(
         leads=(left[:, :dim] * roots).numpy(),
         comes=(right[:, :dim] * roots).numpy(),

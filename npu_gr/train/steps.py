@@ -13,7 +13,14 @@ import msgspec
 import torch
 from msgspec import Meta
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -33,7 +40,8 @@ M = TypeVar("M", bound=nn.Module)
 class TrainingProgress(NamedTuple):
     """How far a training is."""
 
-    stage: str  # the model and what is done with it: "ranker: train", "ranker: evaluate", "ranker: refit"
+    # the model and what is done with it: "ranker: train", "ranker: evaluate", "ranker: refit"
+    stage: str
     done: float  # epochs, steps or users
     total: float
     loss: float = float("nan")  # of the last batches
@@ -44,14 +52,25 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The options that trainers by epochs share."""
 
     seed: Annotated[Seed, Meta(description="of everything that is drawn")] = 0
-    epochs: Annotated[Count, Meta(description="most passes over the log; the learning rate falls over all of them")] = (
-        16
-    )
-    learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
-    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
-    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
+    epochs: Annotated[
+        Count,
+        Meta(description="most passes over the log; the learning rate falls over all of them"),
+    ] = 16
+    learning_rate: Annotated[
+        Positive, Meta(description="highest rate, at the end of the warm-up")
+    ] = 3e-3
+    warm_up_ratio: Annotated[
+        Share, Meta(description="share of the steps with a rising learning rate")
+    ] = 0.05
+    average_decay: Annotated[
+        Decay, Meta(description="of the moving average of the weights, which is served")
+    ] = 0.995
     refit: Annotated[
-        bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
+        bool,
+        Meta(
+            description="after the evaluation, train the served model anew on all events, "
+            "the newest included"
+        ),
     ] = True
 
 
@@ -63,7 +82,10 @@ class BestEpoch(NamedTuple, Generic[M]):
 
 
 class EpochTrainer(Generic[M]):
-    """Trains a model by AdamW: linear warm-up, then a cosine down to nothing; keeps a moving average of the weights."""
+    """Trains a model by AdamW: linear warm-up, then a cosine down to nothing.
+
+    Keeps a moving average of the weights.
+    """
 
     def __init__(
         self,
@@ -92,7 +114,9 @@ class EpochTrainer(Generic[M]):
         self._stage = stage
         self._progress = progress
         self._parameters = [*model.parameters(), *auxiliary]
-        matrices = [p for p in self._parameters if p.ndim > 1 and all(p is not table for table in tables)]
+        matrices = [
+            p for p in self._parameters if p.ndim > 1 and all(p is not table for table in tables)
+        ]
         vectors = [p for p in self._parameters if p.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [
@@ -128,12 +152,13 @@ class EpochTrainer(Generic[M]):
         Args:
             batches_of_epoch: draws the batches of the next epoch.
             loss_of: differentiable loss of a batch, a scalar.
-            score: of the averaged model on the validation, 0 .. 1; the epoch with the best one is the result. None =
-                the last epoch is.
+            score: of the averaged model on the validation, 0 .. 1; the epoch with the best one is
+                the result. None = the last epoch is.
             patience: validations without a best score that end the training; 0 = none do.
             validate_every: epochs between two validations; the last epoch has one, too.
             num_epochs: end after so many; the learning rate falls as if there were all. None = all.
-            gives_up: asked after every validation, with the number of epochs; True ends the training.
+            gives_up: asked after every validation, with the number of epochs; True ends the
+                training.
 
         Raises:
             DataError: the loss is not finite.
@@ -168,7 +193,9 @@ class EpochTrainer(Generic[M]):
             done = epoch + index / len(batches)
             self.done_ratio = done / options.epochs
             for group in self._optimizer.param_groups:
-                group["lr"] = options.learning_rate * schedule(self.done_ratio, options.warm_up_ratio)
+                group["lr"] = options.learning_rate * schedule(
+                    self.done_ratio, options.warm_up_ratio
+                )
             loss = loss_of(batch)
             self._optimizer.zero_grad()
             loss.backward()
@@ -177,13 +204,18 @@ class EpochTrainer(Generic[M]):
             self._averaged.update_parameters(self._model)
             self._recent_losses = [*self._recent_losses[1 - LAST_BATCHES :], loss.item()]
             if not math.isfinite(loss.item()):
-                raise DataError(f"the loss is {loss.item()} in epoch {done:.2f}: try a lower learning_rate")
+                raise DataError(
+                    f"the loss is {loss.item()} in epoch {done:.2f}: try a lower learning_rate"
+                )
             mean_loss = sum(self._recent_losses) / len(self._recent_losses)
             self._progress(TrainingProgress(self._stage, done, options.epochs, mean_loss))
 
 
 class EarlyStopping:
-    """Ends a training when its validation score has not risen for `patience` validations; patience 0 never does."""
+    """Ends a training when its validation score has not risen for `patience` validations.
+
+    Patience 0 never does.
+    """
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
@@ -206,15 +238,17 @@ class EarlyStopping:
 
 
 @torch.no_grad()
-def average(decay: float, averages: list[Tensor], now: list[Tensor], num_averaged: Tensor | int) -> None:
+def average(
+    decay: float, averages: list[Tensor], now: list[Tensor], num_averaged: Tensor | int
+) -> None:
     """Move averages towards the current weights, in place.
 
     Args:
         decay: share of the old average that stays; 0 = the average is the current weights.
         averages: of each parameter; changed in place.
         now: the current weights.
-        num_averaged: updates before this one. The first ones use a smaller decay, (1 + n) / (10 + n), so that the
-            average forgets the initial weights.
+        num_averaged: updates before this one. The first ones use a smaller decay, (1 + n) / (10 +
+            n), so that the average forgets the initial weights.
     """
     steps = int(num_averaged)
     torch._foreach_lerp_(averages, now, 1 - min(decay, (1 + steps) / (10 + steps)))
@@ -235,7 +269,12 @@ def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
     """Show a progress bar for each stage of a training; yields what to call with its progress."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as bar:
         tasks: dict[str, TaskID] = {}
         latest: dict[str, TrainingProgress] = {}  # by model

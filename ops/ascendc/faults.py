@@ -1,8 +1,8 @@
 """Mistakes that a person would make, planted one at a time: those of a review, in kernels, tiling and host code.
 
-Each is a text in a file and what stands there instead; in a build with all of them, ON is true for the one that is on.
-`mutate.py` builds and runs those of the kernels, tests/ops/test_pretended.py those of the host code. `equivalent` names
-the reason for which nothing can be seen of a fault.
+Each is a text in a file and what stands there instead; in a build with all of them, ON is true for
+the one that is on. `mutate.py` builds and runs those of the kernels, tests/ops/test_pretended.py
+those of the host code. `equivalent` names the reason for which nothing can be seen of a fault.
 """
 
 from __future__ import annotations

@@ -11,12 +11,18 @@ def _of(op: str, *changes: tuple[str, str, str]) -> tuple[Fault, ...]:
 
 
 def _of_bias(*changes: tuple[str, str, str]) -> tuple[Fault, ...]:
-    return tuple(Fault(name, "kernels/hstu_bias.h", old, new, ("hstu_scores",)) for name, old, new in changes)
+    return tuple(
+        Fault(name, "kernels/hstu_bias.h", old, new, ("hstu_scores",)) for name, old, new in changes
+    )
 
 
 HSTU_FAULTS = (
     *_of_bias(
-        ("a time before its key's counts", "Maxs(d, d, int32_t(1), count);", "if (!ON) Maxs(d, d, int32_t(1), count);"),
+        (
+            "a time before its key's counts",
+            "Maxs(d, d, int32_t(1), count);",
+            "if (!ON) Maxs(d, d, int32_t(1), count);",
+        ),
         (
             "a difference of 0 has no bucket",
             "row_times, int32_t(1), int32_t(rows",
@@ -27,18 +33,31 @@ HSTU_FAULTS = (
             "Cast(f, d, RoundMode::CAST_RINT,",
             "Cast(f, d, ON ? RoundMode::CAST_FLOOR : RoundMode::CAST_RINT,",
         ),
-        ("a border is the next one", "(lowest_ + i + kFloatBucket) << 22", "(lowest_ + i + kFloatBucket + ON) << 22"),
+        (
+            "a border is the next one",
+            "(lowest_ + i + kFloatBucket) << 22",
+            "(lowest_ + i + kFloatBucket + ON) << 22",
+        ),
         (
             "a border is of the bucket below",
             "CMPMODE::LT, uint32_t(count)",
             "ON ? CMPMODE::LE : CMPMODE::LT, uint32_t(count)",
         ),
-        ("bounds of the first rows", "tile.row / kRowBlock * 2,", "(ON ? 0 : tile.row / kRowBlock) * 2,"),
-        ("bounds of the first keys", "+ tile.key / kKeyBlock) * 2;", "+ (ON ? 0 : tile.key / kKeyBlock)) * 2;"),
+        (
+            "bounds of the first rows",
+            "tile.row / kRowBlock * 2,",
+            "(ON ? 0 : tile.row / kRowBlock) * 2,",
+        ),
+        (
+            "bounds of the first keys",
+            "+ tile.key / kKeyBlock) * 2;",
+            "+ (ON ? 0 : tile.key / kKeyBlock)) * 2;",
+        ),
         (
             "least and greatest are swapped",
             "least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];",
-            "least = bounds_[row + ON] - bounds_[key + !ON], most = bounds_[row + !ON] - bounds_[key + ON];",
+            "least = bounds_[row + ON] - bounds_[key + !ON], most = bounds_[row + !ON] - "
+            "bounds_[key + ON];",
         ),
         (
             "the last bucket is not selected",
@@ -55,7 +74,11 @@ HSTU_FAULTS = (
             "BinaryRepeatParams{1, 1, 1, 8, 0, 8}",
             "BinaryRepeatParams{1, 1, 1, 8, uint8_t(ON), 8}",
         ),
-        ("tables stand one further", "kFloatBucket - left], from", "kFloatBucket - left + 8 * ON], from"),
+        (
+            "tables stand one further",
+            "kFloatBucket - left], from",
+            "kFloatBucket - left + 8 * ON], from",
+        ),
         (
             "what candidates gather by stays",
             "return !(tile.candidates && buckets() > kSelected) &&",
@@ -66,14 +89,26 @@ HSTU_FAULTS = (
             "min_of(shift + 1, tile.rows - i)",
             "min_of(shift + 1 + ON, tile.rows - i)",
         ),
-        ("times of the first head", "kFloatBucket + (head * 2 + far)", "kFloatBucket + ((ON ? 0 : head) * 2 + far)"),
+        (
+            "times of the first head",
+            "kFloatBucket + (head * 2 + far)",
+            "kFloatBucket + ((ON ? 0 : head) * 2 + far)",
+        ),
         (
             "positions of the first head",
             "near_[uint64_t(tile.head) * 8 * width_ + first]",
             "near_[uint64_t(ON ? 0 : tile.head) * 8 * width_ + first]",
         ),
-        ("a window of another shift", "in[(7 - shift) * kNearEnd +", "in[(7 - shift + ON) % 8 * kNearEnd +"),
-        ("far from the last position but one on", "is_far(s_.positions - 1)", "is_far(s_.positions - 1 - ON)"),
+        (
+            "a window of another shift",
+            "in[(7 - shift) * kNearEnd +",
+            "in[(7 - shift + ON) % 8 * kNearEnd +",
+        ),
+        (
+            "far from the last position but one on",
+            "is_far(s_.positions - 1)",
+            "is_far(s_.positions - 1 - ON)",
+        ),
         (
             "times of the keys before stay",
             "tile.key == placed_.key &&",
@@ -83,15 +118,31 @@ HSTU_FAULTS = (
     *(
         Fault(name, "kernels/hstu_tiles.h", old, new, ("hstu_scores",))
         for name, old, new in (
-            ("a part of a tile has its rows again", "head, row + first,", "head, row + (ON ? 0 : first),"),
-            ("a part of a tile has its tokens again", "key, own + first,", "key, own + (ON ? 0 : first),"),
-            ("the last keys of a history are not seen", "{far, blocks_, far, seen,", "{far, blocks_, far, seen - ON,"),
+            (
+                "a part of a tile has its rows again",
+                "head, row + first,",
+                "head, row + (ON ? 0 : first),",
+            ),
+            (
+                "a part of a tile has its tokens again",
+                "key, own + first,",
+                "key, own + (ON ? 0 : first),",
+            ),
+            (
+                "the last keys of a history are not seen",
+                "{far, blocks_, far, seen,",
+                "{far, blocks_, far, seen - ON,",
+            ),
             (
                 "own keys of the first part alone",
                 "blocks_of(min_of(asking_, behind - own_)",
                 "blocks_of(min_of(ON ? 1 : asking_, behind - own_)",
             ),
-            ("unseen tiles stand where seen ones do", "< begin ? 0 : end - begin", "< begin || ON ? 0 : end - begin"),
+            (
+                "unseen tiles stand where seen ones do",
+                "< begin ? 0 : end - begin",
+                "< begin || ON ? 0 : end - begin",
+            ),
         )
     ),
     *_of(
@@ -101,7 +152,11 @@ HSTU_FAULTS = (
             "CMPMODE::LE, kKeyBlock);",
             "ON ? CMPMODE::LT : CMPMODE::LE, kKeyBlock);",
         ),
-        ("a candidate sees the next one", "int32_t column = own + i,", "int32_t column = own + i + ON,"),
+        (
+            "a candidate sees the next one",
+            "int32_t column = own + i,",
+            "int32_t column = own + i + ON,",
+        ),
         (
             "a tile that nobody sees stays",
             "    while (tiles_.has_next()) {",
@@ -112,11 +167,31 @@ HSTU_FAULTS = (
             "return row * s_.key_slots + tile.key;",
             "return ON ? uint32_t(row * s_.key_slots) + tile.key : row * s_.key_slots + tile.key;",
         ),
-        ("a share begins with the core's before", "total * core / cores", "total * (core - (ON && core > 0)) / cores"),
-        ("a share ends a little early", "(core + 1) / cores));", "(core + 1) / cores) - (ON && core + 1 == cores));"),
-        ("the second part of a wide tile is the first", "in[first * kKeyBlock]", "in[ON ? 0 : first * kKeyBlock]"),
-        ("alpha twice", "float_of(s_.alpha), count);", "float_of(s_.alpha) * (ON ? float_of(s_.alpha) : 1), count);"),
-        ("exp in place of 1 + exp", "Adds(e, e, 1.0f, count);", "Adds(e, e, ON ? 0.0f : 1.0f, count);"),
+        (
+            "a share begins with the core's before",
+            "total * core / cores",
+            "total * (core - (ON && core > 0)) / cores",
+        ),
+        (
+            "a share ends a little early",
+            "(core + 1) / cores));",
+            "(core + 1) / cores) - (ON && core + 1 == cores));",
+        ),
+        (
+            "the second part of a wide tile is the first",
+            "in[first * kKeyBlock]",
+            "in[ON ? 0 : first * kKeyBlock]",
+        ),
+        (
+            "alpha twice",
+            "float_of(s_.alpha), count);",
+            "float_of(s_.alpha) * (ON ? float_of(s_.alpha) : 1), count);",
+        ),
+        (
+            "exp in place of 1 + exp",
+            "Adds(e, e, 1.0f, count);",
+            "Adds(e, e, ON ? 0.0f : 1.0f, count);",
+        ),
         (
             "a weight is rounded towards zero",
             "weights, RoundMode::CAST_RINT,",
@@ -130,7 +205,11 @@ HSTU_FAULTS = (
     ),
     *_of(
         "hstu_rows",
-        ("queries without their scale", "all, float_of(s_.q_scale));", "all, ON ? 1.0f : float_of(s_.q_scale));"),
+        (
+            "queries without their scale",
+            "all, float_of(s_.q_scale));",
+            "all, ON ? 1.0f : float_of(s_.q_scale));",
+        ),
         (
             "what lies behind the last key stays",
             "        else\n          clear_tail(",
@@ -147,7 +226,11 @@ HSTU_FAULTS = (
             "transform(out[s_.lot * uv_], v, rows * uv_, all, 1.0f);",
             "transform(out[s_.lot * uv_], v, rows * uv_, all || ON, 1.0f);",
         ),
-        ("rows that are no query count", "first + skipped - silent,", "first + skipped - (ON ? 0 : silent),"),
+        (
+            "rows that are no query count",
+            "first + skipped - silent,",
+            "first + skipped - (ON ? 0 : silent),",
+        ),
     ),
     *_of(
         "hstu_finish",

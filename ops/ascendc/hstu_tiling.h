@@ -14,7 +14,7 @@ struct HstuSizes {
   uint32_t requests, row_slots, key_slots, heads, qk_dim, v_dim;
   Dtype dtype;
 };
-inline const char *hstu_refusal(const HstuSizes &s) {
+inline const char *hstu_rejection(const HstuSizes &s) {
   uint32_t block = 32 / bytes_of(s.dtype);
   if (s.requests < 1 || s.heads < 1) return "hstu: no requests, or no heads";
   if (s.qk_dim < 1 || s.v_dim < 1 || s.qk_dim % block || s.v_dim % block)
@@ -31,7 +31,7 @@ constexpr uint32_t each_of(const HstuSizes &s, Device device) {
   return larger(1, ceil_div(s.requests * s.row_slots, larger(1, steps) * device.cores));
 }
 
-struct HstuRowsPlan : Refusal {
+struct HstuRowsPlan : Rejection {
   uint32_t piece = 0, lot = 0, zeros = 0;  // tokens of a page, new rows, tokens of zeros in one step
   uint32_t blocks = 1;
 };
@@ -45,20 +45,20 @@ constexpr uint64_t hstu_rows_bytes(const HstuSizes &s, uint32_t page_ids, uint32
 inline HstuRowsPlan plan_hstu_rows(const HstuSizes &s, uint32_t page_tokens, uint32_t page_ids, Device device,
                                    uint32_t piece = 0, uint32_t lot = 0) {
   HstuRowsPlan plan;
-  if (const char *reason = hstu_refusal(s)) return refused(plan, reason);
-  if (page_tokens < 1 || page_tokens > kMaxMoved) return refused(plan, "hstu_rows: 1 to 4095 tokens a page");
+  if (const char *reason = hstu_rejection(s)) return rejected(plan, reason);
+  if (page_tokens < 1 || page_tokens > kMaxMoved) return rejected(plan, "hstu_rows: 1 to 4095 tokens a page");
   uint32_t widest = larger(s.qk_dim, s.v_dim), row_bytes = widest * s.heads * bytes_of(s.dtype);
   plan.zeros = larger(1, kHstuZeroBytes / (widest * bytes_of(s.dtype)));
   plan.piece = smaller(page_tokens, piece ? piece : larger(1, kHstuStageBytes / row_bytes));
   plan.lot = lot ? lot : each_of(s, device);
   while (plan.lot > 1 && hstu_rows_bytes(s, page_ids, plan.piece, plan.lot, plan.zeros) > device.ub_bytes) --plan.lot;
   if (hstu_rows_bytes(s, page_ids, plan.piece, plan.lot, plan.zeros) > device.ub_bytes)
-    return refused(plan, "hstu_rows: a row and the page ids do not fit the buffer");
+    return rejected(plan, "hstu_rows: a row and the page ids do not fit the buffer");
   plan.blocks = device.cores;  // how much there is to do, only the device knows
   return plan;
 }
 
-struct HstuScoresPlan : Refusal {
+struct HstuScoresPlan : Rejection {
   uint32_t tile_rows = 0, blocks = 1;
 };
 constexpr uint64_t hstu_scores_bytes(const HstuSizes &s, uint32_t tile_rows) {
@@ -72,16 +72,16 @@ constexpr uint64_t hstu_scores_bytes(const HstuSizes &s, uint32_t tile_rows) {
 }
 inline HstuScoresPlan plan_hstu_scores(const HstuSizes &s, Device device, uint32_t tile_rows = 0) {
   HstuScoresPlan plan;
-  if (const char *reason = hstu_refusal(s)) return refused(plan, reason);
+  if (const char *reason = hstu_rejection(s)) return rejected(plan, reason);
   plan.tile_rows = tile_rows ? tile_rows : s.dtype == Dtype::F32 ? 16 : 32;
   while (plan.tile_rows > 8 && hstu_scores_bytes(s, plan.tile_rows) > device.ub_bytes) plan.tile_rows /= 2;
   if (plan.tile_rows > kRowBlock || hstu_scores_bytes(s, plan.tile_rows) > device.ub_bytes)
-    return refused(plan, "hstu_scores: tables, bounds and a tile do not fit the buffer");
+    return rejected(plan, "hstu_scores: tables, bounds and a tile do not fit the buffer");
   plan.blocks = device.cores;
   return plan;
 }
 
-struct HstuFinishPlan : Refusal {
+struct HstuFinishPlan : Rejection {
   uint32_t lot = 0, blocks = 1;
 };
 constexpr uint64_t hstu_finish_bytes(const HstuSizes &s, uint32_t group, bool joined, uint32_t lot) {
@@ -93,15 +93,15 @@ constexpr uint64_t hstu_finish_bytes(const HstuSizes &s, uint32_t group, bool jo
 inline HstuFinishPlan plan_hstu_finish(const HstuSizes &s, uint32_t group, bool joined, Device device,
                                        uint32_t lot = 0) {
   HstuFinishPlan plan;
-  if (const char *reason = hstu_refusal(s)) return refused(plan, reason);
+  if (const char *reason = hstu_rejection(s)) return rejected(plan, reason);
   if (group != s.v_dim && group != s.heads * s.v_dim)
-    return refused(plan, "hstu_finish: a norm is over a head, or over a row");
-  if (group / 8 > kMaxRepeats) return refused(plan, "hstu_finish: a norm over more than 2040 numbers");
+    return rejected(plan, "hstu_finish: a norm is over a head, or over a row");
+  if (group / 8 > kMaxRepeats) return rejected(plan, "hstu_finish: a norm over more than 2040 numbers");
   uint32_t of_row = s.heads * s.v_dim / group;
   plan.lot = smaller(lot ? lot : each_of(s, device), kMaxRepeats / of_row);
   while (plan.lot > 1 && hstu_finish_bytes(s, group, joined, plan.lot) > device.ub_bytes) --plan.lot;
   if (plan.lot < 1 || hstu_finish_bytes(s, group, joined, plan.lot) > device.ub_bytes)
-    return refused(plan, "hstu_finish: a row does not fit the buffer");
+    return rejected(plan, "hstu_finish: a row does not fit the buffer");
   plan.blocks = device.cores;
   return plan;
 }

@@ -6,10 +6,10 @@
     python ops/ascendc/mutate.py --file kernels/hstu_tiles.h --share 40 --seed 1
     python ops/ascendc/mutate.py --list
 
-All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules,
-and one of the faults that a person would make, of faults.py and hstu_faults.py. A mutant falls when the twin complains,
-an answer differs, or the program crashes or hangs. EQUIVALENT names those that change nothing that can be seen, each
-with the reason.
+All mutants of one rule are in one build and a number picks the one that is on, so there are as many
+builds as rules, and one of the faults that a person would make, of faults.py and hstu_faults.py. A
+mutant falls when the emulator complains, an answer differs, or the program crashes or hangs.
+EQUIVALENT names those that change nothing that can be seen, each with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from faults import KERNEL_FAULTS, Fault, plant
 from hstu_faults import HSTU_FAULTS
 
-from tests.ops.ascend_twin import FLAGS
+from tests.ops.ascend_emulator import FLAGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -52,7 +52,8 @@ KERNELS = {  # file -> ops that run through it
     "kernels/hstu_finish.h": ("hstu_finish",),
 }
 
-# In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
+# In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be
+# either.
 SWITCH = r"""
 #pragma once
 inline int npu_gr_mutant = -1;
@@ -92,16 +93,21 @@ def _other(text: str) -> Callable[[re.Match[str], int], str]:
     return lambda m, n: f"(ON({n}) ? {text.format(m[0])} : {m[0]})"
 
 
-def _left_out(m: re.Match[str], n: int) -> str:
+def _skipped(m: re.Match[str], n: int) -> str:
     return f"if (!ON({n})) {m[0]}"
 
 
-COMPARES = {"AscendC::CMPMODE::GT": "GE", r"\bCMPMODE::LT": "LE", r"\bCMPMODE::LE": "LT", r"\bCMPMODE::EQ": "NE"}
+COMPARES = {
+    "AscendC::CMPMODE::GT": "GE",
+    r"\bCMPMODE::LT": "LE",
+    r"\bCMPMODE::LE": "LT",
+    r"\bCMPMODE::EQ": "NE",
+}
 TO_FLOAT = r"(?<=Cast\(f, d, )RoundMode::CAST_RINT"  # the only cast of integers
 TO_NARROW = r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT"
 RULES = (
-    Rule("no barrier", r"\bvector_done\(\);", _left_out),
-    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", _left_out),
+    Rule("no barrier", r"\bvector_done\(\);", _skipped),
+    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", _skipped),
     Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", _other("(void)0")),
     Rule("below: or equal", r" < ", _operator(0)),
     Rule("above: or equal", r" > ", _operator(1)),
@@ -112,8 +118,16 @@ RULES = (
         r"\bround_up\(([^,()]+(?:\([^()]*\))?[^,()]*), [\w ]+\)",
         lambda m, n: f"(ON({n}) ? uint32_t({m[1]}) : {m[0]})",
     ),
-    Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
-    *(Rule("other compare", found, _other(f"AscendC::CMPMODE::{other}")) for found, other in COMPARES.items()),
+    Rule(
+        "no limit",
+        r"\bmin_of\(([^,()]+), "
+        r"([^()]+)\)",
+        lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})",
+    ),
+    *(
+        Rule("other compare", found, _other(f"AscendC::CMPMODE::{other}"))
+        for found, other in COMPARES.items()
+    ),
     Rule("equal: not", r" == ", _operator(4)),
     Rule("not equal: equal", r" != ", _operator(5)),
     Rule("other rounding", TO_FLOAT, _other("AscendC::RoundMode::CAST_FLOOR")),
@@ -148,7 +162,8 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {RULES[self.rule].name}: {self.code}"
 
 
-# Mutants that change nothing that can be seen, and why. A key may stand for several places of one line.
+# Mutants that change nothing that can be seen, and why. A key may stand for several places of one
+# line.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/best_pairs.h",
@@ -158,7 +173,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/best_pairs.h",
         "below: or equal",
-        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(min_of(run, count - i * run));",
+        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(min_of(run, count - i * "
+        "run));",
     ): "a list more, of length 0, in a place that is not read",
     (
         "kernels/best_pairs.h",
@@ -183,7 +199,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/masked_topk.h",
         "above: or equal",
-        "pairs_.SetGlobalBuffer((__gm__ float *)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
+        "pairs_.SetGlobalBuffer((__gm__ float *)workspace, s_.splits > 1 ? padded * 2 * s_.splits "
+        "* s_.rows : 0);",
     ): "the size of a buffer that is not used",
     (
         "kernels/masked_topk.h",
@@ -193,7 +210,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/children.h",
         "below: or equal",
-        "for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t *)columns[i], rows);",
+        "for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t "
+        "*)columns[i], rows);",
     ): "an address more, in the place of a table that is loaded later",
     (
         "kernels/csr_gather_topk.h",
@@ -209,7 +227,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "kernels/csr_gather_topk.h",
         "below: or equal",
         "for (uint32_t at = 0; at < degree; at += s_.tile) {",
-    ): "in Peak the greatest is found twice; Total's twin falls",
+    ): "in Peak the greatest is found twice; Total's emulator falls",
     (
         "kernels/csr_gather_topk.h",
         "below: or equal",
@@ -263,32 +281,38 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/hstu_rows.h",
         "plus: minus",
-        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < "
+        "units; unit += cores) {",
     ): "another core takes it",
     (
         "kernels/hstu_rows.h",
         "minus: plus",
-        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < "
+        "units; unit += cores) {",
     ): "another core takes it",
     (
         "kernels/hstu_rows.h",
         "minus: plus",
-        "uint32_t pieces = asks ? (e.cached + s_.page_tokens - 1) / s_.page_tokens * of_page * 2 : 0;",
+        "uint32_t pieces = asks ? (e.cached + s_.page_tokens - 1) / s_.page_tokens * of_page * 2 "
+        ": 0;",
     ): "a page more, of which nothing is cached",
     (
         "kernels/hstu_rows.h",
         "below: or equal",
-        "uint32_t silent = e.silent_rows(), skipped = first < silent ? min_of(silent - first, rows) : 0;",
+        "uint32_t silent = e.silent_rows(), skipped = first < silent ? min_of(silent - first, "
+        "rows) : 0;",
     ): "both are the same number",
     (
         "kernels/hstu_finish.h",
         "plus: minus",
-        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; "
+        "lot += cores)",
     ): "another core takes it",
     (
         "kernels/hstu_finish.h",
         "minus: plus",
-        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; "
+        "lot += cores)",
     ): "another core takes it",
     (
         "kernels/hstu_scores.h",
@@ -339,7 +363,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/hstu_bias.h",
         "minus: plus",
-        "__aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }",
+        "__aicore__ inline bool is_far(const HstuTile &tile) const { return "
+        "tile.is_far(s_.positions - 1); }",
     ): "a far tile takes the way of a near one, to the same numbers",
     (
         "kernels/hstu_bias.h",
@@ -364,7 +389,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/hstu_tiles.h",
         "other size",
-        "__aicore__ inline bool is_far(uint32_t distance) const { return position(0) >= key + kKeyBlock "
+        "__aicore__ inline bool is_far(uint32_t distance) const { return position(0) >= key + "
+        "kKeyBlock "
         "- 1 + distance; }",
     ): "a far tile takes the way of a near one, to the same numbers",
     (
@@ -395,7 +421,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/hstu_bias.h",
         "other size",
-        "Sub(d[at], row_times, in[at], 64, uint8_t(rows), BinaryRepeatParams{1, 0, 1, kKeyBlock / 8, 1, 0});",
+        "Sub(d[at], row_times, in[at], 64, uint8_t(rows), BinaryRepeatParams{1, 0, 1, kKeyBlock / "
+        "8, 1, 0});",
     ): "both are the same number",
     (
         "kernels/hstu_bias.h",
@@ -426,12 +453,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/hstu_scores.h",
         "other size",
-        "words.SetValue((uint32_t(i) * kKeyBlock + uint32_t(word)) / 32, bits | 1u << (column - word));",
+        "words.SetValue((uint32_t(i) * kKeyBlock + uint32_t(word)) / 32, bits | 1u << (column - "
+        "word));",
     ): "both are the same number",
     (
         "kernels/children.h",
         "another number",
-        "for (uint32_t i = 0; i < kColumns; ++i) copy_in(table_[i * pitch_], gm_[i][uint64_t(first)], "
+        "for (uint32_t i = 0; i < kColumns; ++i) copy_in(table_[i * pitch_], "
+        "gm_[i][uint64_t(first)], "
         "count, int32_t(0));",
     ): "padding, which nothing reads",
     (
@@ -485,7 +514,10 @@ def closed(code: str, start: int) -> str:
 
 
 def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
-    """Every mutant of a rule; with a `tree`, also written into the copy of the sources that stands there."""
+    """Every mutant of a rule.
+
+    With a `tree`, also written into the copy of the sources that stands there.
+    """
     mutants: list[Mutant] = []
     for file in KERNELS:
         lines = (HERE / file).read_text().splitlines()
@@ -496,10 +528,17 @@ def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
             places = list(re.finditer(RULES[rule].pattern, code))
             changed = code
             for number, place in reversed(list(enumerate(places, len(mutants)))):
-                changed = changed[: place.start()] + RULES[rule].switched(place, number) + changed[place.end() :]
+                changed = (
+                    changed[: place.start()]
+                    + RULES[rule].switched(place, number)
+                    + changed[place.end() :]
+                )
                 if RULES[rule].name == "opposite":
                     changed = closed(changed, place.start())
-            mutants += [Mutant(rule, len(mutants) + i, file, at + 1, code.strip()) for i in range(len(places))]
+            mutants += [
+                Mutant(rule, len(mutants) + i, file, at + 1, code.strip())
+                for i in range(len(places))
+            ]
             lines[at] = changed if places else line
         if tree is not None:
             (tree / file).write_text("\n".join(lines) + "\n")
@@ -516,9 +555,11 @@ def build(rule: int | None, folder: Path) -> Path:
         planted(rule, tree)
     switch = tree / "switch.h"
     switch.write_text(SWITCH)
-    library = tree / "twin.so"
+    library = tree / "emulator.so"
     flags = (*FLAGS, "-O0", "-w", "-include", str(switch))
-    subprocess.run(["g++", *flags, str(tree / "twin" / "library.cpp"), "-o", str(library)], check=True)
+    subprocess.run(
+        ["g++", *flags, str(tree / "emulator" / "library.cpp"), "-o", str(library)], check=True
+    )
     return library
 
 
@@ -534,14 +575,18 @@ def verdicts(library: Path, mutants: Sequence[Mutant | Fault | None], jobs: int)
             asked.append((-1, sorted({op for ops in KERNELS.values() for op in ops})))
     told = [""] * len(asked)
     with ThreadPoolExecutor(jobs) as pool:
-        for first, lines in enumerate(pool.map(partial(_lines, library), [asked[i::jobs] for i in range(jobs)])):
+        for first, lines in enumerate(
+            pool.map(partial(_lines, library), [asked[i::jobs] for i in range(jobs)])
+        ):
             told[first::jobs] = lines
     return told
 
 
 def _lines(library: Path, asked: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     run = [sys.executable, "-m", "tests.ops.mutants", str(library)]
-    done = subprocess.run(run, cwd=ROOT, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        run, cwd=ROOT, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -568,8 +613,13 @@ class Chosen(NamedTuple):
 
     def builds(self) -> list[int | None]:
         """The rules that have something to run; None = the faults."""
-        named = [rule for rule, known in enumerate(RULES) if not self.rules or known.name in self.rules]
-        return [*([] if self.rules or self.files else [None]), *(rule for rule in named if self.of(rule))]
+        named = [
+            rule for rule, known in enumerate(RULES) if not self.rules or known.name in self.rules
+        ]
+        return [
+            *([] if self.rules or self.files else [None]),
+            *(rule for rule in named if self.of(rule)),
+        ]
 
 
 def check(chosen: Chosen, jobs: int) -> int:
@@ -578,7 +628,9 @@ def check(chosen: Chosen, jobs: int) -> int:
     each: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         todo = chosen.builds()
-        for rule, library in zip(todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True):
+        for rule, library in zip(
+            todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True
+        ):
             mutants: list[Mutant | Fault] = [*FAULTS] if rule is None else [*chosen.of(rule)]
             found = verdicts(library, [None, *mutants], jobs)
             if found[0] != "survived":
@@ -599,18 +651,39 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = sorted({rule.name for rule in RULES})
-    parser.add_argument("--rule", action="append", default=[], choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--file", action="append", default=[], choices=[*KERNELS], metavar="FILE", help="of this alone")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth mutant of each rule")
-    parser.add_argument("--share", type=int, default=0, metavar="N", help="N of each rule at most, drawn by the seed")
+    parser.add_argument(
+        "--rule", action="append", default=[], choices=names, metavar="NAME", help=", ".join(names)
+    )
+    parser.add_argument(
+        "--file",
+        action="append",
+        default=[],
+        choices=[*KERNELS],
+        metavar="FILE",
+        help="of this alone",
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="only every Nth mutant of each rule"
+    )
+    parser.add_argument(
+        "--share",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N of each rule at most, drawn by the seed",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only say what would be run")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    chosen = Chosen(tuple(options.rule), tuple(options.file), options.every, options.share, options.seed)
+    chosen = Chosen(
+        tuple(options.rule), tuple(options.file), options.every, options.share, options.seed
+    )
     if options.list:
         for rule in chosen.builds():
-            sys.stdout.writelines(f"{mutant}\n" for mutant in (FAULTS if rule is None else chosen.of(rule)))
+            sys.stdout.writelines(
+                f"{mutant}\n" for mutant in (FAULTS if rule is None else chosen.of(rule))
+            )
         return 0
     return int(check(chosen, options.jobs) > 0)
 

@@ -1,4 +1,4 @@
-// How each op is cut into tiles, buffers and cores. Pure C++: the host code, the CPU twin and the tests share it.
+// How each op is cut into tiles, buffers and cores. Pure C++: the host code, the CPU emulator and the tests share it.
 //
 // Sizes that the hardware sets: a list of MrgSort has at most 4095 pairs, Compares works on whole 256 bytes, and the
 // buffers of one core must fit the Unified Buffer. A plan that does not exist comes with a reason in words; the caller
@@ -35,13 +35,13 @@ constexpr uint64_t best_pairs_bytes(uint32_t tile, uint32_t k) {
          + 2 * 16ull * padded_k(k);  // best and spare, with room for a whole merge
 }
 
-struct Refusal {
+struct Rejection {
   const char *reason = nullptr;  // nullptr: there is a plan
 };
 
 // The plan that there is not, and why.
 template <typename Plan>
-Plan refused(Plan plan, const char *reason) {
+Plan rejected(Plan plan, const char *reason) {
   plan.reason = reason;
   return plan;
 }
@@ -67,7 +67,7 @@ inline uint32_t parts_for(uint64_t work_cycles, uint32_t k, uint32_t most) {
 }
 
 // ---- masked_topk
-struct MaskedTopkPlan : Refusal {
+struct MaskedTopkPlan : Rejection {
   uint32_t tile = 0, splits = 1, part = 0;  // part: elements of a row that one core sees
   uint32_t blocks = 1, merge_blocks = 0;
   uint64_t workspace_bytes = 0;
@@ -85,16 +85,16 @@ constexpr uint64_t merge_bytes(uint32_t k, uint32_t rows) {  // lists in, pairs 
 inline MaskedTopkPlan plan_masked_topk(uint32_t rows, uint32_t n, uint32_t k, Dtype dtype, Device device,
                                        uint32_t tile = 0, uint32_t splits = 0) {
   MaskedTopkPlan plan;
-  if (k < 1 || k > kMaxK) return refused(plan, "masked_topk: k must be 1 to 2048");
-  if (n >= kMaxPairs) return refused(plan, "masked_topk: rows of 2^31 elements or more");
+  if (k < 1 || k > kMaxK) return rejected(plan, "masked_topk: k must be 1 to 2048");
+  if (n >= kMaxPairs) return rejected(plan, "masked_topk: rows of 2^31 elements or more");
   auto bytes = [&](uint32_t t) { return masked_topk_bytes(t, k, dtype); };
   plan.tile = tile ? tile : largest_tile(device.ub_bytes, larger(n, kMinTile), bytes);
   if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes)
-    return refused(plan, "masked_topk: no tile fits the buffer");
-  if (merge_bytes(k, 0) > device.ub_bytes) return refused(plan, "masked_topk: k lists do not fit the buffer");
+    return rejected(plan, "masked_topk: no tile fits the buffer");
+  if (merge_bytes(k, 0) > device.ub_bytes) return rejected(plan, "masked_topk: k lists do not fit the buffer");
   uint32_t tiles = larger(1, ceil_div(n, plan.tile));
   if (splits == 0) {
-    uint64_t row_cycles = 700ull * tiles;  // a tile that the filter empties: bench twin
+    uint64_t row_cycles = 700ull * tiles;  // a tile that the filter empties: bench emulator
     splits = rows >= device.cores ? 1 : parts_for(row_cycles, k, larger(1, device.cores / larger(1, rows)));
   }
   uint32_t tiles_a_part = ceil_div(tiles, smaller(splits, tiles));
@@ -109,7 +109,7 @@ inline MaskedTopkPlan plan_masked_topk(uint32_t rows, uint32_t n, uint32_t k, Dt
 }
 
 // ---- csr_gather_topk
-struct CsrPlan : Refusal {
+struct CsrPlan : Rejection {
   uint32_t tile = 0, groups = 1, pieces = 1;  // groups of rows, pieces of each row's children
   uint32_t shift = 0;                         // index of a pair = row << shift | child
   uint32_t blocks = 1, norm_blocks = 1;
@@ -130,11 +130,11 @@ constexpr uint64_t csr_norm_bytes(uint32_t codes, uint32_t rows, uint32_t tile, 
 inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, Dtype dtype, Device device,
                                     uint32_t tile = 0, uint32_t groups = 0, uint32_t pieces = 0) {
   CsrPlan plan;
-  if (k < 1 || k > kMaxK) return refused(plan, "csr_gather_topk: k must be 1 to 2048");
-  if (rows < 1 || rows > kMaxRows) return refused(plan, "csr_gather_topk: 1 to 2048 rows");
-  if (codes < 1) return refused(plan, "csr_gather_topk: a codebook of no codes");
+  if (k < 1 || k > kMaxK) return rejected(plan, "csr_gather_topk: k must be 1 to 2048");
+  if (rows < 1 || rows > kMaxRows) return rejected(plan, "csr_gather_topk: 1 to 2048 rows");
+  if (codes < 1) return rejected(plan, "csr_gather_topk: a codebook of no codes");
   while (codes > 1u << plan.shift) ++plan.shift;
-  if (uint64_t(rows) << plan.shift > kMaxPairs) return refused(plan, "csr_gather_topk: rows times codes over 2^31");
+  if (uint64_t(rows) << plan.shift > kMaxPairs) return rejected(plan, "csr_gather_topk: rows times codes over 2^31");
   plan.groups = groups ? smaller(groups, rows) : smaller(rows, parts_for(1000ull * rows, k, device.cores));
   uint64_t row_cycles = 1000 + codes;
   plan.pieces = pieces ? pieces : rows > 1 ? 1 : parts_for(row_cycles, k, device.cores);
@@ -146,8 +146,8 @@ inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, D
   };
   plan.tile = tile ? tile : largest_tile(device.ub_bytes, kMinTile * 8, bytes);
   if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes)
-    return refused(plan, "csr_gather_topk: a row of logits and k pairs do not fit the buffer");
-  if (merge_bytes(k, rows) > device.ub_bytes) return refused(plan, "csr_gather_topk: k lists do not fit the buffer");
+    return rejected(plan, "csr_gather_topk: a row of logits and k pairs do not fit the buffer");
+  if (merge_bytes(k, rows) > device.ub_bytes) return rejected(plan, "csr_gather_topk: k lists do not fit the buffer");
   plan.blocks = smaller(plan.groups * plan.pieces, device.cores);
   plan.norm_blocks = smaller(rows, device.cores);
   plan.workspace_bytes = 8ull * padded_k(k) * plan.groups * plan.pieces;
@@ -155,7 +155,7 @@ inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, D
 }
 
 // ---- beam_fork: bytes only
-struct BeamForkPlan : Refusal {
+struct BeamForkPlan : Rejection {
   uint32_t chunk = 0;  // bytes of a row in one step
   uint32_t blocks = 1;
 };
@@ -163,10 +163,10 @@ inline BeamForkPlan plan_beam_fork(uint32_t layers, uint32_t held_rows, uint32_t
                                    Device device, uint32_t chunk = 0) {
   BeamForkPlan plan;
   if (held_rows > kMaxRows || new_rows > held_rows)
-    return refused(plan, "beam_fork: at most 2048 beams, no more than the arena holds");
+    return rejected(plan, "beam_fork: at most 2048 beams, no more than the arena holds");
   uint64_t index = up(4ull * new_rows, 32);
   uint64_t room = (device.ub_bytes - index) / 2 / larger(1, held_rows) / 32 * 32;
-  if (room < 32) return refused(plan, "beam_fork: a column of the arena does not fit the buffer");
+  if (room < 32) return rejected(plan, "beam_fork: a column of the arena does not fit the buffer");
   uint32_t most = chunk ? uint32_t(up(chunk, 32)) : 4096;
   plan.chunk = smaller(smaller(most, uint32_t(room)), uint32_t(up(larger(1, used_bytes), 32)));
   uint64_t steps = 2ull * layers * ceil_div(used_bytes, plan.chunk);

@@ -1,4 +1,4 @@
-// A forward pass of the ranker in one call: rows, every layer, the head. Contract: Ops.hstu_whole of
+// A forward pass of the ranker in one call: rows, every layer, the head. Contract: Ops.fused_forward of
 // npu_gr/backend/base.py.
 //
 // Linear layers and norms run over the rows of all requests at once, attention per request. No number of a row depends

@@ -123,7 +123,7 @@ struct Kernels {
   int64_t (*item_products)(const ProductsJob *job);  // 0; -1: a row is none of the items'
 
   int64_t (*order_bytes)(const OrderJob *job);  // of workspace
-  void (*order_sums)(const OrderJob *job);
+  void (*blend_sums)(const OrderJob *job);
   void (*neighbour_sums)(const OrderJob *job, double *sums);  // of the liked events alone: [1 + I], first of padding
 };
 

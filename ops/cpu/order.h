@@ -1,4 +1,4 @@
-// order_sums: the fitted sum of a cascade's candidates. npu_gr/model/order.py defines it.
+// blend_sums: the fitted sum of a cascade's candidates. npu_gr/model/blend.py defines it.
 //
 // The few candidates stand in a hash table of their rows; the successors and neighbours of the last events are looked
 // up in it, so the work does not grow with the catalogue, and nothing is sorted. Of tens of thousands of neighbours
@@ -96,7 +96,7 @@ struct Space {  // I items, C candidates, N liked events
 };
 
 // The row of an item in a table whose last row is that of new ones.
-int64_t known(const OrderTables &of, int64_t row) {
+int64_t known(const BlendTables &of, int64_t row) {
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(of.num_items) ? row : of.num_items;
 }
 
@@ -104,7 +104,7 @@ int64_t order_bytes(const OrderJob *job) { return Space(*job, nullptr).bytes(); 
 
 // log of the shares, into `popular`, and of the mixed probabilities, into `mixed`
 void mix(const OrderJob &job, const Places &places, Space &to) {
-  const OrderTables &of = *job.tables;
+  const BlendTables &of = *job.tables;
   const int64_t count = job.num_candidates;
   for (int64_t c = 0; c < count; ++c) to.popular[c] = of.shares[known(of, job.candidates[c])];
   if (!job.num_followed) return void(memcpy(to.mixed, to.popular, count * sizeof(double)));
@@ -152,7 +152,7 @@ void fetch(const T *row, int64_t count) {
 
 // Go through the neighbours of some items: add(neighbours, similarities), each [K], of one item after the other.
 template <typename Add>
-NPU_GR_INLINE void each_liked(const OrderTables &of, const int64_t *items, int64_t num_items, const Add &add) {
+NPU_GR_INLINE void each_liked(const BlendTables &of, const int64_t *items, int64_t num_items, const Add &add) {
   const int64_t width = of.num_neighbours;
   for (int64_t n = 0; n < num_items; ++n) {
     if (n + kAhead < num_items) {
@@ -164,7 +164,7 @@ NPU_GR_INLINE void each_liked(const OrderTables &of, const int64_t *items, int64
 }
 
 // Sum up the similarities of all items to some distinct ones: sums[1 + row], after those of padding.
-void sum_up(const OrderTables &of, const int64_t *distinct, int64_t num_distinct, double *sums) {
+void sum_up(const BlendTables &of, const int64_t *distinct, int64_t num_distinct, double *sums) {
   memset(sums, 0, (1 + of.num_items) * sizeof *sums);
   each_liked(of, distinct, num_distinct, [&](const int32_t *neighbours, const float *similarity) {
     for (int64_t k = 0; k < of.num_neighbours; ++k) sums[1 + neighbours[k]] += similarity[k];
@@ -179,7 +179,7 @@ void neighbour_sums(const OrderJob *at, double *sums) {
 
 // log(1 + scale * mean similarity), or of the sum of the similarities, or this sum itself, into `alike`
 void compare(const OrderJob &job, const Places &places, Space &to) {
-  const OrderTables &of = *job.tables;
+  const BlendTables &of = *job.tables;
   const int64_t num_distinct = separate(job, to);
   for (int64_t c = 0; c < job.num_candidates; ++c) to.alike[c] = to.next[c] = 0;
   if (to.num_sums)
@@ -210,9 +210,9 @@ void neutralise(const OrderJob &job, double *term) {
     if (known(*job.tables, job.candidates[c]) == job.tables->num_items) term[c] = sum / static_cast<double>(num_known);
 }
 
-void order_sums(const OrderJob *at) {
+void blend_sums(const OrderJob *at) {
   const OrderJob &job = *at;
-  const OrderTables &of = *job.tables;
+  const BlendTables &of = *job.tables;
   Space space(job, job.workspace);
   const Places places(job.candidates, space.candidate_slots, kSparse * job.num_candidates);
   for (int64_t c = 0; c < job.num_candidates; ++c) {

@@ -1,4 +1,4 @@
-// What `order_sums` is asked: what candidates are ordered by. npu_gr/backend/cpu/items.py mirrors it field by field.
+// What `blend_sums` is asked: what candidates are ordered by. npu_gr/backend/cpu/items.py mirrors it field by field.
 #ifndef NPU_GR_ORDER_CALL_H
 #define NPU_GR_ORDER_CALL_H
 
@@ -7,7 +7,7 @@
 extern "C" {
 
 // I = items, S = successors kept of an item, K = neighbours. A row of -1 is padding; all others are below I.
-struct OrderTables {
+struct BlendTables {
   const int32_t *successors;   // [I, S]
   const float *log_prob;       // [I, S]
   const int32_t *neighbours;   // [I, K]
@@ -20,7 +20,7 @@ struct OrderTables {
 };
 
 struct OrderJob {
-  const OrderTables *tables;
+  const BlendTables *tables;
   const int64_t *recent;                  // [num_recent] rows of the last events, oldest first
   const int64_t *candidates;              // [num_candidates] rows
   const float *retrieval, *click, *seen;  // [num_candidates]; null: 0

@@ -49,6 +49,6 @@ const Kernels NPU_GR_TABLE = {
     .best_items = items::best_items,
     .item_products = items::item_products,
     .order_bytes = order::order_bytes,
-    .order_sums = order::order_sums,
+    .blend_sums = order::blend_sums,
     .neighbour_sums = order::neighbour_sums,
 };

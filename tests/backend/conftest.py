@@ -1,4 +1,7 @@
-"""The native kernels, once for each instruction set of this CPU; triton's, on the GPU or interpreted."""
+"""The native kernels, once for each instruction set of this CPU.
+
+Triton's, on the GPU or interpreted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 from npu_gr.backend.cpu.library import ISAS, Native, load, supported
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, and when a kernel is
+    # read when triton is imported, and when a kernel is
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", params=ISAS)
@@ -23,7 +27,9 @@ def native(request: pytest.FixtureRequest) -> Native:
 @pytest.fixture(scope="session")
 def triton_device() -> torch.device:
     """Where the Triton kernels run."""
-    triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'npu_gr[triton]'")
+    triton = pytest.importorskip(
+        "triton", reason="triton is not installed: pip install 'npu_gr[triton]'"
+    )
     if torch.cuda.is_available():
         return torch.device("cuda")
     if not triton.knobs.runtime.interpret:

@@ -32,7 +32,8 @@ def job(
     """Few values, so many ties, and sums that are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     queries, items = (
-        torch.randint(-levels, levels + 1, (n, dim), generator=generator).float() for n in (num_queries, num_items)
+        torch.randint(-levels, levels + 1, (n, dim), generator=generator).float()
+        for n in (num_queries, num_items)
     )
     rows = torch.randint(num_items, (num_hidden,), generator=generator).sort().values
     hidden = Hidden(torch.randint(num_queries, (num_hidden,), generator=generator), rows)
@@ -47,14 +48,19 @@ def same(got: Best, want: Best) -> bool:
 @given(**sizes, block=st.integers(1, 40))
 def test_blocks_give_what_sorting_gives(block: int, k: int, **size: int) -> None:
     queries, items, hidden = job(**size)
-    assert same(top_k(queries, items, k, hidden, block), REFERENCE.best_items(queries, items, k, hidden))
+    assert same(
+        top_k(queries, items, k, hidden, block), REFERENCE.best_items(queries, items, k, hidden)
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(**sizes)
 def test_the_kernel_gives_what_sorting_gives(native: Native, k: int, **size: int) -> None:
     queries, items, hidden = job(**size)
-    assert same(NativeItems(native)(queries, items, k, hidden), REFERENCE.best_items(queries, items, k, hidden))
+    assert same(
+        NativeItems(native)(queries, items, k, hidden),
+        REFERENCE.best_items(queries, items, k, hidden),
+    )
 
 
 @pytest.mark.parametrize("dim", [40, 64])

@@ -1,4 +1,7 @@
-"""Graphs: a replay is the work itself, on any rows; nothing outlives its owner; who cannot capture runs without."""
+"""Graphs: a replay is the work itself, on any rows; nothing outlives its owner.
+
+Who cannot capture runs without.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,11 @@ def test_a_mixture_of_experts_replays_on_rows_with_other_experts(
     """No shape depends on which experts the rows like."""
     monkeypatch.setattr(experts, "_has_grouped", lambda x, weight: is_grouped)
     config = ExpertsConfig(num_experts=6, num_per_token=2, mlp_dim=16, normalises=True)
-    made, layer, ops = Graphs(device, device.CUDAGraph, never), Experts(8, config).requires_grad_(False), TorchOps()
+    made, layer, ops = (
+        Graphs(device, device.CUDAGraph, never),
+        Experts(8, config).requires_grad_(False),
+        TorchOps(),
+    )
     for rows in (7, 30, 1, 32):
         x = torch.randn(rows, 8)
         (got,) = made.row_wise(layer, "experts", lambda x: (layer(x, ops),), [x])
@@ -99,7 +106,11 @@ def test_there_is_an_end_to_graphs(device: FakeRuntime, monkeypatch: pytest.Monk
 
 def test_a_thread_captures_for_itself(device: FakeRuntime) -> None:
     """The stand-in demands that a capture is on the stream and in the pool of its thread."""
-    made, owner, found = Graphs(device, device.CUDAGraph, never), nn.Identity(), list[torch.Tensor]()
+    made, owner, found = (
+        Graphs(device, device.CUDAGraph, never),
+        nn.Identity(),
+        list[torch.Tensor](),
+    )
 
     def call() -> None:
         with device.stream(device.Stream()):

@@ -23,7 +23,8 @@ REFERENCE = ReferenceBackend()
 HEADS, QK, V, BUCKETS = 2, 3, 5, 9
 GROUPS = (1, 2, 4, 8)  # query heads a KV head
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2}
-SOFTMAX_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # to the exact result
+# to the exact result
+SOFTMAX_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(
@@ -62,7 +63,10 @@ def inputs(seed: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     q, k = (torch.randn(rows, HEADS, QK, generator=generator).to(dtype) for _ in range(2))
     v = torch.randn(rows, HEADS, V, generator=generator).to(dtype)
     times = torch.randint(-(10**6), 10**9, (rows,), generator=generator)
-    tables = torch.randn(HEADS, BUCKETS, generator=generator), torch.randn(HEADS, TIME_BUCKETS, generator=generator)
+    tables = (
+        torch.randn(HEADS, BUCKETS, generator=generator),
+        torch.randn(HEADS, TIME_BUCKETS, generator=generator),
+    )
     return q, k, v, times, *(table.to(dtype) for table in tables)
 
 
@@ -74,13 +78,17 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return not want.numel() or float((got.double() - want.double()).abs().max()) <= limit
 
 
-shapes = given(data=st.data(), past=st.integers(0, 30), new=st.integers(0, 20), seed=st.integers(0, 2**30))
+shapes = given(
+    data=st.data(), past=st.integers(0, 30), new=st.integers(0, 20), seed=st.integers(0, 2**30)
+)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @shapes
-def test_causal(backend: Backend, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int) -> None:
+def test_causal(
+    backend: Backend, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int
+) -> None:
     q, k, v, times, position, time = inputs(seed, past + new, dtype)
     sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
     cached = slabs(k[:past], v[:past], sizes)
@@ -94,7 +102,9 @@ def test_causal(backend: Backend, dtype: torch.dtype, data: st.DataObject, past:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @shapes
-def test_targets(backend: Backend, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int) -> None:
+def test_targets(
+    backend: Backend, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int
+) -> None:
     q, k, v, times, position, time = inputs(seed, past + new, dtype)
     sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
     shown_at = data.draw(st.integers(-(10**6), 10**9))
@@ -115,7 +125,13 @@ def kv(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(data=st.data(), past=st.integers(0, 30), new=st.integers(1, 20), seed=st.integers(0, 2**30))
 def test_causal_softmax(
-    backend: Backend, dtype: torch.dtype, group: int, data: st.DataObject, past: int, new: int, seed: int
+    backend: Backend,
+    dtype: torch.dtype,
+    group: int,
+    data: st.DataObject,
+    past: int,
+    new: int,
+    seed: int,
 ) -> None:
     """Any past in any slabs, and queries of the last rows alone."""
     k, v = (plane.to(dtype) for plane in kv(seed, past + new, HEADS))
@@ -157,7 +173,9 @@ def test_beams(
     own_k[:, num_slots:], own_v[:, num_slots:] = torch.nan, torch.nan  # slots that nobody may read
     ancestry = None
     if data.draw(st.booleans()):
-        ancestry = torch.randint(0, width, (slots, rows), generator=torch.Generator().manual_seed(seed))
+        ancestry = torch.randint(
+            0, width, (slots, rows), generator=torch.Generator().manual_seed(seed)
+        )
     q = kv(seed + 2, rows, HEADS * group)[0].to(dtype)
     shared = slabs(k, v, data.draw(st.lists(st.integers(1, 12), max_size=4)))
     call = BeamCall(q, shared, (own_k, own_v), num_slots, ancestry, sharpness, is_split)
@@ -172,11 +190,16 @@ def test_beams(
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "joint"])
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
 def test_scores_far_from_zero_stay_finite(backend: Backend, is_split: bool, offset: float) -> None:
-    """Each stage alone underflows or overflows; relative to the common maximum the far one has no weight."""
+    """Each stage alone underflows or overflows.
+
+    Relative to the common maximum the far one has no weight.
+    """
     q = torch.ones(5, HEADS, 1)
     shared = [(torch.zeros(9, HEADS, 1), torch.full((9, HEADS, 1), 3.0))]
     own = torch.full((5, 1, HEADS, 1), offset), torch.full((5, 1, HEADS, 1), 7.0)
-    got = backend.beam_attention(_on(backend, BeamCall(q, shared, own, 1, None, 1.0, is_split))).cpu()
+    got = backend.beam_attention(
+        _on(backend, BeamCall(q, shared, own, 1, None, 1.0, is_split))
+    ).cpu()
     assert torch.equal(got, torch.full((5, HEADS, 1), 7.0 if offset > 0 else 3.0))
 
 
@@ -223,6 +246,6 @@ def test_time_buckets() -> None:
     assert bool((every.diff() >= 0).all())
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'gpu' is none of cpu"):
         choose("gpu")  # type: ignore[arg-type]

@@ -24,7 +24,9 @@ OVERS: tuple[Over, ...] = ("row", "valid")
 seeds = st.integers(0, 2**30)
 
 
-def continuations(random: torch.Generator, rows: int, num_codes: int, filtered: bool) -> Continuations:
+def continuations(
+    random: torch.Generator, rows: int, num_codes: int, filtered: bool
+) -> Continuations:
     """Rows of any degree, 0 and all codes among them, in one table with gaps."""
     degree = torch.randint(0, num_codes + 1, (rows,), generator=random)
     degree[torch.rand(rows, generator=random) < 0.1] = 0
@@ -32,7 +34,9 @@ def continuations(random: torch.Generator, rows: int, num_codes: int, filtered: 
     lo = torch.cat([torch.zeros(1, dtype=torch.int64), (degree + 3).cumsum(0)])
     code = torch.zeros(int(lo[-1]) + 1, dtype=torch.int32)
     for first, count in zip(lo.tolist(), degree.tolist(), strict=False):
-        code[first : first + count] = torch.randperm(num_codes, generator=random)[:count].sort().values.int()
+        code[first : first + count] = (
+            torch.randperm(num_codes, generator=random)[:count].sort().values.int()
+        )
     allowed = torch.rand(len(code), generator=random) < 0.6 if filtered else None
     return Continuations(lo[:-1], degree, code, allowed)
 
@@ -100,7 +104,9 @@ def test_native(
 
 def valid_norm(logits: Tensor, follow: Continuations) -> Tensor:
     rows = []
-    for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):
+    for row, (lo, degree) in enumerate(
+        zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)
+    ):
         edges = [e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]]
         rows.append(logits[row, follow.code[edges].long()].logsumexp(0))
     return torch.stack(rows) if rows else torch.empty(0)
@@ -129,7 +135,9 @@ def test_a_bad_logit_is_an_error(native: Native, bad: float, over: Over, row: in
     if bad != bad:
         logits.view(torch.int32)[row, 7] |= 0x155  # a payload that must survive the exponential
     acc = torch.tensor([0.0, -1e5, -torch.inf])
-    follow = Continuations(torch.zeros(3, dtype=torch.int64), torch.full((3,), 300), torch.arange(300).int())
+    follow = Continuations(
+        torch.zeros(3, dtype=torch.int64), torch.full((3,), 300), torch.arange(300).int()
+    )
     with pytest.raises(FloatingPointError, match="not a number"):
         NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, 4, over))
 
@@ -140,7 +148,9 @@ def test_logits_of_any_size(native: Native, size: float) -> None:
     random = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 600, generator=random) * size
     logits[1], logits[2, ::2], logits[3] = -size, -torch.inf, -torch.inf
-    follow = Continuations(torch.zeros(6, dtype=torch.int64), torch.full((6,), 600), torch.arange(600).int())
+    follow = Continuations(
+        torch.zeros(6, dtype=torch.int64), torch.full((6,), 600), torch.arange(600).int()
+    )
     call = TopkCall(logits, torch.zeros(6), follow, 5)
     got = NativeTopk(native).beam_topk(call)
     want = REFERENCE.beam_topk(call)
@@ -151,7 +161,10 @@ def test_logits_of_any_size(native: Native, size: float) -> None:
 def test_a_wide_beam_over_a_wide_codebook(native: Native) -> None:
     """The serving shape: rows that are looked at edge by edge, rows by their hits, and rows by nothing."""
     random = torch.Generator().manual_seed(2)
-    logits, acc = torch.randn(192, 4096, generator=random) * 2, -torch.rand(192, generator=random) * 6
+    logits, acc = (
+        torch.randn(192, 4096, generator=random) * 2,
+        -torch.rand(192, generator=random) * 6,
+    )
     follow = continuations(random, 192, 4096, filtered=True)
     norm = logits.logsumexp(1)
     got = NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, 128), norm)
@@ -161,7 +174,10 @@ def test_a_wide_beam_over_a_wide_codebook(native: Native) -> None:
 
 def test_temperature(native: Native) -> None:
     random = torch.Generator().manual_seed(3)
-    logits, follow = torch.randn(5, 90, generator=random), continuations(random, 5, 90, filtered=False)
+    logits, follow = (
+        torch.randn(5, 90, generator=random),
+        continuations(random, 5, 90, filtered=False),
+    )
     for over in OVERS:
         call = TopkCall(logits, torch.zeros(5), follow, 12, over, scale=0.4)
         assert close(NativeTopk(native).beam_topk(call), REFERENCE.beam_topk(call))
@@ -184,7 +200,10 @@ def test_gathered_head(
     hidden, weight = (torch.randn(n, dim, generator=random) for n in (rows, num_codes))
     if half:
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    acc, follow = torch.randn(rows, generator=random), continuations(random, rows, num_codes, filtered)
+    acc, follow = (
+        torch.randn(rows, generator=random),
+        continuations(random, rows, num_codes, filtered),
+    )
     want = REFERENCE.gathered_topk(hidden, weight, acc, follow, 6, 0.5)
     assert close(NativeTopk(native).gathered_topk(hidden, weight, acc, follow, 6, 0.5), want)
     assert close(TORCH.gathered_topk(hidden, weight, acc, follow, 6, 0.5), want)
@@ -193,7 +212,9 @@ def test_gathered_head(
 def test_a_bad_weight_of_the_gathered_head_is_an_error(native: Native) -> None:
     weight = torch.ones(4, 8)
     weight[2, 3] = torch.nan
-    follow = Continuations(torch.zeros(2, dtype=torch.int64), torch.full((2,), 4), torch.arange(4).int())
+    follow = Continuations(
+        torch.zeros(2, dtype=torch.int64), torch.full((2,), 4), torch.arange(4).int()
+    )
     for backend in (NativeTopk(native).gathered_topk, TORCH.gathered_topk):
         with pytest.raises(FloatingPointError):
             backend(torch.ones(2, 8), weight, torch.zeros(2), follow, 3, 1.0)
@@ -210,8 +231,15 @@ def test_a_bad_weight_of_the_gathered_head_is_an_error(native: Native) -> None:
 def test_torch(rows: int, columns: int, width: int, over: Over, seed: int) -> None:
     """The path without kernels, in fp64 too."""
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, columns, generator=random, dtype=torch.float64 if seed % 2 else torch.float32)
-    acc, follow = torch.randn(rows, generator=random).to(logits.dtype), continuations(random, rows, columns, True)
+    logits = torch.randn(
+        rows, columns, generator=random, dtype=torch.float64 if seed % 2 else torch.float32
+    )
+    acc, follow = (
+        torch.randn(rows, generator=random).to(logits.dtype),
+        continuations(random, rows, columns, True),
+    )
     backend: Backend = TORCH
-    got, want = (b.beam_topk(TopkCall(logits, acc, follow, width, over)) for b in (backend, REFERENCE))
+    got, want = (
+        b.beam_topk(TopkCall(logits, acc, follow, width, over)) for b in (backend, REFERENCE)
+    )
     assert close(got, want)

@@ -14,14 +14,18 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 ANSWERS = {
     "ok": OK,
     "refuse": b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 30\r\nContent-Length: 0\r\n\r\n",
-    "fail": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndown",
+    "fail": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: "
+    b"close\r\n\r\ndown",
     "expired": b"HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 0\r\n\r\n",
     "strange": b"HTTP/1.1 200 OK\r\n\r\n",  # no length: the client cannot know where it ends
 }
 
 
 class Stub:
-    """What it does, and what it was asked. `drop` closes in the middle of an answer, `hang` never answers."""
+    """What it does, and what it was asked.
+
+    `drop` closes in the middle of an answer, `hang` never answers.
+    """
 
     def __init__(self, answers: list[str], delay_s: float = 0.0) -> None:
         self.answers = answers

@@ -15,6 +15,7 @@ import yaml
 
 from benchmarks import (
     cascade,
+    emulator,
     features,
     generate,
     kernels,
@@ -27,9 +28,8 @@ from benchmarks import (
     prepare,
     protocols,
     rank,
+    shared_encoder,
     store,
-    trunk,
-    twin,
     wire,
 )
 from benchmarks.frame import Line
@@ -39,16 +39,18 @@ from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
-from tests.engine.kv.invariants import check_dram
+from tests.engine.kv_cache.invariants import check_dram
 from tests.models import tiny_order
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu.yaml"
 ranker = rank.config
 needs_kernels = pytest.mark.skipif(not supported(), reason="no kernels")
-needs_twin = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
+needs_emulator = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,16 @@ def checked(lines: list[Line]) -> list[Line]:
 
 def test_flops_by_hand() -> None:
     """One layer of width 8, 1 head of 4: candidates cost 5 projections and one pair a key."""
-    shape = HSTUConfig(num_items=1, actions=("a",), tasks=("t",), dim=8, num_layers=1, num_heads=1, qk_dim=4, v_dim=4)
+    shape = HSTUConfig(
+        num_items=1,
+        actions=("a",),
+        tasks=("t",),
+        dim=8,
+        num_layers=1,
+        num_heads=1,
+        qk_dim=4,
+        v_dim=4,
+    )
     row, pair = 2 * 8 * 16 + 2 * 4 * 8, 2 * 8
     assert rank.flops(shape, 10, 3, cached=True) == 3 * row + 3 * 11 * pair
     assert rank.flops(shape, 10, 3, cached=False) == 3 * row + 3 * 11 * pair + 10 * 2 * 8 * 8
@@ -114,7 +125,9 @@ def test_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LENGTHS", (8, 64))
     found = checked(list(wire.lines(0, 0.0)))
     forms = ("JSON raw", "msgpack raw", "infer raw", "infer gRPC", "client")
-    assert [line.case for line in found] == [f"L={length} M=500 {form}" for length in (8, 64) for form in forms]
+    assert [line.case for line in found] == [
+        f"L={length} M=500 {form}" for length in (8, 64) for form in forms
+    ]
     made = wire.bodies
 
     def wrong(num_tokens: int, seed: int) -> Any:
@@ -128,7 +141,9 @@ def test_wire(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_protocols() -> None:
     found = checked(list(protocols.lines(0, CONFIG, 0.0)))
     ways = ("/v1, JSON", "infer over HTTP, raw", "infer over gRPC, raw")
-    assert [line.case.partition("M=100 ")[2].rpartition(":")[0] for line in found[::2]] == list(ways)
+    assert [line.case.partition("M=100 ")[2].rpartition(":")[0] for line in found[::2]] == list(
+        ways
+    )
 
 
 def test_match(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +152,9 @@ def test_match(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = checked([line for line in found if line.case.startswith("I=2000")])
     assert len(exact) == len(match.BATCHES)
     assert all("torch mm + topk, numpy" in line.baseline for line in exact)
-    monkeypatch.setattr(match, "torch_top_k", lambda queries, items, k: torch.mm(-queries, items.T).topk(k))
+    monkeypatch.setattr(
+        match, "torch_top_k", lambda queries, items, k: torch.mm(-queries, items.T).topk(k)
+    )
     with pytest.raises(AssertionError, match="torch mm"):
         list(match.lines(2000, 0, 0.0))
 
@@ -172,7 +189,13 @@ def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = msgspec.structs.replace(
-        generate.decoder_config(), vocab_size=32, dim=16, num_layers=2, head_dim=8, mlp_dim=32, max_tokens=64
+        generate.decoder_config(),
+        vocab_size=32,
+        dim=16,
+        num_layers=2,
+        head_dim=8,
+        mlp_dim=32,
+        max_tokens=64,
     )
     t5 = msgspec.structs.replace(
         generate.t5_config(),
@@ -214,7 +237,8 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("items=3000" in line.case for line in found) == 2
     passes = [line for line in found if line.case.startswith("pass:")]
     for whole, locked in zip(passes[::2], passes[1::2], strict=True):
-        assert 0 < locked.ours < whole.ours == locked.baseline_value  # what holds the lock is a part of the pass
+        # what holds the lock is a part of the pass
+        assert 0 < locked.ours < whole.ours == locked.baseline_value
 
 
 @needs_kernels
@@ -242,7 +266,12 @@ def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():  # fmt: skip
         monkeypatch.setattr(kernels_device, name, value)
     found = checked(list(kernels_device.lines("cpu", 0, 0.0)))
-    assert [line.case.split()[0] for line in found] == ["beam_topk", "hstu_causal", "hstu_targets", "beam_attention"]
+    assert [line.case.split()[0] for line in found] == [
+        "beam_topk",
+        "hstu_causal",
+        "hstu_targets",
+        "beam_attention",
+    ]
     monkeypatch.setattr(kernels_device, "TOLERANCE", -1.0)
     with pytest.raises(AssertionError, match="beam_topk"):
         list(kernels_device.lines("cpu", 0, 0.0))
@@ -253,26 +282,33 @@ def test_without_kernels_it_says_so() -> None:
         list(kernels.lines("mmx", 0, 0.0))
 
 
-@needs_twin
-def test_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_emulator
+def test_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LENGTHS": (1024,), "KS": (32,), "KEPT": (1.0, 0.05)}.items():
-        monkeypatch.setattr(twin, name, value)
+        monkeypatch.setattr(emulator, name, value)
     monkeypatch.setattr("benchmarks.hstu_model.lines", lambda seed: iter(()))
-    found = checked(list(twin.lines(0)))
+    found = checked(list(emulator.lines(0)))
     assert [(line.case, line.baseline, line.unit) for line in found] == [
         (f"n=1024 k=32 kept={kept}", name, "us (model)")
         for kept in ("100%", "5%")
         for name in ("full sort", "top-k, no filter")
     ]
-    real = Twin.masked_topk
-    monkeypatch.setattr(Twin, "masked_topk", lambda self, logits, *rest, **more: real(self, -logits, *rest, **more))
+    real = Emulator.masked_topk
+    monkeypatch.setattr(
+        Emulator,
+        "masked_topk",
+        lambda self, logits, *rest, **more: real(self, -logits, *rest, **more),
+    )
     with pytest.raises(AssertionError, match="masked_topk is wrong"):
-        next(twin.lines(0))
+        next(emulator.lines(0))
 
 
 def test_the_model_gives_the_published_time() -> None:
-    """Of pto-isa's sample: 3.24 us for a row of 1024 on one core of an A3; the model is of that size, no better."""
-    assert twin.modelled_us(twin.full_sort(1024, 1000)) == pytest.approx(3.24, rel=0.25)
+    """Of pto-isa's sample: 3.24 us for a row of 1024 on one core of an A3.
+
+    The model is of that size, no better.
+    """
+    assert emulator.modelled_us(emulator.full_sort(1024, 1000)) == pytest.approx(3.24, rel=0.25)
 
 
 def test_cascade() -> None:
@@ -281,29 +317,39 @@ def test_cascade() -> None:
     assert [line.target is None for line in found] == [False] * 3 + [True]
 
 
-def test_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trunk, "HALVINGS", 1)
-    monkeypatch.setattr(trunk, "LEAST_GOAL_S", 0.5)
+def test_shared_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_encoder, "HALVINGS", 1)
+    monkeypatch.setattr(shared_encoder, "LEAST_GOAL_S", 0.5)
     write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
 
     def written(**sections: object) -> Path:
-        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(to_table(make_config(tmp_path, **sections))))
+        (tmp_path / "serve.yaml").write_text(
+            yaml.safe_dump(to_table(make_config(tmp_path, **sections)))
+        )
         return tmp_path / "serve.yaml"
 
     path = written(**section(tmp_path))
-    found = list(trunk.lines(path, ("recommend.max_candidates=50",), (40,), 0.05, 5, 0))
+    found = list(shared_encoder.lines(path, ("recommend.max_candidates=50",), (40,), 0.05, 5, 0))
     assert [line.baseline for line in found] == ["a rank of as many", "two models", "two models"]
     assert all("L=40 M=50" in line.case and line.ours > 0 for line in found)
     assert found[0].target == pytest.approx(1 / 1.5)
     with pytest.raises(ConfigError, match="needs recommend"):
-        list(trunk.lines(written(), (), (40,), 0.05, 5, 0))
+        list(shared_encoder.lines(written(), (), (40,), 0.05, 5, 0))
 
 
-def test_prepare_finds_what_sql_finds_before_a_figure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_finds_what_sql_finds_before_a_figure_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     root = Path(__file__).parents[2]
-    found = list(prepare.lines(num_rows=2000, num_runs=1, before=root, parts=("gz", "parquet"), seed=0))
+    found = list(
+        prepare.lines(num_rows=2000, num_runs=1, before=root, parts=("gz", "parquet"), seed=0)
+    )
     assert [(line.unit, line.baseline) for line in found[:7]] == [
-        *((unit, arm) for unit in ("rows/s", "rows/CPU s") for arm in ("DuckDB, 14 lines of SQL", "before")),
+        *(
+            (unit, arm)
+            for unit in ("rows/s", "rows/CPU s")
+            for arm in ("DuckDB, 14 lines of SQL", "before")
+        ),
         *(("MB at its peak", arm) for arm in ("the limit", "DuckDB, 14 lines of SQL", "before")),
     ]
     assert len(found) == 14
@@ -311,7 +357,9 @@ def test_prepare_finds_what_sql_finds_before_a_figure_is_told(monkeypatch: pytes
         better = line.ours / line.baseline_value
         assert line.ratio == pytest.approx(better if line.unit.startswith("rows") else 1 / better)
         assert line.target is None or line.ok is not None
-    monkeypatch.setattr(prepare, "SQL", prepare.SQL.replace("SELECT count(*)", "SELECT 1 + count(*)"))
+    monkeypatch.setattr(
+        prepare, "SQL", prepare.SQL.replace("SELECT count(*)", "SELECT 1 + count(*)")
+    )
     with pytest.raises(DataError, match="not the same events, users and items"):
         list(prepare.lines(num_rows=100, num_runs=1, before=None, parts=("csv",), seed=0))
     monkeypatch.setattr(prepare, "SQL", "raise ValueError('no such thing')")

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from benchmarks import door, loads
-from benchmarks.door_lines import ALONE, BEFORE, BEHIND, FASTAPI, Density, of_density, of_repeats, of_run
+from benchmarks.door_lines import (
+    ALONE,
+    BEFORE,
+    BEHIND,
+    FASTAPI,
+    Density,
+    of_density,
+    of_repeats,
+    of_run,
+)
 from benchmarks.frame import Line
 from benchmarks.loadgen import BIN_S, ClientReport, ClientTimes, LoadStream, StreamCounts
 from benchmarks.loads import Load, Run, Usual, normal_at_s, usual_of
@@ -47,10 +56,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_request_has_its_user_its_tenant_and_a_budget_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_request_has_its_user_its_tenant_and_a_budget_of_its_own(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     bodies = Traffic(num_tenants=256).bodies(load(checkpoint), "", 0)
     assert len({body["tenant"] for body in bodies}) == 256
-    lines = write_bodies(tmp_path / "ranks", bodies, (100.0, 1000.0), copies=2).read_text().splitlines()
+    lines = (
+        write_bodies(tmp_path / "ranks", bodies, (100.0, 1000.0), copies=2).read_text().splitlines()
+    )
     assert len(lines) == 512
     users, tenants, budgets, texts = zip(*(line.split("\t") for line in lines), strict=True)
     assert users[2] == "X-User-Id: user-1"
@@ -60,7 +73,9 @@ def test_every_request_has_its_user_its_tenant_and_a_budget_of_its_own(checkpoin
     assert all(2000 < len(text) < 3000 for text in texts)
 
 
-def test_an_instance_is_checked_and_its_prefixes_are_found(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_instance_is_checked_and_its_prefixes_are_found(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     bodies = TRAFFIC.bodies(load(checkpoint), "tenant", 0)
     with running("ours", instance("ours", checkpoint, tmp_path)) as server:
         check(server, checkpoint, bodies)
@@ -87,7 +102,9 @@ def test_fastapi_has_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not (shutil.which("cc") and shutil.which("haproxy") and importlib.util.find_spec("npu_gr.route")),
+    not (
+        shutil.which("cc") and shutil.which("haproxy") and importlib.util.find_spec("npu_gr.route")
+    ),
     reason="needs a C compiler, HAProxy and the router that runs it",
 )
 def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +115,17 @@ def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     parts = ("closed", "slow", "bursts", "fair")
     found = list(door.lines(CONFIG, checkpoint, None, 0.3, 1, parts, (), 0))
     cases = [line.case.partition(":")[0] for line in found]
-    assert cases[:4] == [f"2 clients that retry at once, {arm}" for arm in (BEHIND, BEHIND, ALONE, ALONE)]
+    assert cases[:4] == [
+        f"2 clients that retry at once, {arm}" for arm in (BEHIND, BEHIND, ALONE, ALONE)
+    ]
     assert found[0].ours > 0
     assert f"bursts of 2, {BEHIND}" in cases
 
 
 def counts(**changes: Any) -> StreamCounts:
-    zero = dict.fromkeys(("due", "unsent", "in_time", "late", "refused", "other", "timeouts", "errors"), 0)
+    zero = dict.fromkeys(
+        ("due", "unsent", "in_time", "late", "rejected", "other", "timeouts", "errors"), 0
+    )
     settings: dict[str, Any] = {"name": "load", "span_s": 2.0, "bins": [GOOD] * 40 + [NOTHING] * 2}
     settings |= {"server_cpu_s": 1.0, "answered_ms": TIMES}
     return StreamCounts(**{**zero, **settings, **changes})
@@ -118,12 +139,14 @@ def made(group: str, size: float, good: int, normal_s: float = 0.2, **changes: A
         capacity_per_s=500.0,
         reference_cpu_s=1e-3,
         main=main,
-        client=ClientReport(cpu_s=0.1, ran_s=4.0, late_tick_ms=TIMES, streams=[main, counts(name="hot")]),
+        client=ClientReport(
+            cpu_s=0.1, ran_s=4.0, late_tick_ms=TIMES, streams=[main, counts(name="hot")]
+        ),
         normal_after_s=normal_s,
     )
 
 
-def judged(arm: str, run: Run) -> list[bool | None]:
+def evaluated(arm: str, run: Run) -> list[bool | None]:
     return [line.ok for line in of_run(arm, run)]
 
 
@@ -132,38 +155,40 @@ def judged(arm: str, run: Run) -> list[bool | None]:
     [(BEHIND, 64, 950, True), (BEHIND, 64, 940, False), (BEHIND, 256, 700, True), (ALONE, 16, 900, True),
      (ALONE, 256, 1, None), (BEFORE, 64, 1, None)],
 )  # fmt: skip
-def test_clients_that_retry_are_compared_with_the_capacity(arm: str, clients: int, good: int, ok: bool) -> None:
-    goodput, *normal = judged(arm, made("closed", clients, good))
+def test_clients_that_retry_are_compared_with_the_capacity(
+    arm: str, clients: int, good: int, ok: bool
+) -> None:
+    goodput, *normal = evaluated(arm, made("closed", clients, good))
     assert goodput is ok
     assert normal == ([] if arm == BEFORE else [True])
 
 
 def test_an_overload_loses_nothing_is_not_late_and_level() -> None:
-    assert judged(BEHIND, made("poisson", 3.0, 800)) == [True] * 5
-    assert judged(BEHIND, made("poisson", 3.0, 790, normal_s=1.1))[::4] == [False, False]
-    lost, late = judged(BEHIND, made("poisson", 3.0, 800, timeouts=1, late=17, due=5000))[1:3]
+    assert evaluated(BEHIND, made("poisson", 3.0, 800)) == [True] * 5
+    assert evaluated(BEHIND, made("poisson", 3.0, 790, normal_s=1.1))[::4] == [False, False]
+    lost, late = evaluated(BEHIND, made("poisson", 3.0, 800, timeouts=1, late=17, due=5000))[1:3]
     assert (lost, late) == (False, False)
     falling = made("poisson", 3.0, 800, bins=[GOOD] * 20 + [(3, 0, 0, 0, 0, 0)] * 20)
-    assert judged(BEHIND, falling)[3] is False
-    assert judged(BEHIND, made("poisson", 10.0, 1)) == [None, True, True]
-    assert judged(ALONE, made("poisson", 10.0, 1)) == [None, True]
-    assert judged(BEHIND, made("slow", 3.0, 700))[0] is True
+    assert evaluated(BEHIND, falling)[3] is False
+    assert evaluated(BEHIND, made("poisson", 10.0, 1)) == [None, True, True]
+    assert evaluated(ALONE, made("poisson", 10.0, 1)) == [None, True]
+    assert evaluated(BEHIND, made("slow", 3.0, 700))[0] is True
 
 
 def test_what_one_plans_for_is_all_in_time() -> None:
-    assert judged(BEHIND, made("poisson", 0.8, 1000)) == [True, None]
-    assert judged(BEHIND, made("poisson", 0.8, 990, due=1000)) == [False, None]
+    assert evaluated(BEHIND, made("poisson", 0.8, 1000)) == [True, None]
+    assert evaluated(BEHIND, made("poisson", 0.8, 990, due=1000)) == [False, None]
 
 
-def test_of_bursts_and_of_the_small_tenant_none_is_refused() -> None:
+def test_of_bursts_and_of_the_small_tenant_none_is_rejected() -> None:
     for group in ("bursts", "fair"):
-        assert judged(BEHIND, made(group, 16, 400)) == [True]
-        assert judged(BEHIND, made(group, 16, 399, refused=1)) == [False]
+        assert evaluated(BEHIND, made(group, 16, 400)) == [True]
+        assert evaluated(BEHIND, made(group, 16, 399, rejected=1)) == [False]
 
 
 def test_after_a_pause_it_is_normal_within_a_second() -> None:
-    assert judged(ALONE, made("pause", 4, 400, normal_s=1.0)) == [True]
-    assert judged(ALONE, made("pause", 4, 400, normal_s=math.inf)) == [False]
+    assert evaluated(ALONE, made("pause", 4, 400, normal_s=1.0)) == [True]
+    assert evaluated(ALONE, made("pause", 4, 400, normal_s=math.inf)) == [False]
 
 
 def test_of_several_runs_the_median_counts_and_all_are_told() -> None:
@@ -181,7 +206,9 @@ def test_density_is_compared_with_fastapi() -> None:
     def best(*each: float) -> list[Density]:
         return [Density(one, 16, one, 40.0) for one in each]
 
-    found: list[Line] = list(of_density({ALONE: best(1, 240, 999), FASTAPI: best(200, 200, 200)}, 0.05))
+    found: list[Line] = list(
+        of_density({ALONE: best(1, 240, 999), FASTAPI: best(200, 200, 200)}, 0.05)
+    )
     assert [(line.ratio, line.ok) for line in found] == [(1.2, True), (1.0, None)]
     assert [line.ok for line in of_density({ALONE: best(240)}, 0.05)] == [None]
 

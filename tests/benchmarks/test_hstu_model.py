@@ -1,4 +1,4 @@
-"""bench twin's second part: the kernels run, and the model follows from what they did."""
+"""bench emulator's second part: the kernels run, and the model follows from what they did."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from itertools import islice
 import pytest
 
 from benchmarks import hstu_model
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built"
+)
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +34,11 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_moves_is_what_must() -> None:
     """Of a rank: scores in and out once, keys and values out of pages and into the workspace."""
-    layer = hstu_model.counted(Twin(), 600, 0, 40, seed=0, cores=4)
-    scores, rows = ({k: sum(core[k] for core in cores) for k in cores[0]} for cores in (layer.scores, layer.rows))
+    layer = hstu_model.counted(Emulator(), 600, 0, 40, seed=0, cores=4)
+    scores, rows = (
+        {k: sum(core[k] for core in cores) for k in cores[0]}
+        for cores in (layer.scores, layer.rows)
+    )
     alive = 640 // 256 * 256 + 256  # of the last block of keys the queries see some
     assert scores["mte3_bytes"] == 4 * 40 * layer.key_slots * 2
     scores_in = scores["mte2_bytes"] - 4 * 40 * alive * 2
@@ -43,7 +48,7 @@ def test_what_moves_is_what_must() -> None:
 
 
 def test_a_rank_meets_its_target() -> None:
-    """By both columns; `python -m benchmarks twin` prints the prefill's too."""
+    """By both columns; `python -m benchmarks emulator` prints the prefill's too."""
     for line in islice(hstu_model.lines(seed=0), 2):
         assert line.ok, line
 
@@ -51,7 +56,7 @@ def test_a_rank_meets_its_target() -> None:
 @pytest.mark.parametrize(("cached", "new", "candidates"), [(2048, 0, 512), (2048, 512, 0)])
 def test_cores_have_equal_shares(cached: int, new: int, candidates: int) -> None:
     """No core of hstu_scores takes much longer than the mean, by vector work or by bytes."""
-    cores = hstu_model.counted(Twin(), cached, new, candidates, seed=0, cores=8).scores
+    cores = hstu_model.counted(Emulator(), cached, new, candidates, seed=0, cores=8).scores
     for what in ("exp_elements", "mte2_bytes", "mte3_bytes"):
         share = [core[what] for core in cores]
         assert max(share) < 1.25 * sum(share) / len(share), what
@@ -60,4 +65,6 @@ def test_cores_have_equal_shares(cached: int, new: int, candidates: int) -> None
         assert max(took) < 1.2 * sum(took) / len(took)
     if candidates:
         loaded = sum(core["mte2_long_bytes"] for core in cores)
-        assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), "candidates come in long loads"
+        assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), (
+            "candidates come in long loads"
+        )

@@ -29,17 +29,36 @@ def bodies(tmp_path: Path) -> Path:
 
 def bursts(bodies: Path, **changes: Any) -> LoadStream:
     """Five at once, four times: 20 in all."""
-    settings: dict[str, Any] = {"name": "load", "mode": "bursts", "bodies": bodies, "to_s": 0.2, "connections": 20}
+    settings: dict[str, Any] = {
+        "name": "load",
+        "mode": "bursts",
+        "bodies": bodies,
+        "to_s": 0.2,
+        "connections": 20,
+    }
     return LoadStream(**{**settings, "burst_size": 5, "every_s": 0.05, **changes})
 
 
 def closed(bodies: Path, **changes: Any) -> LoadStream:
-    settings: dict[str, Any] = {"name": "load", "mode": "closed", "bodies": bodies, "to_s": 0.2, "connections": 4}
+    settings: dict[str, Any] = {
+        "name": "load",
+        "mode": "closed",
+        "bodies": bodies,
+        "to_s": 0.2,
+        "connections": 4,
+    }
     return LoadStream(**{**settings, **changes})
 
 
 def total(counts: StreamCounts) -> int:
-    return counts.in_time + counts.late + counts.refused + counts.other + counts.timeouts + counts.errors
+    return (
+        counts.in_time
+        + counts.late
+        + counts.rejected
+        + counts.other
+        + counts.timeouts
+        + counts.errors
+    )
 
 
 def one(port: int, stream: LoadStream, **more: Any) -> StreamCounts:
@@ -56,7 +75,7 @@ def test_each_request_has_the_fate_that_the_server_gave_it(bodies: Path) -> None
         assert counts.due == 20
         assert server.asked.total() == 20
         assert counts.in_time == server.asked["ok"] + server.asked["pieces"]
-        assert counts.refused == server.asked["refuse"]
+        assert counts.rejected == server.asked["refuse"]
         assert counts.other == server.asked["fail"]
         assert counts.errors == server.asked["drop"] + server.asked["strange"]
         assert (counts.timeouts, counts.unsent) == (server.asked["hang"], 0)
@@ -66,7 +85,7 @@ def test_a_closed_loop_counts_what_the_server_saw(bodies: Path) -> None:
     with stub("ok", "refuse") as (port, server):
         counts = one(port, closed(bodies), goal_s=30.0, deadline_s=30.0)
         assert counts.due == server.asked.total() > 4
-        assert (counts.in_time, counts.refused) == (server.asked["ok"], server.asked["refuse"])
+        assert (counts.in_time, counts.rejected) == (server.asked["ok"], server.asked["refuse"])
         assert {json.loads(body)["number"] for body in server.bodies} <= set(range(5))
 
 
@@ -77,7 +96,9 @@ def test_a_request_has_its_own_headers_and_is_given_up_after_its_own_budget(tmp_
         counts = one(port, bursts(path, burst_size=2, every_s=1.0), deadline_s=30.0)
         assert (counts.due, counts.timeouts) == (2, 2)
         assert server.bodies == [b'{"number": 7}'] * 2
-        assert all(b"\r\nX-User-Id: u\r\nX-Request-Timeout-Ms: 80.5\r\n" in head for head in server.heads)
+        assert all(
+            b"\r\nX-User-Id: u\r\nX-Request-Timeout-Ms: 80.5\r\n" in head for head in server.heads
+        )
 
 
 def test_an_answer_that_the_budget_is_over_is_late(bodies: Path) -> None:
@@ -89,7 +110,12 @@ def test_an_answer_that_the_budget_is_over_is_late(bodies: Path) -> None:
 def test_latency_counts_from_the_due_instant(bodies: Path) -> None:
     """Three at once over one connection, 100 ms each: the second waits for the first, and so on."""
     with stub("ok", delay_s=0.1) as (port, _):
-        counts = one(port, bursts(bodies, burst_size=3, every_s=1.0, connections=1), goal_s=0.15, deadline_s=60.0)
+        counts = one(
+            port,
+            bursts(bodies, burst_size=3, every_s=1.0, connections=1),
+            goal_s=0.15,
+            deadline_s=60.0,
+        )
         assert (counts.due, counts.unsent) == (3, 0)
         assert counts.in_time <= 1
         assert counts.answered_ms.p50 >= 200 * NEAR
@@ -109,14 +135,16 @@ def test_a_request_without_a_connection_times_out_unsent(bodies: Path) -> None:
         assert server.asked["hang"] == 2
 
 
-def test_a_refused_client_sends_again_at_once(bodies: Path) -> None:
+def test_a_rejected_client_sends_again_at_once(bodies: Path) -> None:
     with stub("refuse") as (port, server):
         counts = one(port, closed(bodies), deadline_s=30.0)
-        assert counts.refused == server.asked["refuse"] > 8
+        assert counts.rejected == server.asked["refuse"] > 8
 
 
 def test_arrivals_are_drawn_by_the_seed(bodies: Path) -> None:
-    poisson = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=0.5, connections=32, rate_per_s=800.0)
+    poisson = LoadStream(
+        name="load", mode="poisson", bodies=bodies, to_s=0.5, connections=32, rate_per_s=800.0
+    )
     with stub("ok") as (port, server):
         first = one(port, poisson, seed=1, deadline_s=60.0)
         again = one(port, poisson, seed=1, deadline_s=60.0)
@@ -151,12 +179,16 @@ def test_a_large_body_arrives_whole(tmp_path: Path) -> None:
 
 
 def test_a_pause_is_felt_and_cpu_is_read(bodies: Path) -> None:
-    with subprocess.Popen([sys.executable, "-m", "tests.benchmarks.stub_server"], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.benchmarks.stub_server"], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         try:
             port = int(process.stdout.readline())
             pause = Pause(pid=process.pid, at_s=0.1, for_s=0.25)
-            counts = one(port, closed(bodies, to_s=0.5), pause=pause, watch=[process.pid], deadline_s=60.0)
+            counts = one(
+                port, closed(bodies, to_s=0.5), pause=pause, watch=[process.pid], deadline_s=60.0
+            )
         finally:
             process.kill()
     assert counts.answered_ms.max >= 200
@@ -164,7 +196,9 @@ def test_a_pause_is_felt_and_cpu_is_read(bodies: Path) -> None:
     assert 0 < counts.server_cpu_s < 60
 
 
-def test_what_stops_the_client_is_said(bodies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stops_the_client_is_said(
+    bodies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with stub("ok") as (port, _):
         pass
     with pytest.raises(ConfigError, match="cannot connect"):

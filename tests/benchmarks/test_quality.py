@@ -1,4 +1,7 @@
-"""`bench quality`: every data set, way and figure has its line; the strongest baseline is named, floors compared."""
+"""`bench quality`: every data set, way and figure has its line.
+
+The strongest baseline is named, floors compared.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,14 @@ TINY = replace(
     seeds=(0, 1),
     match=quick(source_steps=4, target_steps=4, inter_steps=4, evaluate_every=4),
     generate=GenerateOptions(
-        code_count=(6, 6), dim=16, num_layers=1, mlp_dim=16, head_dim=8, epochs=1, beam_width=30, refit=False
+        code_count=(6, 6),
+        dim=16,
+        num_layers=1,
+        mlp_dim=16,
+        head_dim=8,
+        epochs=1,
+        beam_width=30,
+        refit=False,
     ),
     rank=msgspec.structs.replace(QUICK.rank, epochs=1, dim=16, num_layers=1),
     sasrec=SASRecOptions(dim=16, num_layers=1, epochs=1),
@@ -53,12 +63,14 @@ def folder_of_domains(folder: Path) -> Path:
     return folder / "pairs"
 
 
-def test_both_directions_of_a_pair_have_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_directions_of_a_pair_have_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quality, "MATCH_FLOORS", {("one", "two"): (1e-9, 2.0, 1e-9)})
     lines = list(match_lines(folder_of_domains(tmp_path), TINY, quality._pair_lines))
     cases = [line.case for line in lines]
     for pair in ("one -> two", "two -> one"):
-        for kind in ("", ", twins too"):
+        for kind in ("", ", emulators too"):
             for figure in ("HIT@10", "HIT@50"):
                 assert f"match {pair}{kind}: served, {figure}" in cases
         assert f"match {pair}: SCCDR alone, HIT@50" in cases
@@ -79,9 +91,12 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
     ]
     arms = [*INGREDIENTS, SERVED]
     assert [(line.case.partition(": ")[2], line.baseline) for line in lines[: len(arms)]] == [
-        (f"{ours}, HIT@50", less) for less, ours in zip([POPULARITY, *INGREDIENTS], arms, strict=True)
+        (f"{ours}, HIT@50", less)
+        for less, ours in zip([POPULARITY, *INGREDIENTS], arms, strict=True)
     ]
-    newcomers = {(line.case.partition("newcomers, ")[2], line.baseline): line for line in lines[len(arms) :]}
+    newcomers = {
+        (line.case.partition("newcomers, ")[2], line.baseline): line for line in lines[len(arms) :]
+    }
     assert len(newcomers) == 5
     # The taste is the source's: the SVD of both domains knows it, popularity does not.
     served = newcomers["served, HIT@50", POPULARITY]
@@ -90,7 +105,7 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
     assert newcomers["served, HIT@50", JOINT_SVD].ours == served.ours
 
 
-def test_folders_that_share_nobody_are_refused(tmp_path: Path) -> None:
+def test_folders_that_share_nobody_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.txt").write_text(f"{name}\t1\n{name}\t2\n")
@@ -103,20 +118,36 @@ def test_every_trainer_of_the_next_item_has_its_lines() -> None:
     lines = list(next_lines(planted(num_users=30, num_events=12), "planted", TINY))
     ways = ("train retrieve", "train generate", "train rank")
     assert [line.case for line in lines] == [
-        f"next planted: {way}, all items, {figure}" for way in ways for figure in ("HR@10", "NDCG@10")
+        f"next planted: {way}, all items, {figure}"
+        for way in ways
+        for figure in ("HR@10", "NDCG@10")
     ]
     names = {line.baseline for line in lines}
-    assert names <= {"popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD", "SASRec"}
+    assert names <= {
+        "popularity",
+        "Markov counts",
+        "decayed transitions",
+        "ItemKNN",
+        "EASE",
+        "PureSVD",
+        "SASRec",
+    }
     assert all(0 <= line.ours <= 1 for line in lines)
 
 
 def test_given_and_own_codes_have_their_lines(tmp_path: Path) -> None:
     log = planted(num_users=30, num_events=12)
-    codes = {str(item): [place % 5, place // 5] for place, item in enumerate(np.unique(log.items).tolist())}
+    codes = {
+        str(item): [place % 5, place // 5]
+        for place, item in enumerate(np.unique(log.items).tolist())
+    }
     (tmp_path / "codes.json").write_text(json.dumps(codes))
     lines = list(
         codes_lines(
-            log, tmp_path / "codes.json", "planted", replace(TINY, given_codes=TINY.generate, own_codes=TINY.generate)
+            log,
+            tmp_path / "codes.json",
+            "planted",
+            replace(TINY, given_codes=TINY.generate, own_codes=TINY.generate),
         )
     )
     kinds = ("given IDs", "own IDs")
@@ -141,24 +172,32 @@ def test_the_strongest_baseline_is_the_one_of_the_best_mean() -> None:
     assert quality._line("case", "HIT@10", weak, {"strong": strong}).ok is False
 
 
-def test_a_part_without_its_data_is_refused() -> None:
+def test_a_part_without_its_data_is_rejected() -> None:
     out = CliRunner().invoke(bench, ["quality", "--only", "match"])
     assert out.exit_code == 1
     assert "needs --pairs for match" in out.output
 
 
-def test_row_dropout_stands_beside_none_on_the_next_items_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_dropout_stands_beside_none_on_the_next_items_of_all_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[float, int]] = []
 
-    def trained(events: object, features: object, options: TrainOptions) -> tuple[None, SimpleNamespace]:
+    def trained(
+        events: object, features: object, options: TrainOptions
+    ) -> tuple[None, SimpleNamespace]:
         asked.append((options.row_dropout, options.seed))
         ranks = np.where(np.arange(40) < (30 if options.row_dropout else 10), 0.0, 99.0)
-        return None, SimpleNamespace(ranker=SimpleNamespace(ranks=NextItemRanks(ranks + 99, ranks, ranks > 0)))
+        return None, SimpleNamespace(
+            ranker=SimpleNamespace(ranks=NextItemRanks(ranks + 99, ranks, ranks > 0))
+        )
 
     monkeypatch.setattr(quality_cold, "train_rank", trained)
     options = msgspec.structs.replace(TINY.rank, row_dropout=0.5)
     lines = list(quality_cold.warm_lines(planted(), [], "x", options, (3, 4)))
     assert asked == [(0.5, 3), (0.5, 4), (0.0, 3), (0.0, 4)]
-    assert [line.case for line in lines] == [f"cold x: {of} warm, without row dropout" for of in ("HR@10", "NDCG@10")]
+    assert [line.case for line in lines] == [
+        f"cold x: {of} warm, without row dropout" for of in ("HR@10", "NDCG@10")
+    ]
     assert [(line.ours, line.baseline_value, line.ok) for line in lines] == [(0.75, 0.25, True)] * 2
     assert all(line.low is not None and line.low > 0.2 for line in lines)

@@ -15,7 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import relay
-from benchmarks.relay import DRAM, FULL, RELAY, STEP, STEPS, RateSearch, drawn, last, lines, mixed, of_trace
+from benchmarks.relay import (
+    DRAM,
+    FULL,
+    RELAY,
+    STEP,
+    STEPS,
+    RateSearch,
+    drawn,
+    last,
+    lines,
+    mixed,
+    of_trace,
+)
 from benchmarks.relay_rig import Arm, ArmOutcomes, Idle, Rig, ServedArm, Shape, measure_idle
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.request import Outcome
@@ -31,7 +43,9 @@ def rig() -> Rig:
 
 
 @given(stop=st.integers(1, 20), crossing=st.integers(-1, 20), start=st.integers(-3, 25))
-def test_the_last_that_holds_is_found_and_nothing_is_asked_twice(stop: int, crossing: int, start: int) -> None:
+def test_the_last_that_holds_is_found_and_nothing_is_asked_twice(
+    stop: int, crossing: int, start: int
+) -> None:
     asked = list[int]()
 
     async def holds(step: int) -> bool:
@@ -59,11 +73,14 @@ async def test_the_last_rate_that_holds_is_found_and_what_is_known_is_not_run_ag
             return ArmOutcomes(latency_s, {}, 0.0, 0.0)
 
     served: Any = Instant()
-    search = RateSearch(served, lambda _rig, rate, _count, _seed: round(np.log(rate) / np.log(STEP)), 100, 0.1, 0)
+    search = RateSearch(
+        served, lambda _rig, rate, _count, _seed: round(np.log(rate) / np.log(STEP)), 100, 0.1, 0
+    )
     assert search.rate_per_s(3) == pytest.approx(STEP**3)
     assert await search.sustained(0.15, 9) == 4
     assert await search.sustained(0.05, 9) == -1
-    assert await search.sustained(0.16, 4) == 4  # a run that was given up is late for this goal too: not run again
+    # a run that was given up is late for this goal too: not run again
+    assert await search.sustained(0.16, 4) == 4
     assert len(runs) == len(set(runs))
     assert await search.sustained(0.2, 4) == 7  # or has to be
     assert len(runs) > len(set(runs))
@@ -87,8 +104,13 @@ def test_every_arm_gets_the_same_users_at_the_same_instants(rig: Rig) -> None:
     back = [v.user.user.startswith("back") for v in others]
     assert 10 < sum(back) < 30
     for one, other, returns in zip(some, others, back, strict=True):
-        assert returns or (one.user == other.user and one.events.fingerprint() == other.events.fingerprint())
-    assert mixed(rig, 5.0, 40, 3)[7].events.fingerprint() == mixed(rig, 9.0, 40, 3)[7].events.fingerprint()
+        assert returns or (
+            one.user == other.user and one.events.fingerprint() == other.events.fingerprint()
+        )
+    assert (
+        mixed(rig, 5.0, 40, 3)[7].events.fingerprint()
+        == mixed(rig, 9.0, 40, 3)[7].events.fingerprint()
+    )
 
 
 def test_a_trace_says_who_comes_back(rig: Rig) -> None:
@@ -107,7 +129,9 @@ def test_a_trace_says_who_comes_back(rig: Rig) -> None:
 
 
 @asynccontextmanager
-async def run(rig: Rig, arm: Arm, reuse: float, count: int = 12) -> AsyncIterator[tuple[ServedArm, ArmOutcomes]]:
+async def run(
+    rig: Rig, arm: Arm, reuse: float, count: int = 12
+) -> AsyncIterator[tuple[ServedArm, ArmOutcomes]]:
     async with rig.serving(arm, 1000.0) as served:
         served.engine.copy_bytes_per_s = float("inf")  # of so short a prefix a reload would not pay
         yield served, await served.run(drawn(reuse, rig, 15.0, count, 1), 30.0)
@@ -129,7 +153,8 @@ async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
         assert len(served.dram) == 1  # what returns, for the next run
     async with rig.serving(RELAY, 1000.0) as served:
         visits = [
-            visit._replace(is_ranked=number % 2 == 0) for number, visit in enumerate(drawn(0.0, rig, 60.0, 12, 1))
+            visit._replace(is_ranked=number % 2 == 0)
+            for number, visit in enumerate(drawn(0.0, rig, 60.0, 12, 1))
         ]
         found = await served.run(visits, 30.0)
         assert (len(found.latency_s), found.wasted) == (6, 0.5)
@@ -154,11 +179,21 @@ async def test_each_part_is_measured_alone_and_checked(rig: Rig) -> None:
 def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "MIXED", 20)
     trace = tmp_path / "trace.jsonl"
-    rows = (f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400))
+    rows = (
+        f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400)
+    )
     trace.write_text("".join(rows))
     found = list(lines("cpu", (96,), (4,), 2, 64, 40, 0.1, 0, trace))
     cases = " ".join(line.case for line in found)
-    for part in ("pre-infer", "truncated", "relay, dram 75%", "dram trace", "best with", "longest history", "trigger"):
+    for part in (
+        "pre-infer",
+        "truncated",
+        "relay, dram 75%",
+        "dram trace",
+        "best with",
+        "longest history",
+        "trigger",
+    ):
         assert part in cases
     assert all(line.ratio >= 0 for line in found)
     assert [line.target for line in found if "best with" in line.case] == [3.6] * 3

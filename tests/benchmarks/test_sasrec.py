@@ -11,7 +11,9 @@ from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
 
-TINY = SASRecOptions(dim=16, num_layers=1, history_items=8, learning_rate=1e-2, epochs=12, dropout=0.1)
+TINY = SASRecOptions(
+    dim=16, num_layers=1, history_items=8, learning_rate=1e-2, epochs=12, dropout=0.1
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def test_the_planted_rule_is_learnt(log: InteractionLog, fitted: SASRec) -> None
 def test_the_test_decides_nothing_and_the_seed_does(log: InteractionLog, fitted: SASRec) -> None:
     changed = log.items.copy()
     changed[~log.trained] = (changed[~log.trained] + 1) % log.num_items
-    other = InteractionLog(**{name: getattr(log, name) for name in InteractionLog.__slots__} | {"items": changed})
+    other = InteractionLog(
+        **{name: getattr(log, name) for name in InteractionLog.__slots__} | {"items": changed}
+    )
     again = SASRec(other, "leave-one-out", 0, TINY)
     np.testing.assert_array_equal(again.next_items(other, 3), fitted.next_items(log, 3))
 

@@ -13,7 +13,7 @@ from npu_gr.catalogue.records import Features
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.served import NewItem
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.codes import codes_of_new, item_vectors, residual_codes
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -23,7 +23,9 @@ SIZES = CodedFeature("size", ["s", "m"])
 
 
 def trie_of(sids: np.ndarray, code_count: tuple[int, ...]) -> Trie:
-    return build_trie(sids.astype(np.int32), np.arange(len(sids)), Codebooks.stacked(code_count), None)
+    return build_trie(
+        sids.astype(np.int32), np.arange(len(sids)), Codebooks.stacked(code_count), None
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -39,9 +41,14 @@ def test_it_is_what_training_gives_a_new_item(seed: int) -> None:
     known, sids = vectors, codes.sids
     for values in (["a"], ["b", "c"], ["a"], ["a"]):
         new = centroids.vector({"f": list(values)})
-        (want,) = codes_of_new(type(codes)(sids, code_count, codes.centroids), known, new[None]).tolist()
+        (want,) = codes_of_new(
+            type(codes)(sids, code_count, codes.centroids), known, new[None]
+        ).tolist()
         assert list(make.make(0, {"f": list(values)})) == want
-        known, sids = np.concatenate([known, new[None]]), np.concatenate([sids, [want]]).astype(np.int32)
+        known, sids = (
+            np.concatenate([known, new[None]]),
+            np.concatenate([sids, [want]]).astype(np.int32),
+        )
     assert len(np.unique(sids, axis=0)) == num + 4
     if seed < 3:
         with pytest.raises(CatalogueError, match=r"add\[7\]\.sid: .* every semantic ID is taken"):
@@ -55,7 +62,10 @@ def test_a_vector_is_that_of_an_item_which_nobody_has_met() -> None:
         ItemValues("size", SIZES.values, {0: [1]}),
     ]
     log = build_log(planted(), [ItemValues("colour", COLOURS.values, {7: [0, 2]})], "leave-one-out")
-    of_item = [ItemValues(one.name, one.values, {7: one.of_item[0]} if one.of_item else {}) for one in features]
+    of_item = [
+        ItemValues(one.name, one.values, {7: one.of_item[0]} if one.of_item else {})
+        for one in features
+    ]
     row = log.item_ids.tolist().index(7)
     want = item_vectors(log, of_item, 4, 2, 0)
     assert len(want) == NUM_ITEMS + 1
@@ -68,9 +78,14 @@ def test_a_vector_is_that_of_an_item_which_nobody_has_met() -> None:
 def test_what_an_item_brings_is_taken_too() -> None:
     levels = (np.eye(3, dtype=np.float32), np.zeros((2, 3), np.float32))
     make = SidMaker(trie_of(np.array([[0, 0]]), (3, 2)), Centroids(levels, (COLOURS,)))
-    items = [NewItem(item_id=row, features={"colour": colour}) for row, colour in enumerate(("red", "blue", "blue"))]
+    items = [
+        NewItem(item_id=row, features={"colour": colour})
+        for row, colour in enumerate(("red", "blue", "blue"))
+    ]
     made = make.all_of([*items, NewItem(item_id=9, sid=(0, 1))])
-    assert made == [(1, 0), (1, 1), (2, 0), (0, 1)], "below code 0, and then code 1, nothing is free"
+    assert made == [(1, 0), (1, 1), (2, 0), (0, 1)], (
+        "below code 0, and then code 1, nothing is free"
+    )
 
 
 def test_what_is_missing_is_named() -> None:
@@ -78,7 +93,11 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(CatalogueError, match=rf"add\[2\]\.sid: is missing, and there is no {FILE}"):
         SidMaker(trie, None).make(2, {"colour": "red"})
     levels = (np.eye(3, dtype=np.float32), np.zeros((2, 3), np.float32))
-    with pytest.raises(CatalogueError, match=r"add\[0\]\.features: .* known value of one of colour"):
+    with pytest.raises(
+        CatalogueError,
+        match=r"add\[0\]\.features: .* known value of one of "
+        r"colour",
+    ):
         SidMaker(trie, Centroids(levels, (COLOURS,))).make(0, {"colour": "pink", "size": "s"})
     with pytest.raises(CatalogueError, match=r"\(3,\) codes, the catalogue \(3, 2\)"):
         SidMaker(trie, Centroids(levels[:1], (COLOURS,))).make(0, {"colour": "red"})
@@ -86,14 +105,21 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Centroids.load(tmp_path) is None
-    levels = tuple(np.random.default_rng(0).normal(size=(count, 6)).astype(np.float32) for count in (4, 3))
+    levels = tuple(
+        np.random.default_rng(0).normal(size=(count, 6)).astype(np.float32) for count in (4, 3)
+    )
     Centroids(levels, (COLOURS, SIZES)).save(tmp_path)
     again = Centroids.load(tmp_path)
     assert again is not None
     assert all(np.array_equal(*pair) for pair in zip(again.levels, levels, strict=True))
     assert again.features == (COLOURS, SIZES)
     data = (tmp_path / FILE).read_bytes()
-    for spoilt in (data[:-1], b"", data.replace(b'\\"format\\":1', b'\\"format\\":2'), data[:-4] + b"\0\0\xc0\x7f"):
+    for spoilt in (
+        data[:-1],
+        b"",
+        data.replace(b'\\"format\\":1', b'\\"format\\":2'),
+        data[:-4] + b"\0\0\xc0\x7f",
+    ):
         (tmp_path / FILE).write_bytes(spoilt)
         with pytest.raises(DataError, match=FILE):
             Centroids.load(tmp_path)

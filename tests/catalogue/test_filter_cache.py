@@ -11,7 +11,7 @@ from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Snapshot, make_snapshot, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.jobs.served_catalogue import FilterCache
+from npu_gr.handlers.served_catalogue import FilterCache
 
 
 def ids(*items: int) -> I64:
@@ -37,7 +37,9 @@ def seen(snapshot: Snapshot, found: Filter | None) -> set[int]:
 def test_everything_at_once_is_the_intersection() -> None:
     version, cache = withdraw(snapshot(), ids(4, 8)), FilterCache(1 << 20)
     for _ in range(2):
-        found = cache.filter_for(version, ids(0, 1, 2, 4, 8, 12, 99), ids(2, 7), {"stock": (True,), "size": (0, 2)})
+        found = cache.filter_for(
+            version, ids(0, 1, 2, 4, 8, 12, 99), ids(2, 7), {"stock": (True,), "size": (0, 2)}
+        )
         assert seen(version, found) == {0, 12}
     assert seen(version, cache.filter_for(version)) == set(range(30)) - {4, 8}
     assert seen(version, cache.filter_for(version, deny=ids(5))) == set(range(30)) - {4, 5, 8}
@@ -50,7 +52,9 @@ def test_a_query_is_worked_out_once_a_version() -> None:
     found = cache.filter_for(first, query={"stock": (True,), "size": (0, 2)})
     assert cache.filter_for(first, query={"size": (2, 0), "stock": (True,)}) is found
     other = withdraw(first, ids(0))
-    assert seen(other, cache.filter_for(other, query={"stock": (True,), "size": (0, 2)})) == seen(first, found) - {0}
+    assert seen(other, cache.filter_for(other, query={"stock": (True,), "size": (0, 2)})) == seen(
+        first, found
+    ) - {0}
     with pytest.raises(Unprocessable, match="not of the kind"):
         cache.filter_for(first, query={"stock": (1,), "size": (0, 2)})  # 1 is not True
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.catalogue.filters import Exclusion, Filter, allow_all, allow_items, allow_mask, attribute_in, deny_items
+from npu_gr.catalogue.filters import (
+    Exclusion,
+    Filter,
+    allow_all,
+    allow_items,
+    allow_mask,
+    attribute_in,
+    deny_items,
+)
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.errors import Unprocessable
 from tests.catalogue.catalogues import Record, catalogues, make_trie
@@ -20,7 +28,9 @@ def some_of(data: st.DataObject, records: list[Record]) -> set[int]:
     """Some of the items, sometimes nearly all, and an id that the catalogue lacks."""
     drawn = {record.item_id for record in records if data.draw(st.booleans())}
     return (
-        drawn | {2**63 - 1} if data.draw(st.booleans()) else {record.item_id for record in records} - set([*drawn][:2])
+        drawn | {2**63 - 1}
+        if data.draw(st.booleans())
+        else {record.item_id for record in records} - set([*drawn][:2])
     )
 
 
@@ -31,7 +41,9 @@ def by_hand(trie: Trie, allowed: set[int]) -> list[list[bool]]:
         if int(item) in allowed:
             good |= {tuple(sid[:end].tolist()) for end in range(1, len(sid) + 1)}
     leaves = trie.sid_of(np.arange(len(trie.leaf_ptr) - 1)).tolist()
-    prefixes = [sorted({tuple(sid[: level + 1]) for sid in leaves}) for level in range(trie.num_levels)]
+    prefixes = [
+        sorted({tuple(sid[: level + 1]) for sid in leaves}) for level in range(trie.num_levels)
+    ]
     return [[prefix in good for prefix in level] for level in prefixes]
 
 
@@ -70,8 +82,13 @@ def test_denied_edges_are_sorted_and_no_more_than_needed(drawn: Drawn, data: st.
     trie, denied = make_trie(*drawn), some_of(data, drawn[0])
     off: Exclusion = deny_items(trie, np.array([*denied], np.int64))
     everything = {record.item_id for record in drawn[0]}
-    assert trie.leaf_item[off.places].tolist() == [i for i in trie.leaf_item.tolist() if i in denied]
-    want = [np.flatnonzero(~np.array(level, np.bool_)).tolist() for level in by_hand(trie, everything - denied)]
+    assert trie.leaf_item[off.places].tolist() == [
+        i for i in trie.leaf_item.tolist() if i in denied
+    ]
+    want = [
+        np.flatnonzero(~np.array(level, np.bool_)).tolist()
+        for level in by_hand(trie, everything - denied)
+    ]
     assert [edges.tolist() for edges in off.edges] == want
 
 

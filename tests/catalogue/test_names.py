@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from npu_gr.catalogue import names as tables
-from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, FILE, ItemNames, load_actions, names_of, titles_of
+from npu_gr.catalogue.names import (
+    ACTIONS_FILE,
+    EMPTY,
+    FILE,
+    ItemNames,
+    load_actions,
+    names_of,
+    titles_of,
+)
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_ids
 
@@ -20,7 +28,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), unique_by=lambda pair: pair[0], max_size=30))
-def test_what_went_in_comes_out(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
+def test_what_went_in_comes_out(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
+) -> None:
     folder = tmp_path_factory.mktemp("names")
     ItemNames.make([name for name, _ in pairs], [title for _, title in pairs]).save(folder)
     table = ItemNames.load(folder)
@@ -43,7 +53,7 @@ def test_no_name_twice() -> None:
         ItemNames.make(["a", "b", "a"])
 
 
-def test_two_names_of_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_names_of_one_id_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "item_ids", lambda names: np.zeros(len(names), np.int64))
     with pytest.raises(DataError, match="'a' and 'b' have the same id"):
         ItemNames.make(["a", "b"])
@@ -54,7 +64,7 @@ def test_no_file_is_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["cut", "descending", "ends"])
-def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
+def test_a_broken_file_is_rejected(tmp_path: Path, broken: str) -> None:
     ItemNames.make(["a", "b"], ["A", "B"]).save(tmp_path)
     path = tmp_path / FILE
     if broken == "cut":
@@ -63,7 +73,10 @@ def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
         texts = np.frombuffer(b"ab", np.uint8)
         ends = np.array([0, 1, 2] if broken == "descending" else [0, 9, 2])
         ids = np.array([5, 4] if broken == "descending" else [4, 5])
-        save_file({"ids": ids, "names": texts, "name_ends": ends, "titles": texts, "title_ends": ends}, path)
+        save_file(
+            {"ids": ids, "names": texts, "name_ends": ends, "titles": texts, "title_ends": ends},
+            path,
+        )
     with pytest.raises(DataError, match=FILE):
         ItemNames.load(tmp_path)
 
@@ -87,10 +100,13 @@ GOOD = {
         ({"names": np.array(7, np.uint8)}, "names do not fit the ids"),
         ({"names": np.frombuffer(b"ab\xff", np.uint8)}, "names: .*utf-8.* can't decode"),
         ({"name_ends": np.array([0, 2, 3])}, "name_ends: .*within a character"),
-        ({"titles": np.frombuffer(b"\xc3", np.uint8), "title_ends": np.array([0, 0, 1])}, "titles: .*utf-8"),
+        (
+            {"titles": np.frombuffer(b"\xc3", np.uint8), "title_ends": np.array([0, 0, 1])},
+            "titles: .*utf-8",
+        ),
     ],
 )
-def test_a_table_whose_texts_cannot_be_answered_is_refused(
+def test_a_table_whose_texts_cannot_be_answered_is_rejected(
     tmp_path: Path, broken: dict[str, Any], message: str
 ) -> None:
     save_file(GOOD, tmp_path / FILE)
@@ -112,7 +128,10 @@ def test_texts_are_checked_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tables_are_asked_in_turn_and_a_title_comes_from_the_first_that_has_one() -> None:
-    first, second = ItemNames.make(["SKU-1", "7"], ["", "Seven"]), ItemNames.make(["SKU-1", "SKU-2"], ["One", "Two"])
+    first, second = (
+        ItemNames.make(["SKU-1", "7"], ["", "Seven"]),
+        ItemNames.make(["SKU-1", "SKU-2"], ["One", "Two"]),
+    )
     ids = item_ids(["SKU-2", 7, "SKU-1", "SKU-3", 8])
     assert names_of([first, second], ids) == ["SKU-2", 7, "SKU-1", int(ids[3]), 8]
     assert titles_of([first, second], ids) == ["Two", "Seven", "One", None, None]
@@ -140,7 +159,7 @@ def test_the_place_of_an_action_is_its_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '["a", "a"]', '["'])
-def test_a_broken_file_of_actions_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_of_actions_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / ACTIONS_FILE).write_text(text)
     with pytest.raises(DataError, match=ACTIONS_FILE):
         load_actions(tmp_path)

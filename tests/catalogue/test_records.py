@@ -19,7 +19,12 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_id
 
 RECORDS: list[dict[str, Any]] = [
-    {"item_id": 5, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": True, "price": 3, "kind": "book"}},
+    {
+        "item_id": 5,
+        "sid": [3, 7, 1],
+        "order": 0.5,
+        "attributes": {"stock": True, "price": 3, "kind": "book"},
+    },
     {"item_id": 2**63 - 1, "sid": [0, 2**31 - 1, 9], "order": 2, "attributes": {}},
 ]
 RECORDS[1]["attributes"] = {"kind": "é", "price": 2.5, "stock": False}  # in another order
@@ -47,13 +52,21 @@ def check_all(items: Items) -> None:
         "price": [3.0, 2.5],
         "kind": ["book", "é"],
     }
-    assert [items.attributes[name].dtype.kind for name in ("stock", "price", "kind")] == ["b", "f", "U"]
+    assert [items.attributes[name].dtype.kind for name in ("stock", "price", "kind")] == [
+        "b",
+        "f",
+        "U",
+    ]
 
 
 def test_jsonl_packed_or_not(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     lines = b"\n" + jsonl(RECORDS)  # a blank line is skipped
-    for suffix, pack in ((".jsonl", bytes), (".jsonl.gz", gzip.compress), (".jsonl.zst", zstandard.compress)):
+    for suffix, pack in (
+        (".jsonl", bytes),
+        (".jsonl.gz", gzip.compress),
+        (".jsonl.zst", zstandard.compress),
+    ):
         path = tmp_path / f"items{suffix}"
         path.write_bytes(pack(lines))
         check_all(read_items(path))
@@ -61,7 +74,9 @@ def test_jsonl_packed_or_not(tmp_path: Path) -> None:
 
 def test_jsonl_with_ids_only(tmp_path: Path) -> None:
     path = tmp_path / "items.jsonl"
-    path.write_bytes(jsonl([{key: record[key] for key in ("item_id", "sid")} for record in RECORDS]))
+    path.write_bytes(
+        jsonl([{key: record[key] for key in ("item_id", "sid")} for record in RECORDS])
+    )
     items = read_items(path)
     check(items)
     assert items.order is None
@@ -71,7 +86,10 @@ def test_jsonl_with_ids_only(tmp_path: Path) -> None:
 def test_xllm(tmp_path: Path) -> None:
     path = tmp_path / "vocab.bin"
     raw = [(5).to_bytes(8, "little"), *(code.to_bytes(4, "little") for code in (3, 7, 1))]
-    raw += [(2**63 - 1).to_bytes(8, "little"), *(code.to_bytes(4, "little") for code in (0, 2**31 - 1, 9))]
+    raw += [
+        (2**63 - 1).to_bytes(8, "little"),
+        *(code.to_bytes(4, "little") for code in (0, 2**31 - 1, 9)),
+    ]
     path.write_bytes(b"".join(raw))
     items = read_items(path)
     check(items)
@@ -82,8 +100,15 @@ def test_xllm(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path, form: str) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    sid = {"list": pa.list_(pa.uint32()), "large_list": pa.large_list(pa.int64()), "fixed": pa.list_(pa.int32(), 3)}
-    columns = {name: [record["attributes"][name] for record in RECORDS] for name in ("stock", "price", "kind")}
+    sid = {
+        "list": pa.list_(pa.uint32()),
+        "large_list": pa.large_list(pa.int64()),
+        "fixed": pa.list_(pa.int32(), 3),
+    }
+    columns = {
+        name: [record["attributes"][name] for record in RECORDS]
+        for name in ("stock", "price", "kind")
+    }
     table = pa.table(
         {
             "item_id": pa.array([record["item_id"] for record in RECORDS], pa.uint64()),
@@ -149,7 +174,9 @@ def test_an_order_score_only_in_a_later_record(tmp_path: Path) -> None:
         read_items(path)
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b'{"item_id": 1}', b'{"item_id": 1, "sid": [1], "\xff": 2}'])
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b'{"item_id": 1}', b'{"item_id": 1, "sid": [1], "\xff": 2}']
+)
 def test_lines_that_are_no_record(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "items.jsonl"
     path.write_bytes(line)
@@ -165,7 +192,9 @@ def test_lines_that_are_no_record(tmp_path: Path, line: bytes) -> None:
         (1, (1, 2, 3), b"abc", "record 3: cut short, 3 of 20 bytes"),
     ],
 )
-def test_bad_xllm(tmp_path: Path, item_id: int, codes: tuple[int, ...], more: bytes, reason: str) -> None:
+def test_bad_xllm(
+    tmp_path: Path, item_id: int, codes: tuple[int, ...], more: bytes, reason: str
+) -> None:
     path = tmp_path / "vocab.bin"
     record = np.array([(0, (0, 0, 0)), (item_id, codes)], [("item", "<i8"), ("codes", "<i4", (3,))])
     path.write_bytes(record.tobytes() + more)
@@ -177,7 +206,10 @@ def test_bad_xllm(tmp_path: Path, item_id: int, codes: tuple[int, ...], more: by
     ("change", "reason"),
     [
         ({"item_id": [1, -1]}, "record 2: item id -1 is out of range"),
-        ({"item_id": np.array([1, 2**63], np.uint64)}, "record 2: item id 9223372036854775808 is out of range"),
+        (
+            {"item_id": np.array([1, 2**63], np.uint64)},
+            "record 2: item id 9223372036854775808 is out of range",
+        ),
         ({"item_id": [1, None]}, "record 2: no value in column 'item_id'"),
         ({"item_id": ["a", "b"]}, "column 'item_id' holds string, want integers"),
         ({"item_id": None}, "no column 'item_id'; there are sid, order, stock"),
@@ -203,7 +235,12 @@ def test_bad_xllm(tmp_path: Path, item_id: int, codes: tuple[int, ...], more: by
 def test_bad_parquet(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {"item_id": [1, 2], "sid": [[1, 2], [3, 4]], "order": [0.5, 1.0], "stock": [3, 4]} | change
+    columns = {
+        "item_id": [1, 2],
+        "sid": [[1, 2], [3, 4]],
+        "order": [0.5, 1.0],
+        "stock": [3, 4],
+    } | change
     path = tmp_path / "items.parquet"
     arrays = {name: pa.array(cells) for name, cells in columns.items() if cells is not None}
     parquet.write_table(pa.table(arrays), path)
@@ -235,7 +272,9 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "items.parquet"
-    parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["item_id", "item_id"]), path)
+    parquet.write_table(
+        pa.Table.from_arrays([pa.array([1])] * 2, names=["item_id", "item_id"]), path
+    )
     with pytest.raises(DataError, match="several columns 'item_id'"):
         read_items(path)
 

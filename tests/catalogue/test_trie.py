@@ -47,7 +47,9 @@ def walk(trie: Trie) -> list[tuple[int, ...]]:
 
 @exhaustively
 @given(catalogues())
-def test_the_paths_are_the_sids_and_the_leaves_their_items(drawn: tuple[list[Record], Codebooks]) -> None:
+def test_the_paths_are_the_sids_and_the_leaves_their_items(
+    drawn: tuple[list[Record], Codebooks],
+) -> None:
     records, codebooks = drawn
     trie, want = make_trie(records, codebooks), in_order(records)
     leaves = np.arange(num_leaves(trie))
@@ -61,12 +63,16 @@ def test_the_paths_are_the_sids_and_the_leaves_their_items(drawn: tuple[list[Rec
 
 @exhaustively
 @given(catalogues(), st.data())
-def test_items_of_any_leaves_limited_and_filtered(drawn: tuple[list[Record], Codebooks], data: st.DataObject) -> None:
+def test_items_of_any_leaves_limited_and_filtered(
+    drawn: tuple[list[Record], Codebooks], data: st.DataObject
+) -> None:
     trie, want = make_trie(*drawn), list(in_order(drawn[0]).values())
     leaves = data.draw(st.lists(st.integers(DEAD, num_leaves(trie) - 1), max_size=6))
     limit = data.draw(st.none() | st.integers(0, 3))
     banned = data.draw(
-        st.sets(st.sampled_from([record.item_id for record in drawn[0]])) if drawn[0] else st.just(set())
+        st.sets(st.sampled_from([record.item_id for record in drawn[0]]))
+        if drawn[0]
+        else st.just(set())
     )
     allowed = ~np.isin(trie.leaf_item, list(banned)) if data.draw(st.booleans()) else None
     item_ids, counts = trie.items_of(np.array(leaves, np.int64), limit, allowed)
@@ -87,7 +93,9 @@ def test_find_inverts(drawn: tuple[list[Record], Codebooks], asked: list[int]) -
     questions = np.array([*sid_of, *asked], np.int64)
     found = trie.sid_of(trie.find(questions))
     missing = (-1,) * len(codebooks)
-    assert [tuple(sid) for sid in found.tolist()] == [sid_of.get(int(item), missing) for item in questions]
+    assert [tuple(sid) for sid in found.tolist()] == [
+        sid_of.get(int(item), missing) for item in questions
+    ]
 
 
 @exhaustively
@@ -97,9 +105,14 @@ def test_degrees_parents_and_size(drawn: tuple[list[Record], Codebooks]) -> None
     num_bytes = trie.leaf_ptr.nbytes + trie.leaf_item.nbytes + trie.by_id.nbytes
     for level in range(trie.num_levels):
         degrees = np.diff(trie.indptr[level])
-        assert trie.width(level).tolist() == [max(int(degree) - 1, 0).bit_length() for degree in degrees]
+        assert trie.width(level).tolist() == [
+            max(int(degree) - 1, 0).bit_length() for degree in degrees
+        ]
         edges = np.arange(len(trie.token[level]))
-        assert trie.parent(level, edges).tolist() == np.repeat(np.arange(len(degrees)), degrees).tolist()
+        assert (
+            trie.parent(level, edges).tolist()
+            == np.repeat(np.arange(len(degrees)), degrees).tolist()
+        )
         num_bytes += trie.indptr[level].nbytes + trie.token[level].nbytes
     assert trie.num_bytes == num_bytes
     assert trie.children(0, np.array([DEAD])).degree.tolist() == [0]
@@ -129,14 +142,19 @@ def test_one_huge_node() -> None:
     assert np.array_equal(trie.sid_of(trie.find(codes + 5)), sids)
 
 
-@pytest.mark.parametrize("bits", [2, 30, 31])  # a SID: with its row in one key, alone in one key, in none
+# a SID: with its row in one key, alone in one key, in none
+@pytest.mark.parametrize("bits", [2, 30, 31])
 def test_the_three_ways_to_sort_agree(bits: int) -> None:
     random = np.random.default_rng(bits)
     sids = random.integers(0, 4, (300, 2)) * (2 ** (bits - 2))
     sids = np.concatenate((sids, np.zeros((300, 1), np.int64)), axis=1)
     item_ids = random.permutation(300)
-    order = random.integers(-2, 3, 300).astype(np.float32) * np.float32(0.0 if bits == 2 else 1.5)  # 0.0 and -0.0 too
-    records = [Record(int(i), tuple(s), float(o)) for i, s, o in zip(item_ids, sids.tolist(), order, strict=True)]
+    # 0.0 and -0.0 too
+    order = random.integers(-2, 3, 300).astype(np.float32) * np.float32(0.0 if bits == 2 else 1.5)
+    records = [
+        Record(int(i), tuple(s), float(o))
+        for i, s, o in zip(item_ids, sids.tolist(), order, strict=True)
+    ]
     trie = build_trie(sids, item_ids, Codebooks((2**bits, 2**bits, 4), (0, 0, 0)), order)
     want = in_order(records)
     assert walk(trie) == list(want)
@@ -169,7 +187,9 @@ def test_stacked_codebooks() -> None:
         ((2**31 + 1,), (0,), "level 0: 2147483649 codes"),
     ],
 )
-def test_bad_codebooks(code_count: tuple[int, ...], vocab_base: tuple[int, ...], reason: str) -> None:
+def test_bad_codebooks(
+    code_count: tuple[int, ...], vocab_base: tuple[int, ...], reason: str
+) -> None:
     with pytest.raises(CatalogueError, match=reason):
         Codebooks(code_count, vocab_base)
 
@@ -187,13 +207,27 @@ GOOD: dict[str, npt.NDArray[Any]] = {
         ({"item_ids": np.array([7, 8, 7])}, "record 3: item 7 is already in record 1"),
         ({"item_ids": np.array([7, -8, 9])}, "record 2: item id -8 is negative"),
         ({"item_ids": np.array([7.0, 8.0, 9.0])}, "item ids of type float64, want int64"),
-        ({"sids": np.array([[0, 1], [2, -3], [0, 1]])}, r"record 2: code -3 of level 1, which has 0\.\.3"),
-        ({"sids": np.array([[0, 1], [2, 3], [4, 1]])}, r"record 3: code 4 of level 0, which has 0\.\.3"),
+        (
+            {"sids": np.array([[0, 1], [2, -3], [0, 1]])},
+            r"record 2: code -3 of level 1, which has "
+            r"0\.\.3",
+        ),
+        (
+            {"sids": np.array([[0, 1], [2, 3], [4, 1]])},
+            r"record 3: code 4 of level 0, which has "
+            r"0\.\.3",
+        ),
         ({"sids": np.array([[0], [2], [0]])}, r"SIDs of shape \[3, 1\], want \[3, 2\]"),
         ({"sids": GOOD["sids"][:2]}, r"SIDs of shape \[2, 2\], want \[3, 2\]"),
         ({"sids": GOOD["sids"] * 0.5}, "SIDs of type float64, want integers"),
-        ({"order": np.array([0, np.nan, 0], np.float32)}, "record 2: order score nan is not finite"),
-        ({"order": np.array([np.inf, -np.inf, 0], np.float32)}, "record 1: order score inf is not finite"),
+        (
+            {"order": np.array([0, np.nan, 0], np.float32)},
+            "record 2: order score nan is not finite",
+        ),
+        (
+            {"order": np.array([np.inf, -np.inf, 0], np.float32)},
+            "record 1: order score inf is not finite",
+        ),
         ({"order": GOOD["order"][:2]}, r"order scores of shape \[2\], want \[3\]"),
     ],
 )

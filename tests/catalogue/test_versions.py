@@ -38,7 +38,11 @@ def ids(*item_ids: int) -> Any:
     return np.array(item_ids, np.int64)
 
 
-THREE: list[Row] = [(5, (0, 1), 1.0, "book"), (6, (0, 1), 2.0, "film"), (7, (2, 3), 0.0, "audiobook")]
+THREE: list[Row] = [
+    (5, (0, 1), 1.0, "book"),
+    (6, (0, 1), 2.0, "film"),
+    (7, (2, 3), 0.0, "audiobook"),
+]
 
 
 class Changes(RuleBasedStateMachine):
@@ -65,10 +69,15 @@ class Changes(RuleBasedStateMachine):
                 add(self.snapshot, as_items(rows))
             return
         self.snapshot = add(self.snapshot, as_items(rows))
-        self.held = {i: row for i, row in self.held.items() if i not in self.withdrawn} | {row[0]: row for row in rows}
+        self.held = {i: row for i, row in self.held.items() if i not in self.withdrawn} | {
+            row[0]: row for row in rows
+        }
         self.removed = (self.removed | self.withdrawn) - {row[0] for row in rows}
         self.withdrawn = set()
-        assert self.snapshot.version == make_snapshot(as_items(list(self.held.values())), BOOKS).version
+        assert (
+            self.snapshot.version
+            == make_snapshot(as_items(list(self.held.values())), BOOKS).version
+        )
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -94,7 +103,9 @@ class Changes(RuleBasedStateMachine):
             kind = str(self.snapshot.attributes["kind"][place])
             found[item] = (item, sids[place], float(self.snapshot.order[place]), kind)
         assert found == self.held
-        assert self.snapshot.features == {item: {"kinds": [row[3]]} for item, row in self.held.items() if row[3]}
+        assert self.snapshot.features == {
+            item: {"kinds": [row[3]]} for item, row in self.held.items() if row[3]
+        }
         assert self.snapshot.item_ids.tolist() == sorted(self.held.keys() - self.withdrawn)
         assert self.snapshot.withdrawn_ids.tolist() == sorted(self.withdrawn | self.removed)
         assert (available is None) == (not self.withdrawn)
@@ -102,13 +113,17 @@ class Changes(RuleBasedStateMachine):
         if available:
             want = allow_items(trie, ids(*(self.held.keys() - self.withdrawn)))
             assert available.allowed.tolist() == want.allowed.tolist()
-            assert [edges.tolist() for edges in available.valid] == [edges.tolist() for edges in want.valid]
+            assert [edges.tolist() for edges in available.valid] == [
+                edges.tolist() for edges in want.valid
+            ]
         else:
             assert self.snapshot.version == self.snapshot.content
 
 
 TestChanges = Changes.TestCase
-TestChanges.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=15)
+TestChanges.settings = settings(
+    deadline=None, derandomize=True, max_examples=60, stateful_step_count=15
+)
 
 
 def test_the_version_is_of_the_content() -> None:
@@ -146,7 +161,8 @@ def test_a_pinned_version_lives_on_and_then_goes() -> None:
     catalogue.publish(first)
     del first
     with catalogue.pin() as pinned:
-        for rows in (THREE[:1], THREE[:2]):  # two: the first version is no longer kept for a rollback
+        # two: the first version is no longer kept for a rollback
+        for rows in (THREE[:1], THREE[:2]):
             catalogue.publish(make_snapshot(as_items(rows), BOOKS))
         assert pinned.num_items == 3
         assert pinned.trie.items_of(pinned.trie.find(ids(5))).item_ids.tolist() == [6, 5]
@@ -170,7 +186,8 @@ def test_publish_rollback_and_status() -> None:
         catalogue.rollback()
     catalogue.publish(new)
     now[0] = 16.0
-    catalogue.publish(make_snapshot(as_items(THREE[:1]), BOOKS))  # the same again: nothing to serve anew
+    # the same again: nothing to serve anew
+    catalogue.publish(make_snapshot(as_items(THREE[:1]), BOOKS))
     assert catalogue.status() == CatalogueInfo(
         version=new.version, num_items=1, num_bytes=new.num_bytes, age_s=1.0, previous=old.version
     )
@@ -181,7 +198,10 @@ def test_publish_rollback_and_status() -> None:
 
 
 def test_nothing_published() -> None:
-    with pytest.raises(Unavailable, match="no version of the catalogue has been published"), Catalogue().pin():
+    with (
+        pytest.raises(Unavailable, match="no version of the catalogue has been published"),
+        Catalogue().pin(),
+    ):
         pass
     with pytest.raises(Unavailable):
         Catalogue().status()
@@ -189,7 +209,7 @@ def test_nothing_published() -> None:
         Catalogue().rollback()
 
 
-def test_other_codebooks_are_refused() -> None:
+def test_other_codebooks_are_rejected() -> None:
     catalogue = Catalogue()
     served = make_snapshot(as_items(THREE), BOOKS)
     catalogue.publish(served)
@@ -212,7 +232,9 @@ def test_many_publishers_lose_no_version() -> None:
 
 
 def without(items: Items, **change: Any) -> Items:
-    fields: dict[str, Any] = {name: getattr(items, name) for name in ("item_ids", "sids", "order", "attributes")}
+    fields: dict[str, Any] = {
+        name: getattr(items, name) for name in ("item_ids", "sids", "order", "attributes")
+    }
     return Items(**(fields | change))
 
 
@@ -225,11 +247,17 @@ MORE = as_items([(8, (1, 1), 0.0, "x"), (9, (1, 1), 0.0, "y")])
         (without(MORE, item_ids=ids(8, 6)), "record 2: item 6 is already in the catalogue"),
         (without(MORE, item_ids=ids(8, 8)), "record 2: item 8 is already in record 1"),
         (without(MORE, sids=np.array([[0, 0], [0, 4]], np.int32)), "record 2: code 4 of level 1"),
-        (without(MORE, sids=np.array([[0], [0]], np.int32)), "SIDs of 1 codes, those of the catalogue have 2"),
+        (
+            without(MORE, sids=np.array([[0], [0]], np.int32)),
+            "SIDs of 1 codes, those of the catalogue have 2",
+        ),
         (without(MORE, order=None), "columns kind, those of the catalogue are order, kind"),
         (without(MORE, attributes={}), "columns order, those of the catalogue are order, kind"),
         (without(MORE, order=None, attributes={}), "columns none, those"),
-        (without(MORE, attributes={"kind": ids(1, 2)}), "attribute 'kind' of type int64, that of the catalogue is <U9"),
+        (
+            without(MORE, attributes={"kind": ids(1, 2)}),
+            "attribute 'kind' of type int64, that of the catalogue is <U9",
+        ),
     ],
 )
 def test_bad_additions(items: Items, reason: str) -> None:
@@ -246,7 +274,7 @@ def test_whole_numbers_join_a_column_of_fractions() -> None:
 
 
 @pytest.mark.parametrize("change", [withdraw, restore])
-def test_unknown_items_are_refused(change: Any) -> None:
+def test_unknown_items_are_rejected(change: Any) -> None:
     with pytest.raises(CatalogueError, match="record 2: item 99 is not in the catalogue"):
         change(make_snapshot(as_items(THREE), BOOKS), ids(5, 99))
 

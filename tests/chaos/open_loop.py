@@ -72,13 +72,19 @@ class Answers:
     @property
     def failed(self) -> list[tuple[int, dict[str, Any]]]:
         """Those that were not answered with 2xx."""
-        return [(sample.status, sample.body) for sample in self.samples if not 200 <= sample.status < 300]
+        return [
+            (sample.status, sample.body)
+            for sample in self.samples
+            if not 200 <= sample.status < 300
+        ]
 
 
 class OpenLoop:
     """Sends requests at a fixed rate while a block runs."""
 
-    def __init__(self, url: str, make: Callable[[int], Ask], per_s: float, *, connects_anew: bool = False) -> None:
+    def __init__(
+        self, url: str, make: Callable[[int], Ask], per_s: float, *, connects_anew: bool = False
+    ) -> None:
         """Send nothing yet.
 
         Args:
@@ -132,7 +138,9 @@ class OpenLoop:
         self._samples.append(await send(http, self._url, ask, due_at))
 
 
-async def send(http: aiohttp.ClientSession, url: str, ask: Ask, due_at: float | None = None) -> Answered:
+async def send(
+    http: aiohttp.ClientSession, url: str, ask: Ask, due_at: float | None = None
+) -> Answered:
     """Send one request; no answer within thrice its budget and a second counts as lost."""
     due_at = time.monotonic() if due_at is None else due_at
     headers = {"X-Request-Timeout-Ms": f"{ask.budget_s * 1e3:.0f}", **ask.headers}
@@ -140,9 +148,13 @@ async def send(http: aiohttp.ClientSession, url: str, ask: Ask, due_at: float | 
     status = LOST
     body: dict[str, Any] = {}
     try:
-        async with http.post(url + ask.path, json=ask.body, headers=headers, timeout=timeout) as answer:
+        async with http.post(
+            url + ask.path, json=ask.body, headers=headers, timeout=timeout
+        ) as answer:
             status = answer.status
             body = await answer.json(content_type=None)
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         status, body = LOST, {"error": repr(error)}
-    return Answered(name=ask.name, due_at=due_at, took_s=time.monotonic() - due_at, status=status, body=body)
+    return Answered(
+        name=ask.name, due_at=due_at, took_s=time.monotonic() - due_at, status=status, body=body
+    )

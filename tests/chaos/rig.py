@@ -1,8 +1,11 @@
-"""Real instances with the configuration that ships, and what breaks them. Only paths and ports are overridden.
+"""Real instances with the configuration that ships, and what breaks them.
 
-Every scene has a short form, which every run of the tests has, and a long one (`-m chaos`). The short form asks what
-holds on any machine: nothing is lost, every status is one that the scene allows, everything is well again afterwards. A
-busy machine may reject (429). The long form, alone on a machine, compares with its own quiet reference.
+Only paths and ports are overridden.
+
+Every scene has a short form, which every run of the tests has, and a long one (`-m chaos`). The
+short form asks what holds on any machine: nothing is lost, every status is one that the scene
+allows, everything is well again afterwards. A busy machine may reject (429). The long form, alone
+on a machine, compares with its own quiet reference.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class Scale:
 
     name: str
     load_s: float  # of each load
-    most_failed: float  # share of requests that may fail where none should: what a busy machine costs
+    # share of requests that may fail where none should: what a busy machine costs
+    most_failed: float
 
 
 SHORT = Scale(name="short", load_s=2.0, most_failed=0.05)
@@ -83,7 +87,9 @@ class Instance:
         self._command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(CONFIG), *sets]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def launch(self, stdout: IO[bytes] | int = subprocess.DEVNULL, limits: Mapping[int, int] | None = None) -> None:
+    def launch(
+        self, stdout: IO[bytes] | int = subprocess.DEVNULL, limits: Mapping[int, int] | None = None
+    ) -> None:
         """Start the process.
 
         Args:
@@ -186,7 +192,10 @@ class Bodies:
 
     def without_history(self) -> list[dict[str, Any]]:
         """The same ranks of users whose history is in the store."""
-        return [{name: value for name, value in rank.items() if name != "history"} for rank in self.ranks]
+        return [
+            {name: value for name, value in rank.items() if name != "history"}
+            for rank in self.ranks
+        ]
 
 
 async def drive_all(instance: Instance, streams: Sequence[LoadStream], **more: Any) -> ClientReport:
@@ -195,7 +204,10 @@ async def drive_all(instance: Instance, streams: Sequence[LoadStream], **more: A
 
 
 def check(hurt: Answers, quiet: Answers, scale: Scale, *allowed: int) -> None:
-    """Check that nobody noticed who need not: allowed failures alone; in the long form few, and nearly as fast."""
+    """Check that nobody noticed who need not: allowed failures alone.
+
+    In the long form few, and nearly as fast.
+    """
     if scale is SHORT:
         for answers in (quiet, hurt):
             assert set(answers.statuses) <= {200, 202, 429, *allowed}, answers.failed[:3]

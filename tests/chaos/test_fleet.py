@@ -41,16 +41,18 @@ async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path:
             back_at = await back(f)
             await asyncio.sleep(scale.load_s + 1.0)
             after = due(load, back_at, await settled(load))
-        refused = [sample for sample in after if sample.status not in (200, 202)]
+        rejected = [sample for sample in after if sample.status not in (200, 202)]
         assert len(after) > PAIRS_PER_S
         if scale is LONG:
-            assert len(refused) <= scale.most_failed * len(after), refused[:3]
+            assert len(rejected) <= scale.most_failed * len(after), rejected[:3]
         else:
-            assert {sample.status for sample in refused} <= {429}, refused[:3]
+            assert {sample.status for sample in rejected} <= {429}, rejected[:3]
 
 
 @each_scale
-async def test_an_instance_that_stands_still_costs_a_rank_a_quarter_of_its_budget(scale: Scale, tmp_path: Path) -> None:
+async def test_an_instance_that_stands_still_costs_a_rank_a_quarter_of_its_budget(
+    scale: Scale, tmp_path: Path
+) -> None:
     async with fleet(Path(tempfile.mkdtemp(dir=tmp_path)), *NAMES, is_light=scale is not LONG) as f:
         load = Load(f.port, PAIRS_PER_S, f.times)
         async with load.running():
@@ -84,7 +86,11 @@ async def settled(load: Load) -> float:
 
 
 def due(load: Load, from_at: float, to_at: float) -> list[Sample]:
-    return [sample for sample in Window(load, from_at, to_at).samples if from_at <= sample.due_at < to_at]
+    return [
+        sample
+        for sample in Window(load, from_at, to_at).samples
+        if from_at <= sample.due_at < to_at
+    ]
 
 
 def ranks(load: Load, from_at: float, to_at: float) -> list[Sample]:

@@ -1,6 +1,7 @@
 """Behind the file that `npu-gr route` writes, no load loses a request: each is answered, or rejected in words.
 
-Rates are figures of `python -m benchmarks door`; here only counts are judged, and that all is well again afterwards.
+Rates are figures of `python -m benchmarks door`; here only counts are evaluated, and that all is
+well again afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from benchmarks.servers import running as served
 from tests.chaos.open_loop import LOST, Answered, Ask, send
 from tests.chaos.rig import Bodies, Instance, Scale, each_scale, running
 
-BUDGET_S = 5.0  # of each request, which the client waits for: a busy machine is slow, and loses nothing
+# of each request, which the client waits for: a busy machine is slow, and loses nothing
+BUDGET_S = 5.0
 PAUSE_S = 0.5
 SILENT = 500  # connections
 WELL_AGAIN_S = 20.0
@@ -35,7 +37,9 @@ async def routed(checkpoint: Path, folder: Path) -> AsyncIterator[Server]:
         pytest.skip("no haproxy on PATH (Debian: apt-get install haproxy)")
     with ExitStack() as stack:
         one = behind("instance", checkpoint, folder)
-        yield await asyncio.to_thread(stack.enter_context, served("routed", one, proxy("router", [one], folder)))
+        yield await asyncio.to_thread(
+            stack.enter_context, served("routed", one, proxy("router", [one], folder))
+        )
 
 
 async def load(at: Server, stream: LoadStream, pause: Pause | None = None) -> StreamCounts:
@@ -53,7 +57,9 @@ async def well_again(at: Server, bodies: Bodies) -> None:
 async def rank(http: aiohttp.ClientSession, at: Server, bodies: Bodies) -> Answered:
     body = bodies.ranks[0]
     headers = {"X-User-Id": str(body["user_id"])}
-    return await send(http, f"http://127.0.0.1:{at.port}", Ask(body=body, headers=headers, budget_s=BUDGET_S))
+    return await send(
+        http, f"http://127.0.0.1:{at.port}", Ask(body=body, headers=headers, budget_s=BUDGET_S)
+    )
 
 
 def stream(bodies: Bodies, scale: Scale, mode: str) -> LoadStream:
@@ -67,7 +73,9 @@ def stream(bodies: Bodies, scale: Scale, mode: str) -> LoadStream:
             burst_size=24,
             every_s=0.25,
         ),
-        "retries": LoadStream(name="retries", mode="closed", bodies=bodies.path, to_s=scale.load_s, connections=64),
+        "retries": LoadStream(
+            name="retries", mode="closed", bodies=bodies.path, to_s=scale.load_s, connections=64
+        ),
         "overload": LoadStream(
             name="overload",
             mode="poisson",
@@ -89,7 +97,7 @@ async def test_no_load_loses_a_request(
         counts = await load(at, stream(bodies, scale, mode))
         assert counts.other + counts.errors == 0, counts
         assert counts.answered > 0
-        assert counts.due == counts.answered + counts.refused + counts.timeouts
+        assert counts.due == counts.answered + counts.rejected + counts.timeouts
         await well_again(at, bodies)
 
 
@@ -113,7 +121,9 @@ async def test_silent_connections_and_slow_heads_shut_nobody_out(
     async with routed(checkpoint, tmp_path) as at:
         with ExitStack() as stack:
             for number in range(SILENT):
-                one = stack.enter_context(socket.create_connection(("127.0.0.1", at.port), timeout=5))
+                one = stack.enter_context(
+                    socket.create_connection(("127.0.0.1", at.port), timeout=5)
+                )
                 one.sendall(sent[number % len(sent)])
             await well_again(at, bodies)
             async with aiohttp.ClientSession() as http:
@@ -123,8 +133,13 @@ async def test_silent_connections_and_slow_heads_shut_nobody_out(
 
 
 @each_scale
-async def test_a_stop_under_load_loses_nothing(scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path) -> None:
-    """Every request that was sent before the listener closed is answered; the process ends with 0."""
+async def test_a_stop_under_load_loses_nothing(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Every request that was sent before the listener closed is answered.
+
+    The process ends with 0.
+    """
     samples: list[Answered] = []
     loop = asyncio.get_running_loop()
     async with running(Instance(tmp_path, checkpoint)) as instance, aiohttp.ClientSession() as http:
@@ -148,5 +163,8 @@ async def test_a_stop_under_load_loses_nothing(scale: Scale, bodies: Bodies, che
         await asyncio.gather(*asking)
     answered = [sample for sample in samples if sample.status != LOST]
     assert {sample.status for sample in answered} <= {200, 429}
-    assert len(samples) - len(answered) <= len(asking)  # each client noticed once that nobody listens any more
-    assert any(sample.due_at > stopped_at for sample in answered), "it did not serve while it drained"
+    # each client noticed once that nobody listens any more
+    assert len(samples) - len(answered) <= len(asking)
+    assert any(sample.due_at > stopped_at for sample in answered), (
+        "it did not serve while it drained"
+    )

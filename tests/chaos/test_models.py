@@ -1,4 +1,4 @@
-"""A broken checkpoint that is published under load changes nothing: the reload is refused, the old model goes on."""
+"""A broken checkpoint that is published under load changes nothing: the reload is rejected, the old model goes on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def publish(source: Path, served: Path) -> None:
 
 
 @each_scale
-@pytest.mark.parametrize("change", [zeros, infinities, one_nan], ids=lambda change: str(change.__name__))
-async def test_a_broken_checkpoint_is_refused_under_load(
+@pytest.mark.parametrize(
+    "change", [zeros, infinities, one_nan], ids=lambda change: str(change.__name__)
+)
+async def test_a_broken_checkpoint_is_rejected_under_load(
     change: Change, scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -34,7 +36,9 @@ async def test_a_broken_checkpoint_is_refused_under_load(
     shutil.copytree(checkpoint, served)
     bad = broken(checkpoint, folder / "bad", change)
     async with running(Instance(tmp_path, served)) as instance:
-        load = OpenLoop(instance.url, lambda n: Ask(body=bodies.ranks[n % len(bodies.ranks)]), PER_S)
+        load = OpenLoop(
+            instance.url, lambda n: Ask(body=bodies.ranks[n % len(bodies.ranks)]), PER_S
+        )
         async with load.running() as loop:
             quiet = await loop.over(scale.load_s / 2)
             from_at = time.monotonic()
@@ -54,6 +58,8 @@ async def test_a_broken_checkpoint_is_refused_under_load(
 
 async def reload(instance: Instance) -> tuple[int, str]:
     timeout = aiohttp.ClientTimeout(total=60)
-    async with aiohttp.request("POST", f"{instance.admin_url}/v1/models/reload", timeout=timeout) as answer:
+    async with aiohttp.request(
+        "POST", f"{instance.admin_url}/v1/models/reload", timeout=timeout
+    ) as answer:
         body = await answer.json(content_type=None)
         return answer.status, str(body.get("detail", ""))

@@ -41,7 +41,9 @@ async def test_a_log_that_nobody_reads_stops_nothing(
     read, write = os.pipe()
     try:
         async with running(Instance(tmp_path, checkpoint), stdout=write) as instance:
-            load = LoadStream(name="load", mode="closed", bodies=bodies.path, to_s=2 * scale.load_s, connections=4)
+            load = LoadStream(
+                name="load", mode="closed", bodies=bodies.path, to_s=2 * scale.load_s, connections=4
+            )
             counts = (await drive_all(instance, [load])).stream("load")
             assert counts.due > 180, "the pipe may not be full"
             assert counts.timeouts + counts.errors + counts.other == 0
@@ -63,7 +65,8 @@ async def test_half_requests_cost_neither_time_nor_memory(
 ) -> None:
     """Half of a head, and half of a body: each ends when its budget of 500 ms is over, or at the server's own limit."""
     head = (
-        f"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Timeout-Ms: 500\r\n"
+        "POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        "application/json\r\nX-Request-Timeout-Ms: 500\r\n"
         f"Content-Length: {2 * BODY_BYTES}\r\n\r\n"
     ).encode()
     half_body = head + json.dumps({"user_id": "u" * BODY_BYTES}).encode()[:BODY_BYTES]
@@ -83,14 +86,22 @@ async def test_half_requests_cost_neither_time_nor_memory(
             for task in sent:
                 task.cancel()
             await asyncio.gather(*sent, return_exceptions=True)
-        assert {answer.split(b" ")[1] for answer in answers if answer} <= {b"408", b"503", b"504", b"429"}
+        assert {answer.split(b" ")[1] for answer in answers if answer} <= {
+            b"408",
+            b"503",
+            b"504",
+            b"429",
+        }
         check(hurt, quiet, scale)
         assert grown_bytes < 1.3 * HALF_BODIES * BODY_BYTES, "more is held than came"
         assert await instance.metric("npu_gr_requests_in_flight") <= 1  # the scrape itself
 
 
 async def half(port: int, what: bytes) -> bytes:
-    """Send half a request and wait for whatever comes. Returns what came before the connection was closed."""
+    """Send half a request and wait for whatever comes.
+
+    Returns what came before the connection was closed.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(what)

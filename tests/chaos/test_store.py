@@ -39,7 +39,9 @@ def half_bring_their_history(bodies: Bodies, instance: Instance) -> OpenLoop:
     return OpenLoop(instance.url, make, PER_S)
 
 
-def append(bodies: Bodies, number: int, key: str | None = None, budget_s: float = 1.0, num: int = 3) -> Ask:
+def append(
+    bodies: Bodies, number: int, key: str | None = None, budget_s: float = 1.0, num: int = 3
+) -> Ask:
     rank = bodies.ranks[number % len(bodies.ranks)]
     events = {name: values[:num] for name, values in rank["history"].items()}
     headers = {} if key is None else {"Idempotency-Key": key}
@@ -47,8 +49,13 @@ def append(bodies: Bodies, number: int, key: str | None = None, budget_s: float 
     return Ask(name="append", path="/v1/events", body=body, headers=headers, budget_s=budget_s)
 
 
-async def append_all(instance: Instance, bodies: Bodies, num_users: int, num_events: int = 3) -> Answers:
-    """One append for each user, all at once; who is refused for load comes again after a moment."""
+async def append_all(
+    instance: Instance, bodies: Bodies, num_users: int, num_events: int = 3
+) -> Answers:
+    """One append for each user, all at once.
+
+    Who is rejected for load comes again after a moment.
+    """
 
     async def one(http: aiohttp.ClientSession, number: int) -> Answered:
         give_up_at = time.monotonic() + 10
@@ -68,7 +75,17 @@ def redis_server(folder: Path) -> Iterator[int]:
     if binary is None:
         pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
     port = free_port()
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    command = [
+        binary,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(folder),
+        "--save",
+        "",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             yield port
@@ -77,12 +94,16 @@ def redis_server(folder: Path) -> Iterator[int]:
 
 
 @asynccontextmanager
-async def behind_a_proxy(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[Instance, FaultProxy]]:
+async def behind_a_proxy(
+    folder: Path, checkpoint: Path
+) -> AsyncIterator[tuple[Instance, FaultProxy]]:
     """An instance whose Redis can hang, be late, or reset its connections."""
     with redis_server(folder) as port:
         async with FaultProxy("127.0.0.1", port) as proxy:
             url = f"redis://127.0.0.1:{proxy.port}/0"
-            async with running(Instance(folder, checkpoint, "features.kind=redis", f"features.url={url}")) as instance:
+            async with running(
+                Instance(folder, checkpoint, "features.kind=redis", f"features.url={url}")
+            ) as instance:
                 yield instance, proxy
 
 
@@ -111,8 +132,12 @@ async def test_a_sick_redis_is_not_noticed_by_those_who_do_not_need_it(
         assert needs.statuses[200], f"{mode}: what was known of a user is not used"
         assert set(well[mode].statuses) <= {200, 429}, (mode, well[mode].failed[:3])
         if scale is LONG:
-            assert needs.quantile_s(0.95) < 0.35, f"{mode}: those who need the store wait for much of their budget"
-            assert needs.statuses[200] >= 0.9 * len(needs), f"{mode}: what was known of a user is not used"
+            assert needs.quantile_s(0.95) < 0.35, (
+                f"{mode}: those who need the store wait for much of their budget"
+            )
+            assert needs.statuses[200] >= 0.9 * len(needs), (
+                f"{mode}: what was known of a user is not used"
+            )
 
 
 @each_scale
@@ -137,7 +162,10 @@ async def test_a_full_disk_stops_appends_and_nothing_else(
 
 
 async def heals(instance: Instance, bodies: Bodies) -> None:
-    """Wait until an append works again; a breaker tries it again from time to time, which must not take long."""
+    """Wait until an append works again.
+
+    A breaker tries it again from time to time, which must not take long.
+    """
     async with aiohttp.ClientSession() as http, asyncio.timeout(30):
         while (await send(http, instance.url, append(bodies, 0))).status != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -152,20 +180,33 @@ def largest(folder: Path) -> int:
 async def test_an_append_that_is_sent_again_counts_once(
     scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Another process holds the write lock; who is answered 504 or 503 sends the same again under the same key."""
+    """Another process holds the write lock.
+
+    Who is answered 504 or 503 sends the same again under the same key.
+    """
     async with running(Instance(tmp_path, checkpoint)) as instance:
         assert not (await append_all(instance, bodies, 1)).failed
-        async with aiohttp.ClientSession() as http, half_bring_their_history(bodies, instance).running() as loop:
+        async with (
+            aiohttp.ClientSession() as http,
+            half_bring_their_history(bodies, instance).running() as loop,
+        ):
             quiet = await loop.over(scale.load_s / 2)
             lock = sqlite3.connect(instance.database, isolation_level=None, timeout=10)
             lock.execute("BEGIN IMMEDIATE")
             from_at = time.monotonic()
-            tried = [await send(http, instance.url, append(bodies, 0, f"key-{n}", budget_s=0.3)) for n in range(3)]
-            assert {sample.status for sample in tried} <= {503, 504}, [sample.status for sample in tried]
+            tried = [
+                await send(http, instance.url, append(bodies, 0, f"key-{n}", budget_s=0.3))
+                for n in range(3)
+            ]
+            assert {sample.status for sample in tried} <= {503, 504}, [
+                sample.status for sample in tried
+            ]
             held = await loop.between(from_at, time.monotonic())
             lock.execute("ROLLBACK")
             lock.close()
-            counts = [(await again(http, instance, append(bodies, 0, f"key-{n}"))) for n in range(3)]
+            counts = [
+                (await again(http, instance, append(bodies, 0, f"key-{n}"))) for n in range(3)
+            ]
             repeated = await again(http, instance, append(bodies, 0, "key-2"))
     assert counts == [6, 9, 12]
     assert repeated == 12
@@ -213,7 +254,9 @@ def spoil(database: Path, user: str) -> None:
     file.close()
     data = bytearray(database.read_bytes())
     pages = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]
-    leaves = [number for number, page in enumerate(pages) if page[0] in LEAVES and user.encode() in page]
+    leaves = [
+        number for number, page in enumerate(pages) if page[0] in LEAVES and user.encode() in page
+    ]
     assert len(pages) > 50
     start = leaves[-1] * page_bytes
     data[start + 8 : start + page_bytes] = b"\xa5" * (page_bytes - 8)

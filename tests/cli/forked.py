@@ -1,6 +1,7 @@
 """Command lines of `npu-gr`, each in a process of its own that need not load torch first.
 
-A process loads everything once and forks for each command, which takes milliseconds instead of two seconds.
+A process loads everything once and forks for each command, which takes milliseconds instead of two
+seconds.
 
     python -m tests.cli.forked       reads a JSON list of words a line, answers [exit code, stdout, stderr] a line
 """
@@ -34,7 +35,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def _server() -> subprocess.Popen[str]:
     """Start the process that forks; it ends with this one, whose end closes its input."""
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-m", "tests.cli.forked"], stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.forked"], stdin=pipe, stdout=pipe, text=True
+    )
 
 
 def _serve() -> None:

@@ -64,7 +64,9 @@ def test_configurations(tmp_path: Path) -> None:
         f"checkpoint: ranker\n{sections}{generate}recommend: {{popular: popular.txt}}\n"
     )
     (tmp_path / "bad.yaml").write_text("checkpoint: ranker\nbackend: gpu\n")
-    (tmp_path / "router.yaml").write_text("discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\n")
+    (tmp_path / "router.yaml").write_text(
+        "discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\n"
+    )
     schemas = [["config", kind, "--schema"] for kind in KINDS]
     good, cascade, bad, router, security, dashboards, serve, *written = run(
         tmp_path,
@@ -103,7 +105,10 @@ async def test_events_go_through_a_service(tmp_path: Path) -> None:
     async with scripted(answer(models), answer(written), answer(models)) as service:
         to = ["--url", service.url]
         load, consume = await asyncio.to_thread(
-            run, tmp_path, ["load", "log.jsonl", *to], ["consume", "--brokers", "127.0.0.1:1", "--topic", "t", *to]
+            run,
+            tmp_path,
+            ["load", "log.jsonl", *to],
+            ["consume", "--brokers", "127.0.0.1:1", "--topic", "t", *to],
         )
     assert load.code == 0, load.output
     assert "1 users: 1 events added" in load.output

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from npu_gr.cli.main import GONE, main
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def commands(
+    group: click.Group, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     yield path, group
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
@@ -23,7 +25,9 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 ALL = dict(commands(main))
 
 
-@pytest.mark.parametrize("path", [path for path, one in ALL.items() if isinstance(one, click.Group)], ids=" ".join)
+@pytest.mark.parametrize(
+    "path", [path for path, one in ALL.items() if isinstance(one, click.Group)], ids=" ".join
+)
 def test_no_line_of_a_groups_help_is_cut(path: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, [*path, "--help"], terminal_width=80)
     assert done.exit_code == 0, done.output
@@ -35,9 +39,16 @@ def test_no_line_of_a_groups_help_is_cut(path: tuple[str, ...]) -> None:
 
 
 def test_json_is_explained_everywhere() -> None:
-    options = [(path, one) for path, command in ALL.items() for one in command.params if "--json" in one.opts]
+    options = [
+        (path, one)
+        for path, command in ALL.items()
+        for one in command.params
+        if "--json" in one.opts
+    ]
     assert len(options) > 5
-    assert [path for path, one in options if not isinstance(one, click.Option) or not one.help] == []
+    assert [
+        path for path, one in options if not isinstance(one, click.Option) or not one.help
+    ] == []
 
 
 def test_there_are_few_commands() -> None:

@@ -18,7 +18,18 @@ def keys(*words: str, stdin: str | bytes | None = None) -> Result:
 
 
 def new(path: Path, name: str = "ranking", *words: str, stdin: str | bytes | None = None) -> Result:
-    return keys("new", name, "--file", str(path), "--tenant", "shop", "--scope", "infer", *words, stdin=stdin)
+    return keys(
+        "new",
+        name,
+        "--file",
+        str(path),
+        "--tenant",
+        "shop",
+        "--scope",
+        "infer",
+        *words,
+        stdin=stdin,
+    )
 
 
 def test_the_scopes_are_those_that_there_are() -> None:
@@ -27,7 +38,9 @@ def test_the_scopes_are_those_that_there_are() -> None:
 
 def test_a_new_key_opens_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    done = new(path, "ranking", "--scope", "ingest", "--rate-per-s", "500", "--expires", "2999-01-31")
+    done = new(
+        path, "ranking", "--scope", "ingest", "--rate-per-s", "500", "--expires", "2999-01-31"
+    )
     assert done.exit_code == 0, done.output
     secret = done.stdout.strip()
     assert secret.startswith("ngr_")
@@ -66,7 +79,9 @@ def test_a_key_of_the_caller_s_own_is_not_printed(tmp_path: Path) -> None:
         (["--scope", "everything"], None, "'everything' is not one of"),
     ],
 )
-def test_what_is_no_key_is_refused(tmp_path: Path, words: list[str], stdin: str | bytes | None, said: str) -> None:
+def test_what_is_no_key_is_rejected(
+    tmp_path: Path, words: list[str], stdin: str | bytes | None, said: str
+) -> None:
     done = new(tmp_path / "keys", "ranking", *words, stdin=stdin)
     assert done.exit_code == 2
     assert said in done.output
@@ -76,7 +91,9 @@ def test_what_is_no_key_is_refused(tmp_path: Path, words: list[str], stdin: str 
 
 @pytest.mark.parametrize("name", ["", "a key", "-x", "x\n", "x" * 65, "käse"])
 def test_a_name_is_short_and_plain(tmp_path: Path, name: str) -> None:
-    done = keys("new", "--file", str(tmp_path / "keys"), "--tenant", "", "--scope", "infer", "--", name)
+    done = keys(
+        "new", "--file", str(tmp_path / "keys"), "--tenant", "", "--scope", "infer", "--", name
+    )
     assert done.exit_code == 2
     assert "name" in done.output
     assert not (tmp_path / "keys").exists()
@@ -93,7 +110,9 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
 def test_the_list_shows_no_hash_whole(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     new(path, "ranking", "--rate-per-s", "500", "--expires", "2999-01-31")
-    keys("new", "ops", "--file", str(path), "--tenant", "*", "--scope", "observe", "--scope", "admin")
+    keys(
+        "new", "ops", "--file", str(path), "--tenant", "*", "--scope", "observe", "--scope", "admin"
+    )
     keys("new", "odd", "--file", str(path), "--tenant", "\x1b[2J", "--scope", "infer")
     sha256 = read_keys(path).keys[0].sha256
     done = keys("list", "--file", str(path))
@@ -101,7 +120,14 @@ def test_the_list_shows_no_hash_whole(tmp_path: Path) -> None:
     assert sha256 not in done.output
     assert "\x1b" not in done.output
     rows = [line.split(maxsplit=5) for line in done.output.splitlines()]
-    assert rows[1] == ["ranking", f"{sha256[:8]}...", "shop", "infer", "500", "2999-01-31 00:00 UTC"]
+    assert rows[1] == [
+        "ranking",
+        f"{sha256[:8]}...",
+        "shop",
+        "infer",
+        "500",
+        "2999-01-31 00:00 UTC",
+    ]
     assert rows[2][:4] == ["ops", rows[2][1], "*", "observe,admin"]
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from npu_gr.core.history import Events, UserKey
-from npu_gr.features.open import open_store
+from npu_gr.history_store.open import open_store
 from npu_gr.service.config import load as load_config
 from tests.cli.forked import run
 from tests.cli.test_main import free_port, is_ready, write
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.serving import FIRST_ID, write_checkpoint
 
 Histories = dict[str, list[tuple[int, int, int]]]  # (item, action, time), oldest first
@@ -32,7 +32,11 @@ def histories(num_users: int, num_events: int, seed: int = 0) -> Histories:
     random = np.random.default_rng(seed)
     return {
         f"u{user}": [
-            (FIRST_ID + int(random.integers(100)), int(random.integers(3)), 1_600_000_000 + 10 * place)
+            (
+                FIRST_ID + int(random.integers(100)),
+                int(random.integers(3)),
+                1_600_000_000 + 10 * place,
+            )
             for place in range(num_events)
         ]
         for user in range(num_users)
@@ -44,7 +48,12 @@ def write_log(path: Path, users: Histories) -> Path:
     with path.open("w") as file:
         for user, rows in users.items():
             for item, action, at in rows:
-                file.write(json.dumps({"user_id": user, "item_id": item, "rating": action + 1, "timestamp": at}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"user_id": user, "item_id": item, "rating": action + 1, "timestamp": at}
+                    )
+                    + "\n"
+                )
     return path
 
 
@@ -52,7 +61,9 @@ def stored(config: Path, users: Histories, tenant: str = "") -> Histories:
     async def read() -> Histories:
         store = await open_store(load_config(config).features)
         assert store is not None
-        found = {user: rows_of((await store.read(UserKey(tenant, user), 9999)).events) for user in users}
+        found = {
+            user: rows_of((await store.read(UserKey(tenant, user), 9999)).events) for user in users
+        }
         await store.close()
         return found
 
@@ -60,7 +71,9 @@ def stored(config: Path, users: Histories, tenant: str = "") -> Histories:
 
 
 def rows_of(events: Events) -> list[tuple[int, int, int]]:
-    return list(zip(events.items.tolist(), events.actions.tolist(), events.timestamps.tolist(), strict=True))
+    return list(
+        zip(events.items.tolist(), events.actions.tolist(), events.timestamps.tolist(), strict=True)
+    )
 
 
 def loaded(log: Path, *words: str, code: int = 0) -> str:
@@ -71,7 +84,9 @@ def loaded(log: Path, *words: str, code: int = 0) -> str:
 
 @contextmanager
 def service(config: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
+    ) as process:
         try:
             while not is_ready(port):
                 assert process.poll() is None
@@ -89,16 +104,24 @@ def test_a_second_time_changes_nothing_and_a_grown_log_adds_what_is_new(tmp_path
     small, grown = histories(6, 5), histories(8, 7)
     small = {user: grown[user][:5] for user in small}
     log = write_log(tmp_path / "small.jsonl", small)
-    assert loaded(log, "--config", str(config)) == "6 users: 30 events added, 0 events were already there"
-    assert loaded(log, "--config", str(config)) == "6 users: 0 events added, 30 events were already there"
+    assert loaded(log, "--config", str(config)) == (
+        "6 users: 30 events added, 0 events were already there"
+    )
+    assert loaded(log, "--config", str(config)) == (
+        "6 users: 0 events added, 30 events were already there"
+    )
     assert stored(config, small) == small
     more = write_log(tmp_path / "grown.jsonl", grown)
-    assert loaded(more, "--config", str(config)) == "8 users: 26 events added, 30 events were already there"
+    assert loaded(more, "--config", str(config)) == (
+        "8 users: 26 events added, 30 events were already there"
+    )
     assert stored(config, grown) == grown
 
     other = {"u0": histories(1, 3, seed=1)["u0"]}
     replaced = write_log(tmp_path / "other.jsonl", other)
-    assert loaded(replaced, "--config", str(config), "--replace") == "1 users: 3 events added, 1 replaced"
+    assert loaded(replaced, "--config", str(config), "--replace") == (
+        "1 users: 3 events added, 1 replaced"
+    )
     assert stored(config, grown) == {**grown, **other}
 
 
@@ -124,7 +147,9 @@ def test_it_goes_through_the_service_that_has_the_store(tmp_path: Path) -> None:
         assert f"in use by another process: writing through http://127.0.0.1:{port}" in done.stderr
         assert "1200 events added" in done.stdout
         assert "0 events added" in loaded(log, "--url", f"http://127.0.0.1:{port}")
-        assert "1200 events added, 40 replaced" in loaded(log, "--url", f"http://127.0.0.1:{port}", "--replace")
+        assert ("1200 events added, 40 replaced") in loaded(
+            log, "--url", f"http://127.0.0.1:{port}", "--replace"
+        )
     assert stored(config, users) == users
     told = loaded(log, "--url", f"http://127.0.0.1:{free_port()}", code=2)
     assert "no answer" in told
@@ -153,8 +178,12 @@ def on_redis(folder: Path) -> Iterator[tuple[dict[str, Any], Callable[[], int]]]
         )
 
 
-@pytest.mark.parametrize(("store", "mode"), [(embedded, []), (on_redis, []), (on_redis, ["--replace"])])
-def test_killed_in_the_middle_and_run_again_is_one_copy(store: Any, mode: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("store", "mode"), [(embedded, []), (on_redis, []), (on_redis, ["--replace"])]
+)
+def test_killed_in_the_middle_and_run_again_is_one_copy(
+    store: Any, mode: list[str], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     users = histories(1500, 12)
     log = write_log(tmp_path / "log.jsonl", users)

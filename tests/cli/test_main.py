@@ -53,7 +53,9 @@ def served(folder: Path, grace_s: float) -> Iterator[tuple[subprocess.Popen[byte
     write_checkpoint(folder / "checkpoint")
     port = free_port()
     config = write(folder, server={"port": port, "drain_grace_s": grace_s})
-    with subprocess.Popen([sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
+    ) as process:
         try:
             while not is_ready(port):
                 assert process.poll() is None
@@ -74,10 +76,16 @@ RANK = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:
-    """Unready at once, still serving for the grace; a second signal ends that, and then it is gone with code 0."""
+    """Unready at once, still serving for the grace.
+
+    A second signal ends that, and then it is gone with code 0.
+    """
     with served(tmp_path, grace_s=600.0) as (process, port):
         assert ask(port, "POST", "/v1/rank", RANK)[0] == 200
-        assert ask(port, "POST", "/v1/events", {"user_id": "u", "events": columns(events(5))})[0] == 200
+        assert (
+            ask(port, "POST", "/v1/events", {"user_id": "u", "events": columns(events(5))})[0]
+            == 200
+        )
         process.send_signal(signal.SIGTERM)
         status, headers = ask(port, "GET", "/readyz")
         while status == 200:
@@ -85,7 +93,9 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert status == 503
         assert headers["Connection"] == "close"
         assert ask(port, "POST", "/v1/rank", RANK)[0] == 200
-        status, headers = ask(port, "POST", "/v1/signal", {"user_id": "u", "history": columns(events(5))})
+        status, headers = ask(
+            port, "POST", "/v1/signal", {"user_id": "u", "history": columns(events(5))}
+        )
         assert (status, headers["X-NpuGr-Not-Taken"]) == (503, "1")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -131,7 +141,11 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
     fails(write(tmp_path, backend="npu"), "backend 'npu' is configured but cannot be loaded")
     fails(write(tmp_path, kv={"hbm_bytes": 1000}), "kv.hbm_bytes: 1000 holds 0 pages")
     fails(write(tmp_path, features={"path": "/proc/nowhere/h.db"}), "features.path")
-    fails(write(tmp_path, server={"api_keys_file": str(tmp_path / "keys")}), "api_keys_file: ", "No such file")
+    fails(
+        write(tmp_path, server={"api_keys_file": str(tmp_path / "keys")}),
+        "api_keys_file: ",
+        "No such file",
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -160,14 +174,18 @@ def test_check_config_prints_everything(tmp_path: Path) -> None:
 def test_bulk_load(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     log = tmp_path / "x.inter"
-    log.write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t1001\t2\t5\nu\t1002\t3\t6\n")
+    log.write_text(
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t1001\t2\t5\nu\t1002\t3\t6\n"
+    )
     done = run("load", "--config", str(write(tmp_path)), str(log))
     told = "1 users: 2 events added, 0 events were already there\n"
     assert (done.returncode, done.stdout) == (0, told), done.stderr
     log.write_text(log.read_text() + "u\t1001\t9\t7\n")
     done = run("load", "--config", str(write(tmp_path)), str(log))
     assert done.returncode == 2
-    assert "actions of the log that the model lacks: '9'; the model has: '1', '2', '3'" in done.stderr
+    assert (
+        "actions of the log that the model lacks: '9'; the model has: '1', '2', '3'"
+    ) in done.stderr
 
 
 def test_help_is_quick_and_names_every_command() -> None:

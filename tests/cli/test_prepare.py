@@ -32,7 +32,8 @@ def test_it_says_what_it_found(tmp_path: Path) -> None:
         "  times          seconds since 1970, by the size of the numbers, 2023-11-14 to 2023-11-14",
         "  actions        cart (1), purchase (1), view (3)",
         "5 events, 2 users, 2 items",
-        "1 row like another one in user, item, time and action: left out (--keep-duplicates keeps them)",
+        "1 row like another one in user, item, time and action: left out (--keep-duplicates "
+        "keeps them)",
         "1 row cannot be used:",
         "          1  wrong number of cells (first: 8)",
         f"next: npu-gr train all {tmp_path}/site/data --out {tmp_path}/site",
@@ -43,10 +44,20 @@ def test_it_says_what_it_found(tmp_path: Path) -> None:
 
 def test_everything_can_be_told(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(
-        "ann;x1;14.11.2023 22:13;3.5;buy\nann;x1;14.11.2023 22:13;3.5;buy\nbob;x2;15.11.2023 07:00;4;view\n"
+        "ann;x1;14.11.2023 22:13;3.5;buy\nann;x1;14.11.2023 22:13;3.5;buy\nbob;x2;15.11.2023 "
+        "07:00;4;view\n"
     )
     base = [str(tmp_path / "log.txt"), "--out", str(tmp_path / "data"), "--format", "csv"]
-    base += ["--columns", "who,what,when,stars,did", "--user", "who", "--item", "what", "--time", "when"]
+    base += [
+        "--columns",
+        "who,what,when,stars,did",
+        "--user",
+        "who",
+        "--item",
+        "what",
+        "--time",
+        "when",
+    ]
     base += ["--time-format", "%d.%m.%Y %H:%M"]
     assert "actions        buy (1), view (1)" in run(*base, "--event", "did", "--value", "none")
     (tmp_path / "data/manifest.json").unlink()

@@ -26,7 +26,9 @@ from tests.serving import write_checkpoint
 
 
 @contextmanager
-def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def started(
+    kind: str, folder: Path, out: int, err: int
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """An instance or a router that answers. Yields the process and the port of its `/metrics`."""
     port = free_port()
     if kind == "serve":
@@ -35,7 +37,12 @@ def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subpr
     else:
         config = folder / "router.yaml"
         instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]
-        table = {"port": free_port(), "admin_port": port, "discovery": {"instances": instances}, "drain_grace_s": 0.1}
+        table = {
+            "port": free_port(),
+            "admin_port": port,
+            "discovery": {"instances": instances},
+            "drain_grace_s": 0.1,
+        }
         config.write_text(yaml.safe_dump(table))
     command = [sys.executable, "-m", "npu_gr", kind, "--config", str(config)]
     with subprocess.Popen(command, stdout=out, stderr=err) as process:
@@ -78,7 +85,10 @@ def value(port: int, sample: str) -> float:
 def test_a_standard_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     """5,000 requests and more are answered, the lost lines are counted, and SIGTERM ends the process in time."""
     reader, writer = os.pipe()
-    with (tmp_path / "err").open("wb") as err, started("serve", tmp_path, writer, err.fileno()) as (process, port):
+    with (
+        (tmp_path / "err").open("wb") as err,
+        started("serve", tmp_path, writer, err.fileno()) as (process, port),
+    ):
         os.close(writer)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         body = json.dumps(RANK)
@@ -86,7 +96,9 @@ def test_a_standard_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> No
             is_rank = number % 10 == 0
             path = "/v1/rank" if is_rank else "/healthz"
             headers = {"Content-Type": "application/json", "X-Request-Timeout-Ms": "30000"}
-            connection.request("POST" if is_rank else "GET", path, body if is_rank else None, headers)
+            connection.request(
+                "POST" if is_rank else "GET", path, body if is_rank else None, headers
+            )
             response = connection.getresponse()
             response.read()
             assert response.status == 200
@@ -134,7 +146,8 @@ def test_an_instance_says_what_ails_it(tmp_path: Path) -> None:
         until(lambda: value(port, "npu_gr_event_loop_freezes_total") > freezes)
         lag = "npu_gr_event_loop_lag_seconds"
         late = value(port, f"{lag}_count") - value(port, f'{lag}_bucket{{le="0.5"}}')
-        assert late >= 15  # of the 40 timers that were due in that second, 20 are over half of it late
+        # of the 40 timers that were due in that second, 20 are over half of it late
+        assert late >= 15
         bundle = urllib.request.urlopen(f"http://127.0.0.1:{port}/debug/bundle", timeout=60).read()
         assert read(port, "/debug/profile?seconds=1").count("\n") > 0
         process.send_signal(signal.SIGTERM)
@@ -155,13 +168,20 @@ def test_an_instance_serves_callers_and_operators_apart(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     port, admin_port = free_port(), free_port()
     record = {"folder": str(tmp_path / "traffic")}
-    config = write(tmp_path, server={"port": port, "admin_port": admin_port, "drain_grace_s": 0.1}, record=record)
+    config = write(
+        tmp_path,
+        server={"port": port, "admin_port": admin_port, "drain_grace_s": 0.1},
+        record=record,
+    )
     url = "http://127.0.0.1:{}".format
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
     with (tmp_path / "err").open("wb") as err, subprocess.Popen(command, stderr=err) as process:
         try:
             until(lambda: answers(port) or process.poll() is not None)
-            assert [ask(port, "POST", "/v1/rank", RANK)[0], ask(admin_port, "POST", "/v1/rank", RANK)[0]] == [200, 404]
+            assert [
+                ask(port, "POST", "/v1/rank", RANK)[0],
+                ask(admin_port, "POST", "/v1/rank", RANK)[0],
+            ] == [200, 404]
             for where, code in ((url(port), 2), (url(admin_port), 0)):
                 done = run("record", "--status", "--url", where)
                 assert done.returncode == code, done.stderr

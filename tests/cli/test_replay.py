@@ -31,7 +31,10 @@ async def run(*words: str) -> tuple[int | None, str, str]:
 
 
 def log(folder: Path, num: int = 30, gap_s: float = 0.01) -> str:
-    records = [QueryRecord(ts=i * gap_s, kind="rank", user_id=f"u{i % 7}", candidates=[1, 2]) for i in range(num)]
+    records = [
+        QueryRecord(ts=i * gap_s, kind="rank", user_id=f"u{i % 7}", candidates=[1, 2])
+        for i in range(num)
+    ]
     write(folder / "log.jsonl.gz", records)
     return str(folder / "log.jsonl.gz")
 
@@ -48,7 +51,9 @@ async def test_a_sweep_leaves_its_report_as_tables_json_page_and_answers(tmp_pat
     assert fake.kinds().count("signal") == 60
     assert "</html>" in (tmp_path / "out" / "report.html").read_text()
     for name in ("answers.jsonl.gz", "answers-2.jsonl.gz"):
-        assert sorted(line.number for line in read_answers(tmp_path / "out" / name)) == list(range(30))
+        assert sorted(line.number for line in read_answers(tmp_path / "out" / name)) == list(
+            range(30)
+        )
 
 
 async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
@@ -58,7 +63,9 @@ async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
         came.set()
 
     async with service(tell) as fake:
-        process = await start(log(tmp_path, 2, gap_s=3600.0), "--url", fake.url, "--no-signals", "--json")
+        process = await start(
+            log(tmp_path, 2, gap_s=3600.0), "--url", fake.url, "--no-signals", "--json"
+        )
         await asyncio.wait_for(came.wait(), 60)
         await asyncio.sleep(0.5)  # for the answer to arrive
         process.send_signal(signal.SIGINT)
@@ -77,7 +84,9 @@ async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
         (("--sample-users", "2"), "sample_users"),
     ],
 )
-async def test_what_does_not_go_together_is_one_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+async def test_what_does_not_go_together_is_one_line(
+    tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
     code, _, err = await run(log(tmp_path, 2), *words)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err

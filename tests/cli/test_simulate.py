@@ -20,7 +20,16 @@ from npu_gr.simulate.config import write as write_settings
 from npu_gr.simulate.fit import MeasuredRank, fit_device
 
 EXAMPLE = Path(__file__).parent.parent.parent / "configs" / "simulate.yaml"
-SHORT = ["--set", "duration_s=4.0", "--set", "warmup_s=1.0", "--set", "qps=200.0", "--set", "instances=2"]
+SHORT = [
+    "--set",
+    "duration_s=4.0",
+    "--set",
+    "warmup_s=1.0",
+    "--set",
+    "qps=200.0",
+    "--set",
+    "instances=2",
+]
 
 
 def invoke(*words: str) -> str:
@@ -60,7 +69,9 @@ def test_a_calibration_takes_the_place_of_the_configs_device(tmp_path: Path) -> 
     assert (after.device.copy_bytes_per_s, after.device.kv_token_bytes) == (1e9, 512)
     assert after.device.rank_host_s == config.device.rank_host_s
     quick, slow = (
-        json.loads(invoke("--config", str(EXAMPLE), *SHORT, "--json", *words))["runs"][0]["latency_ms"]["P50"]
+        json.loads(invoke("--config", str(EXAMPLE), *SHORT, "--json", *words))["runs"][0][
+            "latency_ms"
+        ]["P50"]
         for words in ([], ["--calibration", str(path)])
     )
     assert slow > 30 > quick
@@ -70,7 +81,16 @@ def test_a_calibration_takes_the_place_of_the_configs_device(tmp_path: Path) -> 
 
 
 def test_the_capacity_is_searched(tmp_path: Path) -> None:
-    words = ["--config", str(EXAMPLE), *SHORT, "--set", "sampled_instances=1", "--set", "qps=400.0", "--capacity"]
+    words = [
+        "--config",
+        str(EXAMPLE),
+        *SHORT,
+        "--set",
+        "sampled_instances=1",
+        "--set",
+        "qps=400.0",
+        "--capacity",
+    ]
     invoke(*words, "--out", str(tmp_path))
     found = json.loads((tmp_path / "simulation.json").read_text())
     needed = found["capacity"]["instances"]
@@ -102,7 +122,9 @@ def test_a_log_is_fitted_and_simulated(tmp_path: Path) -> None:
     assert users.return_ratio == pytest.approx(0.9, abs=0.02)  # 360 of 400
     words = [*SHORT, "--set", "qps=50.0", "--json"]
     of_log = json.loads(invoke("--config", str(EXAMPLE), *words, "--log", str(log)))
-    of_users = json.loads(invoke("--config", str(EXAMPLE), *words, "--set", f"users={tmp_path / 'users.yaml'}"))
+    of_users = json.loads(
+        invoke("--config", str(EXAMPLE), *words, "--set", f"users={tmp_path / 'users.yaml'}")
+    )
     for found in (of_log, of_users):
         assert found["runs"][0]["hit_ratio"]["any"] > 0.9
 
@@ -128,7 +150,9 @@ def _measured(cost: CostModel, noise: float) -> list[MeasuredRank]:
     for _ in range(400):
         n, c = int(source.integers(100, 4000)), int(source.integers(10, 400))
         cached = int(source.integers(0, 2)) * int(n * 0.9)
-        device_s = cost.pass_s(n - cached, cached, c) * float(np.exp(noise * source.standard_normal()))
+        device_s = cost.pass_s(n - cached, cached, c) * float(
+            np.exp(noise * source.standard_normal())
+        )
         ranks.append(
             MeasuredRank(
                 new_tokens=n - cached,

@@ -19,7 +19,8 @@ from tests.server.test_tls import Running, serving_tls
 
 @pytest.fixture
 async def instance(authority: Authority) -> AsyncIterator[Running]:
-    settings = {"admin_host": "0.0.0.0", "allow_unauthenticated": True}  # on loopback it would speak in clear
+    # on loopback it would speak in clear
+    settings = {"admin_host": "0.0.0.0", "allow_unauthenticated": True}
     async with serving_tls(authority, authority.ca, **settings) as one:
         yield one
 
@@ -46,26 +47,43 @@ def files(authority: Authority) -> Sequence[str]:
 
 async def test_a_replay(authority: Authority, instance: Running, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    lines = ({"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2]} for i in range(20))
+    lines = (
+        {"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2]}
+        for i in range(20)
+    )
     log.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    words = ("replay", str(log), "--url", instance.url, "--no-signals", "--closed", "1", "--timeout-ms", "20000")
+    words = (
+        "replay",
+        str(log),
+        "--url",
+        instance.url,
+        "--no-signals",
+        "--closed",
+        "1",
+        "--timeout-ms",
+        "20000",
+    )
     code, text = await run(*files(authority), *words)
     assert code == 0, text
-    answered = [instance.count("requests_total", route="/v1/rank", code=code) or 0 for code in ("200", "429")]
-    assert sum(answered) == 20, text  # on a busy machine some are refused
+    answered = [
+        instance.count("requests_total", route="/v1/rank", code=code) or 0
+        for code in ("200", "429")
+    ]
+    assert sum(answered) == 20, text  # on a busy machine some are rejected
     assert answered[0] > 0, text
 
 
 async def test_a_status_of_the_recorder(authority: Authority, instance: Running) -> None:
     words = ("record", "--status", "--url", instance.admin_url)
     code, text = await run(*files(authority), *words)
-    assert (code, text) == (2, "npu-gr: the service answered 404: Not Found\n")  # it was asked, and has no recorder
+    # it was asked, and has no recorder
+    assert (code, text) == (2, "npu-gr: the service answered 404: Not Found\n")
     code, text = await run(*words)  # trusts nobody
     assert code == 2
     assert "certificate" in text.lower(), text
 
 
-def test_files_that_cannot_be_used_are_refused(
+def test_files_that_cannot_be_used_are_rejected(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in VARIABLES:
@@ -76,5 +94,9 @@ def test_files_that_cannot_be_used_are_refused(
         calling_context()
     monkeypatch.setenv("NPU_GR_CA", "")
     monkeypatch.setenv("NPU_GR_CERT", str(authority.ca))
-    with pytest.raises(ConfigError, match=r"NPU_GR_CERT_KEY\): certificate, key: give both or neither"):
+    with pytest.raises(
+        ConfigError,
+        match=r"NPU_GR_CERT_KEY\): certificate, key: give both or "
+        r"neither",
+    ):
         calling_context()

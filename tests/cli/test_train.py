@@ -18,11 +18,11 @@ from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.matching.vectors import load as load_vectors
 from npu_gr.model.weights import load as load_ranker
 from npu_gr.service.app import instance
 from npu_gr.service.config import load as load_config
 from npu_gr.train.options import read_training_data
+from npu_gr.vector_search.vectors import load as load_vectors
 
 ITEMS = [f"SKU-{number:03}" for number in range(20)]
 TINY = ["epochs=1", "dim=16", "num_heads=1"]
@@ -53,13 +53,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for place in range(10):
                 event = "purchase" if random.random() < 0.3 else "view"
                 out.writerow(
-                    [f"user-{user:04}", ITEMS[(start + place) % 20], 1_700_000_000 + user + 3600 * place, event]
+                    [
+                        f"user-{user:04}",
+                        ITEMS[(start + place) % 20],
+                        1_700_000_000 + user + 3600 * place,
+                        event,
+                    ]
                 )
     with (folder / "items.csv").open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["sku", "title", "color"])
-        out.writerows([item, f"Shirt {item}", "red" if place % 2 else "blue"] for place, item in enumerate(ITEMS))
-    arguments = [str(folder / "events.csv"), "--items", str(folder / "items.csv"), "--out", str(folder / "data")]
+        out.writerows(
+            [item, f"Shirt {item}", "red" if place % 2 else "blue"]
+            for place, item in enumerate(ITEMS)
+        )
+    arguments = [
+        str(folder / "events.csv"),
+        "--items",
+        str(folder / "items.csv"),
+        "--out",
+        str(folder / "data"),
+    ]
     main(["prepare", *arguments], standalone_mode=False)
     return folder / "data"
 
@@ -82,7 +96,9 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
     """Each command's result on the company's dataset."""
     home = tmp_path_factory.mktemp("models")
     codes = home / "codes.json"
-    codes.write_text(json.dumps({item: [place % 4, place // 4, 0] for place, item in enumerate(ITEMS)}))
+    codes.write_text(
+        json.dumps({item: [place % 4, place // 4, 0] for place, item in enumerate(ITEMS)})
+    )
     found = {}
     commands: list[tuple[str, str, list[str | Path], list[str]]] = [
         ("rank", "rank", [], RANKER),
@@ -137,8 +153,11 @@ def test_given_codes_by_name_become_a_token_for_each_beginning(trained: dict[str
     assert "ready-made; a token for each of the 44 beginnings" in text  # 4, 20 and 20
     items = read_items(folder / "items.jsonl")
     sid_of = dict(zip(items.item_ids.tolist(), items.sids.tolist(), strict=True))
-    nodes = [place % 4 * 5 + place // 4 for place in range(len(ITEMS))]  # by the given codes, in their order
-    assert sid_of == {item_id(item): [node // 5, node, node] for item, node in zip(ITEMS, nodes, strict=True)}
+    # by the given codes, in their order
+    nodes = [place % 4 * 5 + place // 4 for place in range(len(ITEMS))]
+    assert sid_of == {
+        item_id(item): [node // 5, node, node] for item, node in zip(ITEMS, nodes, strict=True)
+    }
     served = load_config(folder / "serve.yaml").generate
     assert served is not None
     assert served.normalise == "valid"
@@ -146,7 +165,9 @@ def test_given_codes_by_name_become_a_token_for_each_beginning(trained: dict[str
 
 def test_the_vectors_know_the_companys_users(trained: dict[str, Trained]) -> None:
     vectors = load_vectors(trained["retrieve"].folder)
-    assert {(key.tenant, key.user) for key in vectors.user_keys} == {("", f"user-{user:04}") for user in range(12)}
+    assert {(key.tenant, key.user) for key in vectors.user_keys} == {
+        ("", f"user-{user:04}") for user in range(12)
+    }
 
 
 async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -> None:
@@ -162,7 +183,9 @@ async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -
         async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
             for asked, path in paths.items():
                 body = trained[asked].body
-                async with client.post(path, json=body, headers={"X-Request-Timeout-Ms": "30000"}) as response:
+                async with client.post(
+                    path, json=body, headers={"X-Request-Timeout-Ms": "30000"}
+                ) as response:
                     assert response.status == 200, await response.text()
                     answer = await response.json()
                 items = answer["items"] if "items" in answer else body["candidates"]
@@ -173,7 +196,9 @@ async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -
 
 
 @pytest.mark.parametrize("command", ["rank", "generate", "retrieve", "match"])
-def test_the_keys_of_set_are_listed_whatever_else_is_missing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_keys_of_set_are_listed_whatever_else_is_missing(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["train", command, "--set", "help"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("--set KEY=VALUE")
@@ -181,7 +206,7 @@ def test_the_keys_of_set_are_listed_whatever_else_is_missing(command: str, capsy
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)  # every key has a description
 
 
-def test_a_key_that_is_none_is_refused_with_the_nearest(
+def test_a_key_that_is_none_is_rejected_with_the_nearest(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("rank", "generate"):
@@ -191,7 +216,9 @@ def test_a_key_that_is_none_is_refused_with_the_nearest(
 
 
 def test_the_features_of_a_dataset_are_chosen_by_name(data: Path, tmp_path: Path) -> None:
-    assert [feature.name for feature in read_training_data(data, columns=["color"]).features] == ["color"]
+    assert [feature.name for feature in read_training_data(data, columns=["color"]).features] == [
+        "color"
+    ]
     with pytest.raises(ConfigError, match="has no 'size'; there are color"):
         read_training_data(data, columns=["size"])
     with pytest.raises(ConfigError, match="--items: the dataset"):

@@ -39,7 +39,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(bare: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=bare)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120, env=bare
+    )
 
 
 def test_the_hook_hides_torch(bare: dict[str, str]) -> None:
@@ -49,7 +51,8 @@ def test_the_hook_hides_torch(bare: dict[str, str]) -> None:
 
 def test_the_client_is_imported(bare: dict[str, str]) -> None:
     code = (
-        "import sys, npu_gr, npu_gr.client; npu_gr.errors, npu_gr.RANK; print([m for m in sys.modules if 'torch' in m])"
+        "import sys, npu_gr, npu_gr.client; npu_gr.errors, npu_gr.RANK; print([m for m in "
+        "sys.modules if 'torch' in m])"
     )
     done = run(bare, "-c", code)
     assert done.stdout.strip() == "[]", done.stderr
@@ -80,7 +83,20 @@ for words in {commands!r}:
 
 def test_keys_are_made(bare: dict[str, str], tmp_path: Path) -> None:
     path = str(tmp_path / "keys.yaml")
-    done = run(bare, "-m", "npu_gr", "keys", "new", "shop", "--file", path, "--tenant", "shop", "--scope", "infer")
+    done = run(
+        bare,
+        "-m",
+        "npu_gr",
+        "keys",
+        "new",
+        "shop",
+        "--file",
+        path,
+        "--tenant",
+        "shop",
+        "--scope",
+        "infer",
+    )
     assert done.returncode == 0, done.stderr
     done = run(bare, "-m", "npu_gr", "keys", "list", "--file", path)
     assert "shop" in done.stdout, done.stderr
@@ -89,7 +105,12 @@ def test_keys_are_made(bare: dict[str, str], tmp_path: Path) -> None:
 def test_a_router_runs(bare: dict[str, str], tmp_path: Path) -> None:
     config, port = tmp_path / "router.yaml", free_port()
     instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]
-    table = {"port": free_port(), "admin_port": port, "discovery": {"instances": instances}, "drain_grace_s": 0.1}
+    table = {
+        "port": free_port(),
+        "admin_port": port,
+        "discovery": {"instances": instances},
+        "drain_grace_s": 0.1,
+    }
     config.write_text(yaml.safe_dump(table))
     command = [sys.executable, "-m", "npu_gr", "route", "--config", str(config)]
     with subprocess.Popen(command, env=bare, stderr=subprocess.DEVNULL) as process:
@@ -105,8 +126,17 @@ def test_a_router_runs(bare: dict[str, str], tmp_path: Path) -> None:
 def test_a_replay_runs(bare: dict[str, str], tmp_path: Path) -> None:
     """Against nobody: the report says so."""
     log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({"ts": 0.0, "kind": "rank", "user_id": "u", "candidates": [1, 2]}) + "\n")
-    words = ("replay", str(log), "--url", f"http://127.0.0.1:{free_port()}", "--no-signals", "--json")
+    log.write_text(
+        json.dumps({"ts": 0.0, "kind": "rank", "user_id": "u", "candidates": [1, 2]}) + "\n"
+    )
+    words = (
+        "replay",
+        str(log),
+        "--url",
+        f"http://127.0.0.1:{free_port()}",
+        "--no-signals",
+        "--json",
+    )
     done = run(bare, "-m", "npu_gr", *words)
     assert "torch" not in done.stderr
     assert json.loads(done.stdout), done.stderr
@@ -122,7 +152,9 @@ def test_a_replay_runs(bare: dict[str, str], tmp_path: Path) -> None:
         ("demo", ()),
     ],
 )
-def test_what_needs_torch_says_so_in_one_line(bare: dict[str, str], name: str, words: tuple[str, ...]) -> None:
+def test_what_needs_torch_says_so_in_one_line(
+    bare: dict[str, str], name: str, words: tuple[str, ...]
+) -> None:
     done = run(bare, "-m", "npu_gr", name, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"npu-gr: {name} needs torch: pip install 'npu_gr[serve]'\n"

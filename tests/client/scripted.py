@@ -61,7 +61,9 @@ class Answer(NamedTuple):
 HANG = Answer(b"", after_s=60.0)
 
 
-def answer(body: object, status: int = 200, media: str = "application/json", **headers: str) -> Answer:
+def answer(
+    body: object, status: int = 200, media: str = "application/json", **headers: str
+) -> Answer:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Said", f"Content-Type: {media}", f"Content-Length: {len(content)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -69,7 +71,13 @@ def answer(body: object, status: int = 200, media: str = "application/json", **h
 
 
 def problem(status: int, detail: str, title: str = "a title", **headers: str) -> Answer:
-    body = {"type": "about:blank", "title": title, "status": status, "detail": detail, "request_id": "of-the-service"}
+    body = {
+        "type": "about:blank",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "request_id": "of-the-service",
+    }
     return answer(body, status, "application/problem+json", **headers)
 
 
@@ -82,12 +90,16 @@ class Scripted:
     asked: list[Asked] = field(default_factory=list)
     num_left: int = 0  # callers who hung up before their answer
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().rstrip().split("\r\n")
                 method, path, _ = first.split(" ")
-                headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+                headers = {
+                    name.lower(): value for name, value in (line.split(": ", 1) for line in lines)
+                }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 said = self.answers[min(len(self.asked), len(self.answers) - 1)]
                 self.asked.append(Asked(method, path, headers, body, number))

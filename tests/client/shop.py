@@ -11,12 +11,12 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.names import item_ids
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.handlers.service import Service
 from npu_gr.model.weights import Checkpoint, save
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import tiny_model
 from tests.serving import serving
+from tests.vector_search.vectors import make_vectors
 
 ACTIONS = ("view", "cart", "purchase")
 NAMES = [str(row) if row % 3 == 0 else f"SKU-{row:04d}-{'ABC'[row % 3]}" for row in range(300)]
@@ -26,10 +26,15 @@ NUM_MATCHED = 60
 
 @asynccontextmanager
 async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]]:
-    checkpoint = Checkpoint(model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS)
+    checkpoint = Checkpoint(
+        model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS
+    )
     save(checkpoint, folder / "checkpoint")
     ItemNames.make(NAMES, list(TITLES.values())).save(folder / "checkpoint")
-    save_vectors(make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))), folder / "vectors")
+    save_vectors(
+        make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))),
+        folder / "vectors",
+    )
     (folder / "popular.txt").write_text("".join(f"{name}\n" for name in NAMES[100:140]))
     sections: dict[str, Any] = {
         "match": {"vectors": str(folder / "vectors")},

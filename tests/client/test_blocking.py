@@ -35,9 +35,14 @@ async def test_many_threads_share_a_client_and_its_connections() -> None:
         return float(client.rank("u", [1, 2]).scores["click"][0])
 
     async with scripted(Answer(GOOD.sent, after_s=0.005)) as service:
-        with Client(service.url, timeout_s=LONG_S, max_connections=4) as client, ThreadPoolExecutor(16) as pool:
+        with (
+            Client(service.url, timeout_s=LONG_S, max_connections=4) as client,
+            ThreadPoolExecutor(16) as pool,
+        ):
             loop = asyncio.get_running_loop()
-            scores = await asyncio.gather(*(loop.run_in_executor(pool, work, client) for _ in range(64)))
+            scores = await asyncio.gather(
+                *(loop.run_in_executor(pool, work, client) for _ in range(64))
+            )
     assert scores == [0.5] * 64
     assert len(service.asked) == 64
     assert {one.connection for one in service.asked} == {0, 1, 2, 3}
@@ -119,7 +124,9 @@ async def test_a_relay_keeps_its_client() -> None:
 
 
 def run(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 def test_a_program_that_forgets_to_close_ends_in_silence() -> None:

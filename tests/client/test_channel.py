@@ -48,12 +48,18 @@ LONG_S = 30.0  # no test waits for it
         problem(502, "the instance died"),
         answer(b"<html>bad gateway</html>", 502, "text/html"),
         Answer(b"", closes=True),
-        Answer(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{", closes=True),
+        Answer(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{",
+            closes=True,
+        ),
     ],
     ids=["429-ms", "429-s", "503", "408", "502", "html", "closed", "half"],
 )
 async def test_what_may_be_answered_next_time_is_sent_again(bad: Answer) -> None:
-    async with scripted(bad, bad, GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+    async with (
+        scripted(bad, bad, GOOD) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
         ranked = await client.rank("u", [1, "a"])
         assert ranked.scores["click"][0] == 0.5
     first, second, third = service.asked
@@ -138,7 +144,10 @@ async def test_a_rank_without_scores_is_no_answer() -> None:
     ],
 )
 async def test_the_field_of_a_message(detail: str, field: str | None) -> None:
-    async with scripted(problem(422, detail)) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+    async with (
+        scripted(problem(422, detail)) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
         with pytest.raises(Unprocessable) as raised:
             await client.rank("u", [1])
     assert raised.value.field == field
@@ -159,7 +168,7 @@ async def test_a_retry_that_the_deadline_forbids_takes_none_of_the_retries() -> 
 
 
 @pytest.mark.parametrize("key", ["", "two\nlines", "k" * 129])
-async def test_a_key_that_is_none_is_refused_before_anything_is_sent(key: str) -> None:
+async def test_a_key_that_is_none_is_rejected_before_anything_is_sent(key: str) -> None:
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         with pytest.raises(Unprocessable, match=r"^idempotency_key: "):
             await client.ingest({"u": SECOND}, idempotency_key=key)
@@ -168,7 +177,7 @@ async def test_a_key_that_is_none_is_refused_before_anything_is_sent(key: str) -
     assert not service.asked
 
 
-async def test_one_user_under_two_names_is_refused_before_anything_is_sent() -> None:
+async def test_one_user_under_two_names_is_rejected_before_anything_is_sent() -> None:
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         with pytest.raises(Unprocessable, match=r"^events: index 1: user '7' stands there twice"):
             await client.ingest({7: SECOND, "7": SECOND})
@@ -176,7 +185,7 @@ async def test_one_user_under_two_names_is_refused_before_anything_is_sent() -> 
 
 
 async def test_what_was_given_empty_is_sent_empty() -> None:
-    """The service refuses it in words; left out, it would mean something else."""
+    """The service rejects it in words; left out, it would mean something else."""
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         await client.rank("", [1, 2], base="", model_version="")
     sent = msgspec.msgpack.decode(service.asked[0].body)
@@ -184,7 +193,7 @@ async def test_what_was_given_empty_is_sent_empty() -> None:
     assert "tenant" not in sent
 
 
-async def test_a_refused_signal_is_not_sent_again() -> None:
+async def test_a_rejected_signal_is_not_sent_again() -> None:
     async with (
         scripted(problem(429, "your share"), answer(SIGNALLED, 202)) as service,
         AsyncClient(service.url, timeout_s=LONG_S) as client,
@@ -222,12 +231,16 @@ async def test_a_service_that_hangs_costs_the_deadline_and_no_more() -> None:
     async with scripted(HANG) as service, AsyncClient(service.url, timeout_s=0.2) as client:
         with pytest.raises(DeadlineExceeded, match=r"/v1/rank: no answer within 0.2 s$"):
             await client.rank("u", [1])
-        await until(lambda: service.num_left == 1)  # the connection is closed, so the service may stop
+        # the connection is closed, so the service may stop
+        await until(lambda: service.num_left == 1)
 
 
 async def test_the_deadline_holds_over_the_attempts() -> None:
     slow = Answer(problem(503, "slow and bad").sent, after_s=0.15)
-    async with scripted(slow) as service, AsyncClient(service.url, timeout_s=0.2, max_attempts=100) as client:
+    async with (
+        scripted(slow) as service,
+        AsyncClient(service.url, timeout_s=0.2, max_attempts=100) as client,
+    ):
         with pytest.raises((DeadlineExceeded, Unavailable), match="slow and bad"):
             await client.rank("u", [1])
     assert len(service.asked) <= 2
@@ -273,8 +286,11 @@ async def test_nobody_at_the_address(unused_tcp_port: int) -> None:
     ],
     ids=["cut", "array", "type", "short", "top", "msgpack", "deep", "html", "redirect", "ssh"],
 )
-async def test_an_answer_of_somebody_else_is_refused_in_words(bad: Answer) -> None:
-    async with scripted(bad) as service, AsyncClient(service.url, api_key="k", timeout_s=LONG_S) as client:
+async def test_an_answer_of_somebody_else_is_rejected_in_words(bad: Answer) -> None:
+    async with (
+        scripted(bad) as service,
+        AsyncClient(service.url, api_key="k", timeout_s=LONG_S) as client,
+    ):
         with pytest.raises(BadAnswer, match=r"answer|Bad|Expected"):
             await client.rank("u", [1, 2], top_k=1)
     assert len(service.asked) == 1
@@ -320,7 +336,10 @@ async def test_what_was_not_given_is_not_sent() -> None:
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         await client.rank(7, [1, 2])
     [one] = service.asked
-    assert msgspec.msgpack.decode(one.body) == {"user_id": "7", "candidates": bytes([1, *[0] * 7, 2, *[0] * 7])}
+    assert msgspec.msgpack.decode(one.body) == {
+        "user_id": "7",
+        "candidates": bytes([1, *[0] * 7, 2, *[0] * 7]),
+    }
     assert one.headers["content-type"] == "application/msgpack"
     assert one.headers["accept"] == "application/msgpack"
     assert one.headers["accept-encoding"] == "identity"
@@ -347,13 +366,19 @@ async def test_a_service_may_start_again_between_two_calls(unused_tcp_port: int)
 
 async def test_more_calls_than_connections_wait_their_turn() -> None:
     slow = Answer(GOOD.sent, after_s=0.02)
-    async with scripted(slow) as service, AsyncClient(service.url, timeout_s=LONG_S, max_connections=2) as client:
+    async with (
+        scripted(slow) as service,
+        AsyncClient(service.url, timeout_s=LONG_S, max_connections=2) as client,
+    ):
         await asyncio.gather(*(client.rank("u", [1, 2]) for _ in range(8)))
     assert {one.connection for one in service.asked} == {0, 1}
 
 
 async def test_a_cancelled_call_closes_its_connection() -> None:
-    async with scripted(HANG, GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+    async with (
+        scripted(HANG, GOOD) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
         call = asyncio.create_task(client.rank("u", [1, 2]))
         await until(lambda: len(service.asked) == 1)
         call.cancel()
@@ -387,12 +412,12 @@ async def test_the_key_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert shown == ["Bearer of-the-environment", "Bearer given", "Bearer of-the-file", None]
 
 
-async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_refused(tmp_path: Path) -> None:
+async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("old")
-    refused = problem(401, "no such key")
+    rejected = problem(401, "no such key")
     async with (
-        scripted(GOOD, refused, GOOD, refused) as service,
+        scripted(GOOD, rejected, GOOD, rejected) as service,
         AsyncClient(service.url, api_key_file=path, timeout_s=LONG_S) as client,
     ):
         await client.rank("u", [1, 2])
@@ -420,10 +445,13 @@ async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_refused(tmp_pa
         ({"api_key": ""}, "api_key: holds no key"),
         ({"api_key": "a", "api_key_file": Path("b")}, "give one of them"),
         ({"api_key_file": Path("/not/there")}, "api_key_file: /not/there: No such file"),
-        ({"base_url": "https://host", "tls": ClientTlsConfig(ca="/not/there")}, "tls: /not/there: No such file"),
+        (
+            {"base_url": "https://host", "tls": ClientTlsConfig(ca="/not/there")},
+            "tls: /not/there: No such file",
+        ),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_once(given: dict[str, object], message: str) -> None:
+def test_what_cannot_be_used_is_rejected_at_once(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         AsyncClient(**given)  # type: ignore[arg-type]
     assert "secret" not in str(raised.value)
@@ -438,7 +466,9 @@ async def test_tls_with_a_certificate_of_its_own(authority: Authority, tmp_path:
     context.load_cert_chain(pair.certificate, pair.key)
     context.load_verify_locations(authority.ca)
     context.verify_mode = ssl.CERT_REQUIRED
-    trusting = ClientTlsConfig(ca=str(authority.ca), certificate=str(own.certificate), key=str(own.key))
+    trusting = ClientTlsConfig(
+        ca=str(authority.ca), certificate=str(own.certificate), key=str(own.key)
+    )
     async with scripted(GOOD, ssl=context) as service:
         async with AsyncClient(service.url, tls=trusting, timeout_s=LONG_S) as client:
             await client.rank("u", [1, 2])
@@ -446,7 +476,9 @@ async def test_tls_with_a_certificate_of_its_own(authority: Authority, tmp_path:
             with pytest.raises(Unreachable, match="certificate"):
                 await client.rank("u", [1, 2])
         nameless = ClientTlsConfig(ca=str(authority.ca))
-        async with AsyncClient(service.url, tls=nameless, timeout_s=LONG_S, max_attempts=1) as client:
+        async with AsyncClient(
+            service.url, tls=nameless, timeout_s=LONG_S, max_attempts=1
+        ) as client:
             with pytest.raises(Unreachable):
                 await client.rank("u", [1, 2])
     assert len(service.asked) == 1
@@ -454,7 +486,9 @@ async def test_tls_with_a_certificate_of_its_own(authority: Authority, tmp_path:
 
 async def test_a_broken_connection_makes_nobody_unready() -> None:
     async with (
-        scripted(Answer(b"", closes=True), answer({"ready": True}), problem(503, "it starts")) as service,
+        scripted(
+            Answer(b"", closes=True), answer({"ready": True}), problem(503, "it starts")
+        ) as service,
         AsyncClient(service.url, timeout_s=LONG_S) as client,
     ):
         assert await client.is_ready()
@@ -464,13 +498,19 @@ async def test_a_broken_connection_makes_nobody_unready() -> None:
 
 async def test_a_user_is_no_step_in_a_path() -> None:
     gone = Answer(b"HTTP/1.1 204 No Content\r\n\r\n")
-    async with scripted(gone) as service, AsyncClient(service.url, tenant="a&b", timeout_s=LONG_S) as client:
+    async with (
+        scripted(gone) as service,
+        AsyncClient(service.url, tenant="a&b", timeout_s=LONG_S) as client,
+    ):
         await client.erase("../models")
     assert service.asked[0].path == "/v1/users/%2E%2E%2Fmodels?tenant=a%26b"
 
 
 async def test_a_path_of_a_gateway_is_kept() -> None:
-    async with scripted(GOOD) as service, AsyncClient(f"{service.url}/gateway/", timeout_s=LONG_S) as client:
+    async with (
+        scripted(GOOD) as service,
+        AsyncClient(f"{service.url}/gateway/", timeout_s=LONG_S) as client,
+    ):
         await client.rank("u", [1, 2])
     assert service.asked[0].path == "/gateway/v1/rank"
 

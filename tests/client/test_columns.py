@@ -1,4 +1,7 @@
-"""Names and times become exact columns, whatever a program has them in; what cannot be one is refused by place."""
+"""Names and times become exact columns, whatever a program has them in.
+
+What cannot be one is rejected by place.
+"""
 
 from __future__ import annotations
 

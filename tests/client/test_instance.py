@@ -25,11 +25,20 @@ from npu_gr.core.errors import (
 from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, Scope
 from npu_gr.core.request import RankRequest
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from npu_gr.service.app import instance as running
 from tests.keys import entry, secret, write_keys
 from tests.models import events
-from tests.serving import FIRST_ID, InstanceServer, columns, encoded, make_config, serving, until, write_checkpoint
+from tests.serving import (
+    FIRST_ID,
+    InstanceServer,
+    columns,
+    encoded,
+    make_config,
+    serving,
+    until,
+    write_checkpoint,
+)
 
 LONG_S = 30.0
 CANDIDATES: list[str | int] = [FIRST_ID + 3, str(FIRST_ID + 5), 7, "no such SKU"]
@@ -56,13 +65,19 @@ async def client(instance: tuple[str, Service]) -> AsyncIterator[AsyncClient]:
         yield one
 
 
-async def test_a_rank_is_bit_for_bit_the_services(client: AsyncClient, instance: tuple[str, Service]) -> None:
+async def test_a_rank_is_bit_for_bit_the_services(
+    client: AsyncClient, instance: tuple[str, Service]
+) -> None:
     history = events(40)
-    ranked = await client.rank("u", CANDIDATES, history=behaviours(40), timestamp=1_700_000_000, top_k=2)
+    ranked = await client.rank(
+        "u", CANDIDATES, history=behaviours(40), timestamp=1_700_000_000, top_k=2
+    )
     request = RankRequest(
         user=UserKey("", "u"),
         candidates=np.array([FIRST_ID + 3, FIRST_ID + 5, 7, 8]),
-        history=HistoryRef(events=type(history)(history.items + FIRST_ID, history.actions, history.timestamps)),
+        history=HistoryRef(
+            events=type(history)(history.items + FIRST_ID, history.actions, history.timestamps)
+        ),
         timestamp=1_700_000_000,
     )
     computed = await instance[1].serve(RANK, request, LONG_S)
@@ -72,11 +87,15 @@ async def test_a_rank_is_bit_for_bit_the_services(client: AsyncClient, instance:
         assert ranked.scores[task].tobytes() == column.tobytes()
     first = ranked.scores["click"]
     best = sorted((0, 1), key=lambda place: -first[place])
-    assert [(item.name, item.score) for item in ranked.top] == [(CANDIDATES[at], first[at]) for at in best]
+    assert [(item.name, item.score) for item in ranked.top] == [
+        (CANDIDATES[at], first[at]) for at in best
+    ]
     assert ranked.answer.unknown_candidates == 2
 
 
-async def test_a_relays_rank_finds_the_prefix(client: AsyncClient, instance: tuple[str, Service]) -> None:
+async def test_a_relays_rank_finds_the_prefix(
+    client: AsyncClient, instance: tuple[str, Service]
+) -> None:
     seen = behaviours(60, seed=1)
     async with client.relay("relayed", history=seen) as relay:
         await encoded(instance[1].versions.ranker().relay)
@@ -104,7 +123,9 @@ async def test_events_are_appended_once(client: AsyncClient) -> None:
     assert (ranked.answer.history.source, ranked.answer.history.num_tokens) == ("store", 15)
 
 
-@pytest.mark.parametrize("user", ["me", "..", ".", "a/../b", "a/b?c=d#e%2Fé &;", "%2e%2e", "\n", "x" * 128, 42])
+@pytest.mark.parametrize(
+    "user", ["me", "..", ".", "a/../b", "a/b?c=d#e%2Fé &;", "%2e%2e", "\n", "x" * 128, 42]
+)
 async def test_any_user_is_erased(client: AsyncClient, user: str | int) -> None:
     assert (await client.events(user, behaviours(3))).num_events == 3
     assert (await client.events("bystander", behaviours(3), idempotency_key="k")).num_events == 3
@@ -124,7 +145,7 @@ async def test_tenants_are_apart(instance: tuple[str, Service]) -> None:
         assert (await client.rank("me", CANDIDATES)).answer.history.num_tokens == 0
 
 
-async def test_what_the_service_refuses_names_its_field(client: AsyncClient) -> None:
+async def test_what_the_service_rejects_names_its_field(client: AsyncClient) -> None:
     with pytest.raises(Unprocessable) as raised:
         await client.rank("u", CANDIDATES, top_k=0)
     assert (raised.value.field, raised.value.title) == ("top_k", "unprocessable request")
@@ -171,14 +192,18 @@ async def test_keys(tmp_path: Path) -> None:
             assert (await reader.rank("u", CANDIDATES)).answer.history.num_tokens == 2
             with pytest.raises(Forbidden, match="ingest"):
                 await reader.events("u", behaviours(1))
-        async with AsyncClient(address(http), api_key=secret("slow"), timeout_s=LONG_S, max_attempts=1) as slow:
+        async with AsyncClient(
+            address(http), api_key=secret("slow"), timeout_s=LONG_S, max_attempts=1
+        ) as slow:
             await slow.rank("u", CANDIDATES)
             with pytest.raises(Overloaded) as raised:
                 await slow.rank("u", CANDIDATES)
             assert raised.value.retry_after_s == 1
 
 
-async def test_an_instance_that_starts_again_is_found_again(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_an_instance_that_starts_again_is_found_again(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     url = f"http://127.0.0.1:{unused_tcp_port}"
 
     def rank(client: Client) -> str:
@@ -187,7 +212,10 @@ async def test_an_instance_that_starts_again_is_found_again(tmp_path: Path, unus
     write_checkpoint(tmp_path / "checkpoint")
     with Client(url, timeout_s=LONG_S) as client:
         for _ in range(2):
-            async with running(make_config(tmp_path)) as (app, _), InstanceServer(app, port=unused_tcp_port):
+            async with (
+                running(make_config(tmp_path)) as (app, _),
+                InstanceServer(app, port=unused_tcp_port),
+            ):
                 assert await asyncio.to_thread(rank, client) == "miss_full"
             with pytest.raises(Unreachable):
                 await asyncio.to_thread(rank, client)

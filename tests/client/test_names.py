@@ -18,7 +18,11 @@ from tests.client.shop import ACTIONS, NAMES, TITLES, shop
 
 AT_S = 1_700_000_000
 ROWS = [1, 4, 9, 30, 31]
-SEEN = Behaviours([NAMES[row] for row in ROWS], ["view", "cart", "purchase", "view", "view"], range(AT_S, AT_S + 5))
+SEEN = Behaviours(
+    [NAMES[row] for row in ROWS],
+    ["view", "cart", "purchase", "view", "view"],
+    range(AT_S, AT_S + 5),
+)
 CANDIDATES = NAMES[50:60]
 
 
@@ -40,7 +44,11 @@ async def test_every_spelling_ranks_the_same_bit_for_bit(client: AsyncClient) ->
         (Behaviours(names, np.array(SEEN.actions), times), [spelt(name) for name in CANDIDATES]),
         (Behaviours(item_ids(names), SEEN.actions, np.array(times, object)), np.array(CANDIDATES)),
         (
-            Behaviours(np.array(names, object), SEEN.actions, np.arange(AT_S, AT_S + 5).astype("datetime64[s]")),
+            Behaviours(
+                np.array(names, object),
+                SEEN.actions,
+                np.arange(AT_S, AT_S + 5).astype("datetime64[s]"),
+            ),
             item_ids(CANDIDATES),
         ),
     ]
@@ -60,7 +68,9 @@ def places(ranked: Ranked) -> list[int]:
 
 
 async def test_a_top_has_titles(client: AsyncClient) -> None:
-    ranked = await client.rank("u", [*CANDIDATES, "no such thing"], history=SEEN, top_k=4, fields=["title"])
+    ranked = await client.rank(
+        "u", [*CANDIDATES, "no such thing"], history=SEEN, top_k=4, fields=["title"]
+    )
     assert len(ranked.top) == 4
     for item in ranked.top:
         assert item.title == (TITLES[str(item.name)] or None)
@@ -72,7 +82,9 @@ async def test_a_top_has_titles(client: AsyncClient) -> None:
 
 async def test_what_is_found_has_names_and_titles(client: AsyncClient) -> None:
     matched = await client.match("u", num_items=12, fields=["title"])
-    shown = await client.recommend("u", history=SEEN, num_items=8, fields=["title"], deny_items=[matched.names[0]])
+    shown = await client.recommend(
+        "u", history=SEEN, num_items=8, fields=["title"], deny_items=[matched.names[0]]
+    )
     assert (len(matched), len(shown)) == (12, 8)
     for found in (matched, shown):
         assert [item.name for item in found] == found.names
@@ -91,8 +103,22 @@ async def test_items_are_told_by_id_and_by_name(client: AsyncClient) -> None:
     names: list[str | int] = ["SKU-0001-B", 42, "with, a comma & more=é", "0"]
     found = await client.items(names, ids=item_ids(["SKU-0004-B", 9]))
     assert [one.id for one in found] == [*item_ids(["SKU-0004-B", 9]), *item_ids(names)]
-    assert [one.name for one in found] == ["SKU-0004-B", 9, "SKU-0001-B", "42", "with, a comma & more=é", "0"]
-    assert [one.title for one in found] == ["Thing no. 4", None, None, "Thing no. 42", None, "Thing no. 0"]
+    assert [one.name for one in found] == [
+        "SKU-0004-B",
+        9,
+        "SKU-0001-B",
+        "42",
+        "with, a comma & more=é",
+        "0",
+    ]
+    assert [one.title for one in found] == [
+        "Thing no. 4",
+        None,
+        None,
+        "Thing no. 42",
+        None,
+        "Thing no. 0",
+    ]
     assert await client.items() == []
     many = [f"a rather long name of an item, number {number}" for number in range(2500)]
     assert [one.id for one in await client.items(many)] == item_ids(many).tolist()
@@ -105,8 +131,12 @@ def one_event(row: int, action: str = "view") -> Behaviours:
 
 
 async def test_many_users_are_written_in_one_call(client: AsyncClient) -> None:
-    many: dict[str | int, Behaviours] = {f"user {number}": one_event(number % 50) for number in range(1500)}
-    written = await client.ingest(many | {7: one_event(3), "bad": one_event(3, "bought")}, idempotency_key="k")
+    many: dict[str | int, Behaviours] = {
+        f"user {number}": one_event(number % 50) for number in range(1500)
+    }
+    written = await client.ingest(
+        many | {7: one_event(3), "bad": one_event(3, "bought")}, idempotency_key="k"
+    )
     assert list(written) == [*many, 7, "bad"]
     assert {one.num_events for user, one in written.items() if user != "bad"} == {1}
     failure = written["bad"].error
@@ -134,14 +164,16 @@ async def test_long_histories_go_in_several_requests(client: AsyncClient) -> Non
     assert (await client.events("first", history(1))).num_events == 1, "nothing was sent"
 
 
-async def test_an_action_that_the_model_lacks_is_named_with_those_that_it_has(client: AsyncClient) -> None:
+async def test_an_action_that_the_model_lacks_is_named_with_those_that_it_has(
+    client: AsyncClient,
+) -> None:
     with pytest.raises(Unprocessable) as raised:
         await client.events("u", Behaviours(["SKU-0001-B"], ["bought"], [AT_S]))
     assert raised.value.field == "events.actions"
     assert all(action in str(raised.value) for action in ("bought", *ACTIONS))
 
 
-async def test_milliseconds_are_refused_with_the_remedy(client: AsyncClient) -> None:
+async def test_milliseconds_are_rejected_with_the_remedy(client: AsyncClient) -> None:
     with pytest.raises(Unprocessable, match="milliseconds") as raised:
         await client.events("u", Behaviours(["SKU-0001-B"], ["view"], [AT_S * 1000]))
     assert raised.value.field == "events.timestamps"

@@ -26,7 +26,9 @@ async def test_the_examples_run(
 
         def run(code: str) -> None:
             # a busy machine
-            code = code.replace("http://localhost:8080", url).replace("timeout_s=0.3", "timeout_s=30")
+            code = code.replace("http://localhost:8080", url).replace(
+                "timeout_s=0.3", "timeout_s=30"
+            )
             exec(compile(code, "docs/client.md", "exec"), names)  # noqa: S102  (ours)
 
         for block in blocks:

@@ -57,7 +57,9 @@ async def test_the_rank_continues_what_the_signal_brought() -> None:
 async def test_no_signal_fails_a_rank(bad: Answer) -> None:
     async with scripted(bad) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         async with client.relay("u", history=SEEN) as relay:
-            await until(lambda: len(service.asked) == 1 if bad is HANG else relay.failure is not None)
+            await until(
+                lambda: len(service.asked) == 1 if bad is HANG else relay.failure is not None
+            )
             service.answers = [GOOD]
             ranked = await relay.rank(["c", "d"])
             assert relay.signalled is None
@@ -88,7 +90,10 @@ async def test_where_the_base_is_not_known_the_history_is_sent() -> None:
         await until(lambda: relay.signalled is not None)
         await relay.rank(["c", "d"])
     assert "history" not in body(service.asked[1])
-    assert body(service.asked[2])["history"]["timestamps"] == body(service.asked[0])["history"]["timestamps"]
+    assert (
+        body(service.asked[2])["history"]["timestamps"]
+        == body(service.asked[0])["history"]["timestamps"]
+    )
     budgets = [float(one.headers["x-request-timeout-ms"]) for one in service.asked[1:]]
     assert budgets[1] < budgets[0], "one deadline for both"
 
@@ -120,7 +125,10 @@ async def test_a_history_of_the_store_needs_none() -> None:
 
 
 async def test_the_ranks_own_failures_are_raised() -> None:
-    async with scripted(SIGNALLED_SOON, HANG) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+    async with (
+        scripted(SIGNALLED_SOON, HANG) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
         async with client.relay("u", history=Behaviours(["a"], [], [])) as relay:
             await until(lambda: relay.signalled is not None)
             with pytest.raises(DeadlineExceeded):
@@ -144,7 +152,8 @@ async def test_an_error_of_the_body_ends_the_signal() -> None:
 async def test_for_threads_the_signal_is_on_its_way_while_the_body_works() -> None:
     def work(url: str, arrived: list[Asked]) -> None:
         with Client(url, timeout_s=LONG_S) as client, client.relay("u", history=SEEN) as relay:
-            while not arrived or relay.signalled is None:  # retrieval: nothing of it calls the client
+            # retrieval: nothing of it calls the client
+            while not arrived or relay.signalled is None:
                 pass
             assert relay.rank(["c", "d"]).outcome == "hbm_hit"
             assert relay.failure is None

@@ -23,7 +23,12 @@ async def test_every_method_arrives(tmp_path: Path, user: str) -> None:
         host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
         instances = [{"name": "a", "host": host, "port": int(port)}]
         at = free_port()
-        table = {"port": at, "admin_port": free_port(), "discovery": {"instances": instances}, "objective_s": 5.0}
+        table = {
+            "port": at,
+            "admin_port": free_port(),
+            "discovery": {"instances": instances},
+            "objective_s": 5.0,
+        }
         async with (
             routing(lambda: from_table(table, RouterConfig)),
             AsyncClient(f"http://127.0.0.1:{at}", timeout_s=30.0) as client,

@@ -10,11 +10,15 @@ import pytest
 
 from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import BadAnswer
-from npu_gr.server.codec import CODECS
+from npu_gr.server.schemas import CODECS
 from tests.client.scripted import answer, scripted
 
 SEEN = Behaviours(["a"], ["view"], [1_700_000_000])
-FIELDS = {kind: set(codec.body.__struct_fields__) for kind, codec in CODECS.items() if codec.body is not None}
+FIELDS = {
+    kind: set(codec.body.__struct_fields__)
+    for kind, codec in CODECS.items()
+    if codec.body is not None
+}
 GIVEN: dict[str, Any] = {
     "history": SEEN,
     "candidates": ["a"],
@@ -38,13 +42,20 @@ async def test_every_field_is_a_parameter_and_is_sent(kind: str) -> None:
     async with scripted(answer({})) as service, AsyncClient(service.url, timeout_s=30.0) as client:
         method = getattr(client, kind)
         names = {"user_id": "user", "users": "events"}  # ingest: events by user
-        asked = {names.get(field, field): GIVEN.get(field, 3 if field in NUMBERS else "x") for field in fields}
+        asked = {
+            names.get(field, field): GIVEN.get(field, 3 if field in NUMBERS else "x")
+            for field in fields
+        }
         assert asked.keys() <= inspect.signature(method).parameters.keys()
         if "events" in asked:
             asked["events"] = {"u": SEEN} if kind == "ingest" else SEEN
         with pytest.raises(BadAnswer):
             await method(**asked)
     sent = msgspec.msgpack.decode(service.asked[0].body)
-    header = {"idempotency_key": service.asked[0].headers.get("idempotency-key")} if kind == "events" else {}
+    header = (
+        {"idempotency_key": service.asked[0].headers.get("idempotency-key")}
+        if kind == "events"
+        else {}
+    )
     assert (sent | header).keys() == fields
     assert sent.get("exclude_seen", False) is False

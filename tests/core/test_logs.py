@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from npu_gr.core import logs
-from npu_gr.core.logs import ATOMIC_BYTES, NewestLines, QueuedHandler, SeldomLog, log_line
+from npu_gr.core.logs import ATOMIC_BYTES, QueuedHandler, RecentLines, SeldomLog, log_line
 from npu_gr.core.secret import redacted
 
 
@@ -65,7 +65,8 @@ def test_a_pipe_that_nobody_reads_costs_lines_and_no_time(formats_late: bool) ->
 
 
 def test_a_line_up_to_4_kb_is_one_write_and_no_write_splits_lines() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is one packet
+    # each write is one packet
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sizes = [10, 3000, 2000, ATOMIC_BYTES - 1, 1, 5000, 20, *[100] * 100]
     with logger_to(ours.fileno()) as (log, handler):
         for index, size in enumerate(sizes):
@@ -116,11 +117,17 @@ def test_what_cannot_be_formatted_hurts_nobody() -> None:
         log.warning("after it")
     os.close(writer)
     text = read_all(reader).decode()
-    assert text.splitlines() == ["a line of tested cannot be formatted: KeyError: 'planted'", "after it"]
+    assert text.splitlines() == [
+        "a line of tested cannot be formatted: KeyError: 'planted'",
+        "after it",
+    ]
 
 
 def test_a_destructor_may_log_while_its_thread_logs() -> None:
-    """`put` is entered again by the same thread; a queue with a lock of Python's would stop here for good."""
+    """`put` is entered again by the same thread.
+
+    A queue with a lock of Python's would stop here for good.
+    """
     reader, writer = os.pipe()
     with logger_to(writer) as (log, handler):
 
@@ -136,7 +143,7 @@ def test_a_destructor_may_log_while_its_thread_logs() -> None:
 
 
 def test_the_newest_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = NewestLines()
+    handler = RecentLines()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     log = logging.getLogger("tests.newest")
     for number in range(logs.NUM_NEWEST + 5):
@@ -174,7 +181,7 @@ def test_a_line_needs_no_record_where_one_handler_gets_it(is_alone: bool) -> Non
     reader, writer = os.pipe()
     with logger_to(writer, formats_late=True) as (log, _):
         log.propagate = False
-        newest = NewestLines()
+        newest = RecentLines()
         if not is_alone:
             log.addHandler(newest)
         made = logging.getLogRecordFactory()

@@ -20,10 +20,17 @@ from npu_gr.core.names import (
 
 
 def test_a_plain_number_is_its_own_id_as_text_too() -> None:
-    assert [item_id(name) for name in (0, 42, "42", FIRST_HASHED - 1)] == [0, 42, 42, FIRST_HASHED - 1]
+    assert [item_id(name) for name in (0, 42, "42", FIRST_HASHED - 1)] == [
+        0,
+        42,
+        42,
+        FIRST_HASHED - 1,
+    ]
 
 
-@pytest.mark.parametrize("name", ["SKU-1", "007", "+1", "1.0", "-3", "٣", str(FIRST_HASHED), str(10**18 * 9), " 1"])
+@pytest.mark.parametrize(
+    "name", ["SKU-1", "007", "+1", "1.0", "-3", "٣", str(FIRST_HASHED), str(10**18 * 9), " 1"]
+)
 def test_another_spelling_is_hashed(name: str) -> None:
     assert FIRST_HASHED <= item_id(name) < 2**63
 
@@ -33,7 +40,13 @@ def test_the_hash_never_changes() -> None:
     assert item_id("SKU-0042-C") == 0x708371FB42C597E1
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20), unique=True, max_size=50))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+        unique=True,
+        max_size=50,
+    )
+)
 def test_names_that_differ_have_ids_that_differ(names: list[str]) -> None:
     ids = item_ids(names)
     assert len(np.unique(ids)) == len(names)
@@ -42,9 +55,14 @@ def test_names_that_differ_have_ids_that_differ(names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("", "0 bytes"), (-1, "-1 is no item"), (FIRST_HASHED, "is no item"), ("é" * MAX_NAME_BYTES, "1024 bytes")],
+    [
+        ("", "0 bytes"),
+        (-1, "-1 is no item"),
+        (FIRST_HASHED, "is no item"),
+        ("é" * MAX_NAME_BYTES, "1024 bytes"),
+    ],
 )
-def test_what_is_no_name_is_refused(name: str | int, why: str) -> None:
+def test_what_is_no_name_is_rejected(name: str | int, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         item_id(name)
     with pytest.raises(ValueError, match=f"index 1: .*{why}"):
@@ -59,7 +77,9 @@ SPELLINGS = st.one_of(
     st.integers(0, FIRST_HASHED - 1),
     st.integers(0, 10**20).map(str).filter(lambda text: int(text) < 2**70),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
-    st.sampled_from(["007", "٣", "a\0b", '"', ",", "1e5", "+1", " 1", str(FIRST_HASHED - 1), str(FIRST_HASHED)]),
+    st.sampled_from(
+        ["007", "٣", "a\0b", '"', ",", "1e5", "+1", " 1", str(FIRST_HASHED - 1), str(FIRST_HASHED)]
+    ),
 )
 
 
@@ -91,8 +111,12 @@ def test_an_id_that_was_answered_without_a_name_is_itself() -> None:
 
 
 def test_a_number_stands_for_the_action_of_its_plain_text() -> None:
-    actions = ActionNames(["view", "5", "4.5", "1000000", "007", "nan", "1234567", "1234568", "0.12345678", "1e+20"])
-    assert actions.indices(["view", 5, "5", 5.0, 4.5, "4.5", 1_000_000, 1e6, "007", "nan"]).tolist() == [
+    actions = ActionNames(
+        ["view", "5", "4.5", "1000000", "007", "nan", "1234567", "1234568", "0.12345678", "1e+20"]
+    )
+    assert actions.indices(
+        ["view", 5, "5", 5.0, 4.5, "4.5", 1_000_000, 1e6, "007", "nan"]
+    ).tolist() == [
         *(0, 1, 1, 1, 2, 2, 3, 3, 4, 5),
     ]
     assert actions.indices([1234567, 1234568.0, 0.12345678, 1e20]).tolist() == [6, 7, 8, 9]
@@ -101,7 +125,15 @@ def test_a_number_stands_for_the_action_of_its_plain_text() -> None:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(5, "5"), (5.0, "5"), (-0.0, "0"), (4.5, "4.5"), (1e6, "1000000"), (2**53, "9007199254740992"), (1e-7, "1e-07")],
+    [
+        (5, "5"),
+        (5.0, "5"),
+        (-0.0, "0"),
+        (4.5, "4.5"),
+        (1e6, "1000000"),
+        (2**53, "9007199254740992"),
+        (1e-7, "1e-07"),
+    ],
 )
 def test_the_name_of_a_number(value: float, name: str) -> None:
     assert value_name(value) == name
@@ -113,15 +145,20 @@ def test_two_numbers_have_two_names(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "said"), [("buy", '"buy"'), (7, "7"), (float("nan"), "nan"), ("5.0", '"5.0"'), (4.25, "4.25")]
+    ("action", "said"),
+    [("buy", '"buy"'), (7, "7"), (float("nan"), "nan"), ("5.0", '"5.0"'), (4.25, "4.25")],
 )
-def test_an_action_that_the_model_lacks_is_told_with_those_that_it_has(action: str | float, said: str) -> None:
+def test_an_action_that_the_model_lacks_is_told_with_those_that_it_has(
+    action: str | float, said: str
+) -> None:
     actions = ActionNames(["view", "cart", "5"])
-    with pytest.raises(ValueError, match=f"^{said} at index 1 is no action of the model; it has view, cart, 5$"):
+    with pytest.raises(
+        ValueError, match=f"^{said} at index 1 is no action of the model; it has view, cart, 5$"
+    ):
         actions.indices(["view", action])
 
 
 def test_an_error_about_an_action_is_short() -> None:
-    with pytest.raises(ValueError, match="no action") as refused:
+    with pytest.raises(ValueError, match="no action") as rejected:
         ActionNames([f"action {number}" for number in range(1000)]).indices(["x" * 500])
-    assert len(str(refused.value)) < 400
+    assert len(str(rejected.value)) < 400

@@ -29,7 +29,9 @@ print(max(faults[-4:]))
 
 
 def faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 
@@ -45,5 +47,11 @@ def test_variables_are_set_where_nobody_has(given: dict[str, str]) -> None:
     names = ("TASK_QUEUE_ENABLE", "PER_STREAM_QUEUE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
     code += f"print(*(os.environ[name] for name in {names}))"
     environment = {name: value for name, value in os.environ.items() if name not in names} | given
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [given.get("TASK_QUEUE_ENABLE", "1"), given.get("PER_STREAM_QUEUE", "1"), "0"]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [
+        given.get("TASK_QUEUE_ENABLE", "1"),
+        given.get("PER_STREAM_QUEUE", "1"),
+        "0",
+    ]

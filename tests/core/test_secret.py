@@ -30,7 +30,9 @@ def read(**section: Any) -> Section:
     return from_table({"section": section}, Settings).section
 
 
-def test_it_comes_from_the_text_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_from_the_text_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "token").write_text(f"{PASSWORD}\n")
     monkeypatch.setenv("NPU_GR_TEST_TOKEN", PASSWORD)
     for given in (PASSWORD, {"file": str(tmp_path / "token")}, {"env": "NPU_GR_TEST_TOKEN"}):
@@ -45,9 +47,21 @@ def test_it_comes_from_the_text_a_file_or_the_environment(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"file": "/nowhere/token"}, r"section\.token: file /nowhere/token: No such file or directory"),
-        ({"env": "NPU_GR_NO_SUCH"}, r"section\.token: env NPU_GR_NO_SUCH: there is no such variable"),
-        ({"env": "A", "file": "b"}, r"section\.token: expected a text, \{file: PATH\} or \{env: NAME\}"),
+        (
+            {"file": "/nowhere/token"},
+            r"section\.token: file /nowhere/token: No such file or "
+            r"directory",
+        ),
+        (
+            {"env": "NPU_GR_NO_SUCH"},
+            r"section\.token: env NPU_GR_NO_SUCH: there is no such "
+            r"variable",
+        ),
+        (
+            {"env": "A", "file": "b"},
+            r"section\.token: expected a text, \{file: PATH\} or \{env: "
+            r"NAME\}",
+        ),
         ({"environment": "A"}, r"section\.token: expected a text"),
         ({"env": 7}, r"section\.token: expected a text"),
         ({}, r"section\.token: expected a text"),
@@ -73,7 +87,8 @@ def test_a_file_that_is_no_text_is_an_error_without_its_bytes(tmp_path: Path) ->
     [
         (f"redis://:{PASSWORD}@db:6379/0", "redis://***@db:6379/0"),
         (f"rediss://me:{PASSWORD}@db:6379/0", "rediss://***@db:6379/0"),
-        (f"redis://:{PASSWORD}/#?x@y@db:6379/0", "redis://***@db:6379/0"),  # as people write them, unencoded
+        # as people write them, unencoded
+        (f"redis://:{PASSWORD}/#?x@y@db:6379/0", "redis://***@db:6379/0"),
         (f"redis://db:6379/0?password={PASSWORD}", "redis://db:6379/0?password=***"),
         (f"unix://:{PASSWORD}@/run/redis.sock", "unix://***@/run/redis.sock"),
         (f"me:{PASSWORD}@db", "***"),  # no URL
@@ -87,7 +102,13 @@ def test_nothing_shows_it(url: str, shown: str, caplog: pytest.LogCaptureFixture
     assert to_table(section) == {"url": shown, "token": "***"}
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("npu_gr").debug("%s %r %s", section.url, section.url, section)
-    texts = [str(section), repr(section), f"{section.url} {section.token}", f"{section.url!r}", caplog.text]
+    texts = [
+        str(section),
+        repr(section),
+        f"{section.url} {section.token}",
+        f"{section.url!r}",
+        caplog.text,
+    ]
     assert not [text for text in texts if PASSWORD in text]
     with pytest.raises(TypeError):
         msgspec.json.encode(section)  # whoever forgets `to_table` sends nothing

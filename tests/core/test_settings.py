@@ -1,4 +1,4 @@
-"""Text that is no configuration is refused in words, whatever it is, and within a moment."""
+"""Text that is no configuration is rejected in words, whatever it is, and within a moment."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ("", "needs `key: value` lines"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_words(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+def test_what_is_no_configuration_is_rejected_in_words(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as rejected:
         parse(text, Settings, "here")
-    assert "here" in str(refused.value) or "given twice" in words
+    assert "here" in str(rejected.value) or "given twice" in words
 
 
 def test_what_is_one_is_read() -> None:
-    assert parse("inner: {count: 3}\nnames: [a]\n", Settings, "here") == Settings(inner=Inner(count=3), names=["a"])
+    assert parse("inner: {count: 3}\nnames: [a]\n", Settings, "here") == Settings(
+        inner=Inner(count=3), names=["a"]
+    )
 
 
 @pytest.fixture
@@ -58,9 +60,9 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("inner: {workers: 1, count: 2}\nfront: {a: 1}\n")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load(path, Settings)
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         f"config {path}: inner.workers went: inner.count; front went: an instance for each core"
     )
     path.write_text("inner: {count: 2}\n")
@@ -68,5 +70,7 @@ def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"inner.workers went: inner.count"):
         load(path, Settings, ["inner.workers=3"])
     for name in ("NPU_GR_FRONT__A", "NPU_GR_FRONT"):
-        with pytest.raises(ConfigError, match=f"environment: {name} went: an instance for each core"):
+        with pytest.raises(
+            ConfigError, match=f"environment: {name} went: an instance for each core"
+        ):
             gather(path, Settings, variables={name: "1"})

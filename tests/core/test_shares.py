@@ -1,4 +1,7 @@
-"""A share is a part by weight among those that want; alone one may have all; invented tenants have one account."""
+"""A share is a part by weight among those that want; alone one may have all.
+
+Invented tenants have one account.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ def test_shares_are_by_weight_among_those_that_want() -> None:
 
 
 @pytest.mark.parametrize("named", [{}, {"v": 2.0}])
-def test_invented_names_share_one_account_and_a_named_tenant_has_its_own(named: dict[str, float]) -> None:
+def test_invented_names_share_one_account_and_a_named_tenant_has_its_own(
+    named: dict[str, float],
+) -> None:
     made, clock = shares()
     made.weights = named
     accounts = {made.asking(f"made up {n}") for n in range(10_000)}
@@ -40,5 +45,6 @@ def test_invented_names_share_one_account_and_a_named_tenant_has_its_own(named: 
     assert (late in accounts) == (not named)
     assert late.name == ("v" if named else OTHERS)
     clock.now_at = WANTS_S
-    assert made.asking("new").name == "new"  # those that want nothing and hold nothing are forgotten
+    # those that want nothing and hold nothing are forgotten
+    assert made.asking("new").name == "new"
     assert len(made.accounts) == 1

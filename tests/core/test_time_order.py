@@ -1,4 +1,4 @@
-"""Rows that run backwards: refused by their index in the request, or sorted as Python sorts, and counted."""
+"""Rows that run backwards: rejected by their index in the request, or sorted as Python sorts, and counted."""
 
 from __future__ import annotations
 
@@ -17,31 +17,42 @@ def events(times: list[int]) -> Events:
 
 
 @given(TIMES, TIMES)
-def test_rows_are_sorted_and_the_late_ones_of_the_request_are_counted(base: list[int], new: list[int]) -> None:
+def test_rows_are_sorted_and_the_late_ones_of_the_request_are_counted(
+    base: list[int], new: list[int]
+) -> None:
     base = sorted(base)
     times = base + new
     found = oldest_first(events(times), "sort", "history", base=len(base))
     assert found.items.tolist() == sorted(range(len(times)), key=lambda row: times[row])
     assert found.timestamps.tolist() == sorted(times)
     assert found.actions.tolist() == found.items.tolist()
-    assert found.origin.sorted_events == sum(any(other > time for other in times[:at]) for at, time in enumerate(times))
+    assert found.origin.sorted_events == sum(
+        any(other > time for other in times[:at]) for at, time in enumerate(times)
+    )
 
 
 @given(TIMES, TIMES)
-def test_rows_are_refused_by_their_index_in_the_request(base: list[int], new: list[int]) -> None:
+def test_rows_are_rejected_by_their_index_in_the_request(base: list[int], new: list[int]) -> None:
     base = sorted(base)
     times = base + new
     bad = [at for at in range(max(len(base), 1), len(times)) if times[at] < times[at - 1]]
     if not bad:
-        assert oldest_first(events(times), "refuse", "history", base=len(base)).timestamps.tolist() == times
+        assert (
+            oldest_first(events(times), "refuse", "history", base=len(base)).timestamps.tolist()
+            == times
+        )
         return
-    with pytest.raises(Unprocessable) as refused:
+    with pytest.raises(Unprocessable) as rejected:
         oldest_first(events(times), "refuse", "history", base=len(base))
     index = bad[0] - len(base)
     said = f"history.timestamps: {times[bad[0]]} at index {index} is before {times[bad[0] - 1]}"
-    assert str(refused.value).startswith(said)
-    assert ("the last of base" in str(refused.value)) == (len(base) > 0 and index == 0)
+    assert str(rejected.value).startswith(said)
+    assert ("the last of base" in str(rejected.value)) == (len(base) > 0 and index == 0)
 
 
 def test_a_base_that_is_not_in_order_is_nobodys_fault() -> None:
-    assert oldest_first(events([3, 1, 2]), "refuse", "history", base=2).timestamps.tolist() == [3, 1, 2]
+    assert oldest_first(events([3, 1, 2]), "refuse", "history", base=2).timestamps.tolist() == [
+        3,
+        1,
+        2,
+    ]

@@ -1,4 +1,7 @@
-"""Certificates follow their files; what is no pair changes nothing; who shakes no hands is bounded."""
+"""Certificates follow their files; what is no pair changes nothing.
+
+Who shakes no hands is bounded.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ DAY_S = 86_400.0
 
 
 def server_tls(pair: Pair, **more: Any) -> ServerTls:
-    return ServerTls(ServerTlsConfig(certificate=str(pair.certificate), key=str(pair.key), **more), "server.tls")
+    return ServerTls(
+        ServerTlsConfig(certificate=str(pair.certificate), key=str(pair.key), **more), "server.tls"
+    )
 
 
 class Echo(asyncio.Protocol):
@@ -58,11 +63,13 @@ async def echoed(port: int, tls: ssl.SSLContext, name: str = "127.0.0.1") -> ssl
         OSError: the two do not trust each other.
     """
     async with asyncio.timeout(10):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname=name)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=tls, server_hostname=name
+        )
         try:
             writer.write(b"hello")
             if await reader.read(5) != b"hello":
-                raise ConnectionResetError("refused after the handshake")
+                raise ConnectionResetError("rejected after the handshake")
             found: ssl.SSLObject = writer.get_extra_info("ssl_object")
         finally:
             writer.close()
@@ -87,7 +94,9 @@ async def test_a_new_pair_is_in_force_for_new_connections_and_a_broken_one_is_no
         for _ in range(3):
             tls.reload_if_changed()
         assert tls.is_stale
-        assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1, "one line, not one a look"
+        assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1, (
+            "one line, not one a look"
+        )
         assert (await echoed(port, authority.client())).getpeercert() == old
         assert tls.expiry() == first
         pair.key.write_bytes(old_key)
@@ -101,9 +110,12 @@ async def test_a_new_pair_is_in_force_for_new_connections_and_a_broken_one_is_no
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+    "content",
+    [b"", b"no certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"],
 )
-async def test_nonsense_and_a_deleted_file_keep_the_old_certificate(authority: Authority, content: bytes) -> None:
+async def test_nonsense_and_a_deleted_file_keep_the_old_certificate(
+    authority: Authority, content: bytes
+) -> None:
     pair = authority.issue("127.0.0.1")
     tls = server_tls(pair)
     async with listening(tls.public) as port:
@@ -127,7 +139,9 @@ async def test_files_are_followed(authority: Authority, monkeypatch: pytest.Monk
     following.cancel()
 
 
-async def test_callers_need_a_certificate_of_the_authority_in_force(authority: Authority, tmp_path: Path) -> None:
+async def test_callers_need_a_certificate_of_the_authority_in_force(
+    authority: Authority, tmp_path: Path
+) -> None:
     strangers = Authority(tmp_path, "strangers")
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(authority.ca.read_bytes())
@@ -136,7 +150,11 @@ async def test_callers_need_a_certificate_of_the_authority_in_force(authority: A
     tls = server_tls(authority.issue("127.0.0.1"), client_ca=str(client_ca))
     async with listening(tls.public) as port, listening(tls.admin) as admin_port:
         await echoed(port, friend)
-        for other in (authority.client(), stranger, authority.client(authority.issue("router", days=-1))):
+        for other in (
+            authority.client(),
+            stranger,
+            authority.client(authority.issue("router", days=-1)),
+        ):
             with pytest.raises(OSError):  # noqa: PT011  (a reset or an alert, by timing)
                 await echoed(port, other)
         await echoed(admin_port, authority.client())  # asks nobody
@@ -167,18 +185,25 @@ async def test_no_session_outlives_the_authority_that_let_it_in(authority: Autho
 
     async with listening(asking.public) as port, listening(server_tls(pair).public) as open_port:
         assert await asyncio.to_thread(is_reused, port) == [False, False]
-        assert await asyncio.to_thread(is_reused, open_port) == [False, True], "nobody is verified there"
+        assert await asyncio.to_thread(is_reused, open_port) == [False, True], (
+            "nobody is verified there"
+        )
         client.maximum_version = ssl.TLSVersion.TLSv1_2
         assert await asyncio.to_thread(is_reused, open_port) == [False, True]
         with pytest.raises(OSError):  # noqa: PT011
             await asyncio.to_thread(is_reused, port)
 
 
-async def test_the_certificate_in_force_of_a_client_is_shown(authority: Authority, tmp_path: Path) -> None:
+async def test_the_certificate_in_force_of_a_client_is_shown(
+    authority: Authority, tmp_path: Path
+) -> None:
     strangers = Authority(tmp_path, "strangers")
     shown = strangers.issue("router")
     client = ClientTls(
-        ClientTlsConfig(ca=str(authority.ca), certificate=str(shown.certificate), key=str(shown.key)), "instances_tls"
+        ClientTlsConfig(
+            ca=str(authority.ca), certificate=str(shown.certificate), key=str(shown.key)
+        ),
+        "instances_tls",
     )
     tls = server_tls(authority.issue("127.0.0.1"), client_ca=str(authority.ca))
     async with listening(tls.public) as port:
@@ -189,7 +214,7 @@ async def test_the_certificate_in_force_of_a_client_is_shown(authority: Authorit
         await echoed(port, client.context)
 
 
-async def test_a_client_refuses_another_host_an_expired_certificate_and_another_authority(
+async def test_a_client_rejects_another_host_an_expired_certificate_and_another_authority(
     authority: Authority, tmp_path: Path
 ) -> None:
     client = ClientTls(ClientTlsConfig(ca=str(authority.ca)), "instances_tls").context
@@ -213,7 +238,7 @@ async def test_a_client_refuses_another_host_an_expired_certificate_and_another_
         (ssl.TLSVersion.TLSv1_2, "ECDHE-ECDSA-AES128-SHA256", False),  # no authenticated encryption
     ],
 )
-async def test_old_versions_and_weak_ciphers_are_refused(
+async def test_old_versions_and_weak_ciphers_are_rejected(
     authority: Authority, newest: ssl.TLSVersion, ciphers: str, is_accepted: bool
 ) -> None:
     client = authority.client()
@@ -234,9 +259,13 @@ async def test_old_versions_and_weak_ciphers_are_refused(
             await echoed(port, client)
 
 
-def test_what_cannot_be_used_is_refused_in_words(authority: Authority, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_rejected_in_words(authority: Authority, tmp_path: Path) -> None:
     pair, other = authority.issue("a"), authority.issue("b")
-    with pytest.raises(ConfigError, match=r"server\.tls: .*: not usable for TLS: KEY_VALUES_MISMATCH"):
+    with pytest.raises(
+        ConfigError,
+        match=r"server\.tls: .*: not usable for TLS: "
+        r"KEY_VALUES_MISMATCH",
+    ):
         server_tls(Pair(pair.certificate, other.key))
     with pytest.raises(ConfigError, match=r"server\.tls: .*none\.crt: No such file"):
         server_tls(Pair(tmp_path / "none.crt", pair.key))
@@ -246,16 +275,30 @@ def test_what_cannot_be_used_is_refused_in_words(authority: Authority, tmp_path:
         from_table({"certificate": "a", "key": "b", "min_version": "1.0"}, ServerTlsConfig)
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(authority: Authority, tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_rejected_and_nobody_is_asked_for_it(
+    authority: Authority, tmp_path: Path
+) -> None:
     pair = authority.issue("a")
     locked = tmp_path / "locked.key"
-    command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", str(pair.key), "-out", str(locked)]
+    command = [
+        "openssl",
+        "ec",
+        "-aes256",
+        "-passout",
+        "pass:secret",
+        "-in",
+        str(pair.key),
+        "-out",
+        str(locked),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(ConfigError, match="not usable for TLS"):
         server_tls(Pair(pair.certificate, locked))
 
 
-@pytest.mark.parametrize(("mode", "is_warned"), [(0o600, False), (0o640, False), (0o644, True), (0o660, True)])
+@pytest.mark.parametrize(
+    ("mode", "is_warned"), [(0o600, False), (0o640, False), (0o644, True), (0o660, True)]
+)
 def test_a_key_that_others_may_read_is_warned_of(
     authority: Authority, caplog: pytest.LogCaptureFixture, mode: int, is_warned: bool
 ) -> None:

@@ -69,20 +69,50 @@ def test_what_is_written_is_the_number(text: str, want: Settings) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("size: 1.5B", "size: -1GiB", "size: 1 gib", "size: 1GiBs", "size: GiB", "size: 1GiB 1MiB", "size: '5'"),
-        *("size: 50ms", "size: ½GiB", "size: ١GiB", "size: 1e-5", "some: 0B", "limited: 255B", "size: 1e9999"),
-        *("time: 5m", "time: 1GiB", "time: 0s", "time: -1s", "time: s", "time: 1e999", "time: 1 s s", "time: '1'"),
+        *(
+            "size: 1.5B",
+            "size: -1GiB",
+            "size: 1 gib",
+            "size: 1GiBs",
+            "size: GiB",
+            "size: 1GiB 1MiB",
+            "size: '5'",
+        ),
+        *(
+            "size: 50ms",
+            "size: ½GiB",
+            "size: ١GiB",
+            "size: 1e-5",
+            "some: 0B",
+            "limited: 255B",
+            "size: 1e9999",
+        ),
+        *(
+            "time: 5m",
+            "time: 1GiB",
+            "time: 0s",
+            "time: -1s",
+            "time: s",
+            "time: 1e999",
+            "time: 1 s s",
+            "time: '1'",
+        ),
         *("count: 1GiB", "count: 50ms", "count: 1.5e0", "times: [1x]"),
         f"size: {'9' * 50}GiB",
     ],
 )
-def test_what_is_no_such_number_is_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_such_number_is_rejected_with_the_forms(text: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
         read(text)
     key = text.partition(":")[0]
-    forms = {"size": BYTES.forms, "some": BYTES.forms, "limited": BYTES.forms, "count": "a whole number"}
-    assert str(refused.value).startswith(f"c: {key}")
-    assert forms.get(key, SECONDS.forms) in str(refused.value)
+    forms = {
+        "size": BYTES.forms,
+        "some": BYTES.forms,
+        "limited": BYTES.forms,
+        "count": "a whole number",
+    }
+    assert str(rejected.value).startswith(f"c: {key}")
+    assert forms.get(key, SECONDS.forms) in str(rejected.value)
 
 
 @given(st.integers(0, 2**40), st.sampled_from(sorted(BYTES.factors)))

@@ -54,13 +54,22 @@ def write_parquet(path: Path, events: Sequence[Event]) -> Path:
 
 def write_atomic(path: Path, events: Sequence[Event]) -> Path:
     header = "user_id:token\titem_id:token\ttimestamp:float\tevent_type:token\n"
-    path.write_text(header + "".join("\t".join(map(str, event)) + "\n" for event in events), encoding="utf-8")
+    path.write_text(
+        header + "".join("\t".join(map(str, event)) + "\n" for event in events), encoding="utf-8"
+    )
     return path
 
 
 def table(events: Sequence[Event]) -> Any:
     users, items, times, names = zip(*events, strict=True)
-    return pa.table({"user_id": users, "item_id": items, "timestamp": pa.array(times, pa.int64()), "event_type": names})
+    return pa.table(
+        {
+            "user_id": users,
+            "item_id": items,
+            "timestamp": pa.array(times, pa.int64()),
+            "event_type": names,
+        }
+    )
 
 
 def row(event: Event) -> dict[str, str | int]:

@@ -1,4 +1,7 @@
-"""Event types and ratings become named actions; continuous values become ranges; a list of actions only grows."""
+"""Event types and ratings become named actions; continuous values become ranges.
+
+A list of actions only grows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_log
-from npu_gr.dataset.actions import SAMPLE, ActionKind, OldActions, ValueSample, bucket_names, of_events, of_values
+from npu_gr.dataset.actions import (
+    SAMPLE,
+    ActionKind,
+    OldActions,
+    ValueSample,
+    bucket_names,
+    of_events,
+    of_values,
+)
 
 
 def sample(values: list[float]) -> ValueSample:
@@ -44,11 +55,15 @@ def test_a_dataset_that_is_prepared_again_keeps_its_actions(tmp_path: Path) -> N
     assert [log.action_names[int(value)] for value in log.values] == ["view", "buy", "add"]
 
 
-def test_actions_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_actions_of_another_kind_are_rejected(tmp_path: Path) -> None:
     out = tmp_path / "data"
     prepare(write(tmp_path / "a.csv", [("", "view")]), out)
     before = (out / "manifest.json").read_bytes()
-    with pytest.raises(DataError, match=r"holds a dataset whose actions are of the kind events.*choose another --out"):
+    with pytest.raises(
+        DataError,
+        match=r"holds a dataset whose actions are of the kind "
+        r"events.*choose another --out",
+    ):
         prepare(write(tmp_path / "b.csv", [("", 3), ("", 4)], "rating"), out)
     assert (out / "manifest.json").read_bytes() == before
 
@@ -56,7 +71,9 @@ def test_actions_of_another_kind_are_refused(tmp_path: Path) -> None:
 def test_few_values_are_ratings() -> None:
     actions = of_values("rating", sample([0.5, 5, 4.5, 5]), 10, OldActions())
     assert (actions.kind, actions.names) == (ActionKind.RATINGS, ["0.5", "4.5", "5"])
-    again = of_values("rating", sample([3]), 10, OldActions(kind="ratings", names=["0.5", "4.5", "5"]))
+    again = of_values(
+        "rating", sample([3]), 10, OldActions(kind="ratings", names=["0.5", "4.5", "5"])
+    )
     assert again.names == ["0.5", "3", "4.5", "5"]
     assert any("stand between" in note for note in again.notes)
 
@@ -75,14 +92,18 @@ def test_edges_are_kept(tmp_path: Path) -> None:
     assert first["edges"] == [36, 73.5, 111]
     assert first["names"] == ["dwell<=36", "dwell<=73.5", "dwell<=111", "dwell>111"]
     assert first["events"] == [25] * 4
-    again = prepare(write(tmp_path / "b.csv", [("", 1.5), ("", 1000)], "dwell"), out).manifest["actions"]
+    again = prepare(write(tmp_path / "b.csv", [("", 1.5), ("", 1000)], "dwell"), out).manifest[
+        "actions"
+    ]
     assert (again["edges"], again["events"]) == (first["edges"], [1, 0, 0, 1])
 
 
 def test_one_range_stays_one_range(tmp_path: Path) -> None:
     out = tmp_path / "data"
     rows: list[tuple[str, object]] = [("", at * 1.5) for at in range(100)]
-    first = prepare(write(tmp_path / "a.csv", rows, "dwell"), out, PrepareOptions(num_buckets=1)).manifest["actions"]
+    first = prepare(
+        write(tmp_path / "a.csv", rows, "dwell"), out, PrepareOptions(num_buckets=1)
+    ).manifest["actions"]
     assert (first["names"], first["edges"], first["events"]) == (["dwell"], [], [100])
     again = prepare(write(tmp_path / "b.csv", rows, "dwell"), out).manifest
     assert again["actions"] == first
@@ -99,12 +120,16 @@ def test_ratings_of_many_digits_keep_them(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(2, 12))
-def test_every_value_has_a_range_with_a_name_of_its_own(values: list[float], num_buckets: int) -> None:
+def test_every_value_has_a_range_with_a_name_of_its_own(
+    values: list[float], num_buckets: int
+) -> None:
     edges = sample(values).edges(num_buckets)
     names = bucket_names("x", edges)
     assert len(set(names)) == len(names) == len(edges) + 1 <= num_buckets
     assert edges == sorted(set(edges))
-    counts = np.bincount(np.searchsorted(np.array(edges), values, side="left"), minlength=len(names))
+    counts = np.bincount(
+        np.searchsorted(np.array(edges), values, side="left"), minlength=len(names)
+    )
     assert (counts > 0).all()
 
 

@@ -43,7 +43,9 @@ def no_space_of_duckdb(*_: object) -> None:
 
 
 @pytest.mark.parametrize("what", ["duckdb", "write_users", "fsync"])
-def test_a_full_disk_keeps_what_was_there(what: str, log: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_was_there(
+    what: str, log: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = snapshot(out)
     if what == "duckdb":
         monkeypatch.setattr(table.SourceTable, "load", no_space_of_duckdb)
@@ -57,7 +59,9 @@ def test_a_full_disk_keeps_what_was_there(what: str, log: Path, out: Path, monke
     assert [path.name for path in out.parent.iterdir()] == ["data"]
 
 
-def test_an_interrupt_keeps_what_was_there(log: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_what_was_there(
+    log: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -127,7 +131,11 @@ def test_a_run_that_begins_as_another_ends_keeps_its_folder(
 
 def test_a_folder_of_something_else_is_never_replaced(log: Path, out: Path, tmp_path: Path) -> None:
     (out / "notes.txt").touch()
-    with pytest.raises(DataError, match=r"holds notes\.txt, which is no part of a dataset; --out names a new folder"):
+    with pytest.raises(
+        DataError,
+        match=r"holds notes\.txt, which is no part of a dataset; --out "
+        r"names a new folder",
+    ):
         prepare(log, out)
     with pytest.raises(DataError, match=r"holds log\.csv"):
         prepare(log, tmp_path)

@@ -42,7 +42,11 @@ def test_every_format_says_the_same(name: str, tmp_path: Path) -> None:
         "edges": [],
         "events": [1, 1, 3],
     }
-    assert (prepared.manifest["events"], prepared.manifest["users"], prepared.num_rejected) == (5, 2, 0)
+    assert (prepared.manifest["events"], prepared.manifest["users"], prepared.num_rejected) == (
+        5,
+        2,
+        0,
+    )
 
 
 def test_items_have_the_ids_of_their_names(tmp_path: Path) -> None:
@@ -55,7 +59,9 @@ def test_items_have_the_ids_of_their_names(tmp_path: Path) -> None:
 def test_packed_files_are_unpacked(suffix: str, tmp_path: Path) -> None:
     plain = write_csv(tmp_path / "log.csv", EVENTS).read_bytes()
     packed = tmp_path / f"log.csv{suffix}"
-    packed.write_bytes(gzip.compress(plain) if suffix == ".gz" else zstandard.ZstdCompressor().compress(plain))
+    packed.write_bytes(
+        gzip.compress(plain) if suffix == ".gz" else zstandard.ZstdCompressor().compress(plain)
+    )
     prepare(packed, tmp_path / "data")
     assert len(named(tmp_path / "data")) == 5
 
@@ -76,7 +82,14 @@ def test_events_are_stored_by_user_and_time(tmp_path: Path) -> None:
     prepare(write_csv(tmp_path / "log.csv", EVENTS), tmp_path / "data", PrepareOptions())
     events = pq.read_table(tmp_path / "data/events.parquet")
     assert events.schema.equals(
-        pa.schema([("user", pa.int32()), ("item", pa.int64()), ("action", pa.int16()), ("time", pa.int64())])
+        pa.schema(
+            [
+                ("user", pa.int32()),
+                ("item", pa.int64()),
+                ("action", pa.int16()),
+                ("time", pa.int64()),
+            ]
+        )
     )
     pairs = list(zip(events["user"].to_pylist(), events["time"].to_pylist(), strict=True))
     assert pairs == sorted(pairs)
@@ -84,12 +97,21 @@ def test_events_are_stored_by_user_and_time(tmp_path: Path) -> None:
 
 def test_rows_that_repeat_another_one_in_everything_are_left_out(tmp_path: Path) -> None:
     """To the microsecond: two clicks of one second are two."""
-    rows = ["a,x,1700000000.25,view", "a,x,1700000000.75,view", "a,y,1700000000.25,view", "a,x,1700000000.25,buy"]
-    (tmp_path / "log.csv").write_text("\n".join(["user_id,item_id,ts,event", *rows, rows[1], rows[0], rows[0]]))
+    rows = [
+        "a,x,1700000000.25,view",
+        "a,x,1700000000.75,view",
+        "a,y,1700000000.25,view",
+        "a,x,1700000000.25,buy",
+    ]
+    (tmp_path / "log.csv").write_text(
+        "\n".join(["user_id,item_id,ts,event", *rows, rows[1], rows[0], rows[0]])
+    )
     manifest = prepare(tmp_path / "log.csv", tmp_path / "data").manifest
     assert (manifest["events"], manifest["duplicates"]) == (4, {"rows": 3, "kept": False})
     assert [item for _, item, _, _ in named(tmp_path / "data")] == ["x", "y", "x", "x"]
-    kept = prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(keep_duplicates=True)).manifest
+    kept = prepare(
+        tmp_path / "log.csv", tmp_path / "data", PrepareOptions(keep_duplicates=True)
+    ).manifest
     assert (kept["events"], kept["duplicates"]) == (7, {"rows": 3, "kept": True})
 
 

@@ -1,4 +1,7 @@
-"""Columns are guessed by name and type; two that fit are a question with the answers in it, never a choice."""
+"""Columns are guessed by name and type.
+
+Two that fit are a question with the answers in it, never a choice.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ CELLS: dict[str, Any] = {
 
 
 def choose(told: dict[str, str], /, **kinds: str) -> dict[str, str | None]:
-    found = choose_log_columns({name: CELLS[kind] for name, kind in kinds.items()}, told, source="log.csv")
+    found = choose_log_columns(
+        {name: CELLS[kind] for name, kind in kinds.items()}, told, source="log.csv"
+    )
     return _names(found)
 
 
@@ -48,13 +53,22 @@ def _names(found: LogColumns) -> dict[str, str | None]:
     ],
 )
 def test_names_of_many_houses(user: str, item: str, time: str) -> None:
-    found = choose({}, **{user: "text", item: "integer", time: "seconds", "price": "number", "brand": "text"})
+    found = choose(
+        {}, **{user: "text", item: "integer", time: "seconds", "price": "number", "brand": "text"}
+    )
     assert (found["user"], found["item"], found["time"]) == (user, item, time)
     assert found["event"] is found["value"] is None  # a price is no value
 
 
 def test_a_weak_name_gives_way_to_a_strong_one() -> None:
-    found = choose({}, session_id="text", user_id="text", item_id="text", event_date="time", event_timestamp="seconds")
+    found = choose(
+        {},
+        session_id="text",
+        user_id="text",
+        item_id="text",
+        event_date="time",
+        event_timestamp="seconds",
+    )
     assert (found["user"], found["time"]) == ("user_id", "event_timestamp")
 
 
@@ -64,14 +78,20 @@ def test_integers_with_gaps_are_items() -> None:
 
 def test_the_only_column_of_times_is_the_time() -> None:
     assert choose({}, user_id="text", item_id="text", when_it_was="time")["time"] == "when_it_was"
-    with pytest.raises(DataError, match=r"2 columns could be the time \(when\): --time a or --time b"):
+    with pytest.raises(
+        DataError,
+        match=r"2 columns could be the time \(when\): --time a or "
+        r"--time b",
+    ):
         choose({}, user_id="text", item_id="text", a="time", b="time")
 
 
 def test_an_event_comes_before_a_value() -> None:
     base = {"user_id": "text", "item_id": "text", "ts": "seconds"}
     assert choose({}, **base, event_type="text", rating="number")["value"] is None
-    assert choose({"event": "none"}, **base, event_type="text", rating="number")["value"] == "rating"
+    assert (
+        choose({"event": "none"}, **base, event_type="text", rating="number")["value"] == "rating"
+    )
     with pytest.raises(DataError, match="--event event_type and --value rating exclude each other"):
         choose({"value": "rating"}, **base, event_type="text", rating="number")
 
@@ -83,19 +103,41 @@ def test_an_event_comes_before_a_value() -> None:
             {"user_id": "text", "customer_id": "text", "item_id": "text", "ts": "seconds"},
             r"2 columns could be the user \(who did it\): --user user_id or --user customer_id",
         ),
-        ({"user_id": "text", "sku": "text", "asin": "text", "ts": "seconds"}, "--item sku or --item asin"),
-        ({"user_id": "text", "sku": "text", "ts": "seconds", "time": "time"}, "--time ts or --time time"),
+        (
+            {"user_id": "text", "sku": "text", "asin": "text", "ts": "seconds"},
+            "--item sku or --item asin",
+        ),
+        (
+            {"user_id": "text", "sku": "text", "ts": "seconds", "time": "time"},
+            "--time ts or --time time",
+        ),
         (
             {"user_id": "text", "sku": "text", "ts": "seconds", "event": "text", "action": "text"},
             "--event event or --event action, or --event none",
         ),
         (
-            {"user_id": "text", "sku": "text", "ts": "seconds", "rating": "number", "score": "number"},
+            {
+                "user_id": "text",
+                "sku": "text",
+                "ts": "seconds",
+                "rating": "number",
+                "score": "number",
+            },
             "--value rating or --value score, or --value none",
         ),
-        ({"a": "text", "sku": "text", "ts": "seconds"}, r"--user NAME says which: 'a', 'sku', 'ts'.*--columns a,b"),
-        ({"user_id": "text", "b": "text", "ts": "seconds"}, "no column looks like the item.*--item NAME"),
-        ({"user_id": "text", "sku": "text", "x": "text"}, "no column looks like the time.*--time NAME.*--no-time"),
+        (
+            {"a": "text", "sku": "text", "ts": "seconds"},
+            r"--user NAME says which: 'a', 'sku', "
+            r"'ts'.*--columns a,b",
+        ),
+        (
+            {"user_id": "text", "b": "text", "ts": "seconds"},
+            "no column looks like the item.*--item NAME",
+        ),
+        (
+            {"user_id": "text", "sku": "text", "x": "text"},
+            "no column looks like the time.*--time NAME.*--no-time",
+        ),
         ({"user_id": "number", "sku": "text", "ts": "seconds"}, "no column looks like the user"),
         ({"user_id": "text", "sku": "list", "ts": "seconds"}, "no column looks like the item"),
     ],
@@ -109,7 +151,9 @@ def test_what_cannot_be_guessed_is_asked(kinds: dict[str, str], reason: str) -> 
 def test_what_is_told_is_taken() -> None:
     kinds = {"user_id": "text", "customer_id": "text", "sku": "text", "ts": "seconds"}
     assert choose({"user": "customer_id"}, **kinds)["user"] == "customer_id"
-    with pytest.raises(DataError, match="--user nobody: there is no such column; there are 'user_id'"):
+    with pytest.raises(
+        DataError, match="--user nobody: there is no such column; there are 'user_id'"
+    ):
         choose({"user": "nobody"}, **kinds)
     with pytest.raises(DataError, match="'sku' is both user and item; --user or --item"):
         choose({"user": "sku"}, **kinds)
@@ -119,16 +163,25 @@ def test_an_event_of_very_many_kinds_is_none() -> None:
     columns = {"user_id": CELLS["text"], "item_id": CELLS["text"], "ts": CELLS["seconds"]}
     many = pa.array([f"n{at}" for at in range(200)])
     short = {name: pa.concat_arrays([array] * 67).slice(0, 200) for name, array in columns.items()}
-    assert _names(choose_log_columns({**short, "event": many}, {}, source="log.csv"))["event"] is None
+    assert (
+        _names(choose_log_columns({**short, "event": many}, {}, source="log.csv"))["event"] is None
+    )
 
 
 def test_items_are_found_by_the_name_that_the_log_uses() -> None:
-    columns = {"sku": CELLS["text"], "product_id": CELLS["text"], "title": CELLS["text"], "name": CELLS["text"]}
+    columns = {
+        "sku": CELLS["text"],
+        "product_id": CELLS["text"],
+        "title": CELLS["text"],
+        "name": CELLS["text"],
+    }
     with pytest.raises(DataError, match="--items-key sku or --items-key product_id"):
         choose_item_columns(columns, {}, "item", "items.csv")
     with pytest.raises(DataError, match="--title title or --title name, or --title none"):
         choose_item_columns(columns, {}, "sku", "items.csv")
     key, title = choose_item_columns(columns, {"title": "name"}, "sku", "items.csv")
     assert (key.name, title and title.name) == ("sku", "name")
-    key, title = choose_item_columns({"id": CELLS["integer"], "colour": CELLS["text"]}, {}, "sku", "items.csv")
+    key, title = choose_item_columns(
+        {"id": CELLS["integer"], "colour": CELLS["text"]}, {}, "sku", "items.csv"
+    )
     assert (key.name, title) == ("id", None)

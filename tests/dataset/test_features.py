@@ -16,10 +16,20 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
 from npu_gr.dataset.build import summary
 from npu_gr.dataset.logs import NUM_PARTS
-from npu_gr.features.interactions import FeatureColumn, Interactions
+from npu_gr.history_store.interactions import FeatureColumn, Interactions
 from npu_gr.train.data import build_log
 
-HEADER = ("user_id", "item_id", "timestamp", "event_type", "seconds", "surface", "device", "tags", "affinity")
+HEADER = (
+    "user_id",
+    "item_id",
+    "timestamp",
+    "event_type",
+    "seconds",
+    "surface",
+    "device",
+    "tags",
+    "affinity",
+)
 ROWS: list[tuple[Any, ...]] = [
     ("ann", "x", 100_000_300, "view", 1.5, "feed", 2, "red|big", 0.25),
     ("bob", "y", 100_000_100, "view", None, "search", 1, "red", None),
@@ -47,7 +57,10 @@ def write_jsonl(path: Path) -> Path:
     for row in rows:
         row["tags"] = row["tags"] and row["tags"].split("|")
     path.write_text(
-        "\n".join(json.dumps({name: cell for name, cell in row.items() if cell is not None}) for row in rows)
+        "\n".join(
+            json.dumps({name: cell for name, cell in row.items() if cell is not None})
+            for row in rows
+        )
     )
     return path
 
@@ -64,7 +77,13 @@ def cells(column: FeatureColumn) -> list[Any]:
 def test_columns_of_a_log_come_with_their_events(write: Any, tmp_path: Path) -> None:
     prepared = prepare(write(tmp_path / f"log.{write.__name__[6:]}"), tmp_path / "data", WANTED)
     log = read_log(tmp_path / "data")
-    assert log.timestamps.tolist() == [100_000_100, 100_000_200, 100_000_300, 100_000_300, 100_000_400]
+    assert log.timestamps.tolist() == [
+        100_000_100,
+        100_000_200,
+        100_000_300,
+        100_000_300,
+        100_000_400,
+    ]
     found = columns(log)
     assert {name: (one.of, one.kind, one.is_number) for name, one in found.items()} == {
         "seconds": ("event", "number", True),
@@ -78,7 +97,8 @@ def test_columns_of_a_log_come_with_their_events(write: Any, tmp_path: Path) -> 
     assert cells(found["device"]) == ["1", None, "2", "2", "1"]
     assert cells(found["tags"]) == [["red"], None, ["red", "big"], ["red", "big"], ["big"]]
     assert cells(found["affinity"]) == [None, 7.0, 0.25, 0.25, -1.0]
-    assert prepared.manifest["duplicates"] == {"rows": 1, "kept": False}  # another surface is another event
+    # another surface is another event
+    assert prepared.manifest["duplicates"] == {"rows": 1, "kept": False}
     told = summary(prepared.manifest, tmp_path / "data")
     assert "of the event   'surface' (one)" in told
     assert "of the request 'device' (category)" in told
@@ -86,7 +106,9 @@ def test_columns_of_a_log_come_with_their_events(write: Any, tmp_path: Path) -> 
 
 def test_a_part_of_the_log_keeps_its_columns_and_every_users(tmp_path: Path) -> None:
     (tmp_path / "users.csv").write_text("user_id,age,country\nann,30,DE\nbob,,FR\n")
-    prepare(write_csv(tmp_path / "log.csv"), tmp_path / "data", WANTED, users=tmp_path / "users.csv")
+    prepare(
+        write_csv(tmp_path / "log.csv"), tmp_path / "data", WANTED, users=tmp_path / "users.csv"
+    )
     log = read_log(tmp_path / "data")
     part = columns(log[log.timestamps > 100_000_250])
     assert cells(part["surface"]) == ["feed", "search", "feed"]
@@ -98,12 +120,24 @@ def test_a_part_of_the_log_keeps_its_columns_and_every_users(tmp_path: Path) -> 
 
 
 def test_users_have_the_features_of_their_file(tmp_path: Path) -> None:
-    rows = [f"u{at},{at},{'MF'[at % 2]},zip-{at},{'a|b' if at % 3 else ''},{at % 4}" for at in range(30)]
-    (tmp_path / "users.csv").write_text("id,age,sex,zip,hobbies,segment\n" + "\n".join(rows) + "\n,1,M,,,\n")
-    log = pa.table({"user_id": ["u3", "u40", "u4"], "item_id": ["x", "x", "y"], "ts": [100_000_001, 100_000_002, 3e8]})
+    rows = [
+        f"u{at},{at},{'MF'[at % 2]},zip-{at},{'a|b' if at % 3 else ''},{at % 4}" for at in range(30)
+    ]
+    (tmp_path / "users.csv").write_text(
+        "id,age,sex,zip,hobbies,segment\n" + "\n".join(rows) + "\n,1,M,,,\n"
+    )
+    log = pa.table(
+        {
+            "user_id": ["u3", "u40", "u4"],
+            "item_id": ["x", "x", "y"],
+            "ts": [100_000_001, 100_000_002, 3e8],
+        }
+    )
     prepared = prepare(log, tmp_path / "data", users=tmp_path / "users.csv")
     found = columns(prepared.dataset.interactions())
-    assert prepared.manifest["left_out_users"] == {"zip": "30 distinct values for 30 users: nearly a name of each"}
+    assert prepared.manifest["left_out_users"] == {
+        "zip": "30 distinct values for 30 users: nearly a name of each"
+    }
     assert prepared.manifest["users_without_row"] == 1
     assert prepared.manifest["rejected_users"] == {"no user": {"rows": 1, "first": 32}}
     assert {name: cells(column) for name, column in found.items()} == {
@@ -113,7 +147,10 @@ def test_users_have_the_features_of_their_file(tmp_path: Path) -> None:
         "segment": [3.0, None, 0.0],
     }
     again = prepare(
-        log, tmp_path / "data", PrepareOptions(user_features=("zip", "age:hashed")), users=tmp_path / "users.csv"
+        log,
+        tmp_path / "data",
+        PrepareOptions(user_features=("zip", "age:hashed")),
+        users=tmp_path / "users.csv",
     )
     found = columns(again.dataset.interactions())
     assert {name: (column.kind, cells(column)) for name, column in found.items()} == {
@@ -124,7 +161,12 @@ def test_users_have_the_features_of_their_file(tmp_path: Path) -> None:
 
 def test_a_log_without_features_is_written_as_before(tmp_path: Path) -> None:
     prepare(write_csv(tmp_path / "log.csv"), tmp_path / "data")
-    assert pq.read_table(tmp_path / "data/events.parquet").column_names == ["user", "item", "action", "time"]
+    assert pq.read_table(tmp_path / "data/events.parquet").column_names == [
+        "user",
+        "item",
+        "action",
+        "time",
+    ]
     assert pq.read_table(tmp_path / "data/users.parquet").column_names == ["name"]
     assert read_log(tmp_path / "data").columns == ()
 
@@ -132,7 +174,13 @@ def test_a_log_without_features_is_written_as_before(tmp_path: Path) -> None:
 def test_a_dataset_that_is_older_than_features_has_none(tmp_path: Path) -> None:
     prepare(write_csv(tmp_path / "log.csv"), tmp_path / "data")
     manifest = json.loads((tmp_path / "data/manifest.json").read_text())
-    for key in ("user_features", "log_features", "users_without_row", "left_out_users", "rejected_users"):
+    for key in (
+        "user_features",
+        "log_features",
+        "users_without_row",
+        "left_out_users",
+        "rejected_users",
+    ):
         del manifest[key]
     (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
     assert len(read_dataset(tmp_path / "data").interactions()) == 4
@@ -162,12 +210,17 @@ def test_features_stay_with_their_events_when_these_are_sorted(tmp_path: Path) -
             PrepareOptions(event_features=("colour",)),
             "--event-features colour: there is no such column; there",
         ),
-        (PrepareOptions(event_features=("device",), cross_features=("device",)), "device: it is a feature already"),
+        (
+            PrepareOptions(event_features=("device",), cross_features=("device",)),
+            "device: it is a feature already",
+        ),
         (PrepareOptions(user_features=("age",)), "--users names it"),
         (PrepareOptions(request_features=("tags:blue",)), "tags:blue: there is no such column"),
     ],
 )
-def test_what_cannot_be_a_feature_is_named(options: PrepareOptions, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_a_feature_is_named(
+    options: PrepareOptions, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=message):
         prepare(write_csv(tmp_path / "log.csv"), tmp_path / "data", options)
 
@@ -175,17 +228,27 @@ def test_what_cannot_be_a_feature_is_named(options: PrepareOptions, message: str
 def test_two_features_never_have_one_name(tmp_path: Path) -> None:
     (tmp_path / "users.csv").write_text("user_id,device\nann,phone\n")
     with pytest.raises(DataError, match="two features have the name 'device'"):
-        prepare(write_csv(tmp_path / "log.csv"), tmp_path / "data", WANTED, users=tmp_path / "users.csv")
+        prepare(
+            write_csv(tmp_path / "log.csv"), tmp_path / "data", WANTED, users=tmp_path / "users.csv"
+        )
 
 
 def test_a_text_that_describes_is_no_value(tmp_path: Path) -> None:
-    log = pa.table({"user_id": ["a"], "item_id": ["x"], "ts": [100_000_000], "note": ["long " * 200]})
-    with pytest.raises(DataError, match=r"feature 'note': 'long .* has 1,000 bytes, the limit is 512"):
+    log = pa.table(
+        {"user_id": ["a"], "item_id": ["x"], "ts": [100_000_000], "note": ["long " * 200]}
+    )
+    with pytest.raises(
+        DataError,
+        match=r"feature 'note': 'long .* has 1,000 bytes, the limit "
+        r"is 512",
+    ):
         prepare(log, tmp_path / "data", PrepareOptions(event_features=("note",)))
 
 
-@pytest.mark.parametrize(("wanted", "why"), [(("age",), "empty"), (("town",), "there is no such column")])
-def test_a_wanted_feature_of_users_that_says_nothing_is_refused(
+@pytest.mark.parametrize(
+    ("wanted", "why"), [(("age",), "empty"), (("town",), "there is no such column")]
+)
+def test_a_wanted_feature_of_users_that_says_nothing_is_rejected(
     wanted: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "users.csv").write_text("user_id,age\nann,\nbob,\n")

@@ -21,11 +21,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_is_none(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}: no dataset; npu-gr prepare LOG --out {tmp_path}"):
+    with pytest.raises(
+        DataError, match=f"{tmp_path}: no dataset; npu-gr prepare LOG --out {tmp_path}"
+    ):
         read_dataset(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(DataError, match="a dataset of format 99, this version reads 1; prepare it anew"):
+    with pytest.raises(
+        DataError, match="a dataset of format 99, this version reads 1; prepare it anew"
+    ):
         read_dataset(folder)
     for broken in ("[]", "{", '{"kind": "npu_gr site"}'):
         (folder / "manifest.json").write_text(broken)
@@ -54,9 +58,15 @@ def test_users_of_another_log_are_noticed(folder: Path, tmp_path: Path) -> None:
 def test_a_log_is_a_dataset_or_a_file(folder: Path, tmp_path: Path) -> None:
     log = read_log(folder)
     assert (len(log), log.action_names) == (5, ("cart", "purchase", "view"))
-    with pytest.raises(DataError, match=r"prepare it first: npu-gr prepare .*log\.csv --out site/data"):
+    with pytest.raises(
+        DataError,
+        match=r"prepare it first: npu-gr prepare .*log\.csv --out "
+        r"site/data",
+    ):
         read_log(write_csv(tmp_path / "log.csv", EVENTS))
-    (tmp_path / "ratings.inter").write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n")
+    (tmp_path / "ratings.inter").write_text(
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n"
+    )
     assert len(read_log(tmp_path / "ratings.inter")) == 1
     with pytest.raises(DataError, match="no column 'rating'"):
         read_log(write_atomic(tmp_path / "log.inter", EVENTS))
@@ -64,7 +74,9 @@ def test_a_log_is_a_dataset_or_a_file(folder: Path, tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_message_has_the_command(tmp_path: Path) -> None:
     """A log that needs no preparation is read all the same."""
-    (tmp_path / "x.inter").write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n")
+    (tmp_path / "x.inter").write_text(
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n"
+    )
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
         "from pathlib import Path\n"

@@ -60,11 +60,24 @@ def rejected(folder: Path) -> list[tuple[int, str]]:
     ],
     ids=str,
 )
-def test_a_broken_row_is_named_by_its_line(row: bytes, reason: RejectReason, tmp_path: Path) -> None:
+def test_a_broken_row_is_named_by_its_line(
+    row: bytes, reason: RejectReason, tmp_path: Path
+) -> None:
     log = tmp_path / "log.csv"
-    log.write_bytes(HEAD + GOOD + row + b"\n" + b"v,j,1700000009,y\n" * 1 + b"\n" + b"broken\n" + b"w,k,1700000008,z")
+    log.write_bytes(
+        HEAD
+        + GOOD
+        + row
+        + b"\n"
+        + b"v,j,1700000009,y\n" * 1
+        + b"\n"
+        + b"broken\n"
+        + b"w,k,1700000008,z"
+    )
     prepared = prepare(log, tmp_path / "data", PrepareOptions(max_rejected_ratio=0.9))
-    assert prepared.num_rejected == sum(one["rows"] for one in prepared.manifest["rejected"].values())
+    assert prepared.num_rejected == sum(
+        one["rows"] for one in prepared.manifest["rejected"].values()
+    )
     assert (3, reason.value) in rejected(tmp_path / "data")
     last = 3 + row.count(b"\n") + 3
     assert (last, RejectReason.CELLS.value) in rejected(tmp_path / "data")
@@ -83,7 +96,9 @@ def test_a_stray_quote_never_takes_its_neighbours(tmp_path: Path) -> None:
 
 def test_cells_with_newlines_and_separators_are_one_cell(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    log.write_bytes(HEAD + b'u,"a,b",1700000000,"two\nlines, ""quoted"""\r\nu,"say ""hi""",1700000001,\r\n')
+    log.write_bytes(
+        HEAD + b'u,"a,b",1700000000,"two\nlines, ""quoted"""\r\nu,"say ""hi""",1700000001,\r\n'
+    )
     dataset = prepare(log, tmp_path / "data").dataset
     assert dataset.names.names(dataset.interactions().items) == ["a,b", 'say "hi"']
 
@@ -94,18 +109,25 @@ def test_a_bare_carriage_return_ends_no_row(tmp_path: Path) -> None:
     two = GOOD.replace(b"\n", b"\r") + GOOD.replace(b"u", b"hidden")
     log.write_bytes(HEAD + GOOD + two + b"\r\n" + b"v,j,1700000009,y\r\n" + b"w,k,soon,z\n")
     prepare(log, tmp_path / "data", lenient())
-    assert rejected(tmp_path / "data") == [(3, RejectReason.QUOTE), (6, RejectReason.UNREADABLE_TIME)]
+    assert rejected(tmp_path / "data") == [
+        (3, RejectReason.QUOTE),
+        (6, RejectReason.UNREADABLE_TIME),
+    ]
     assert read_log(tmp_path / "data").user_names == ["u", "v"]
 
 
 @pytest.mark.parametrize("num_bytes", [16, 40, 90])
-def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_end_anywhere(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", num_bytes)
     rows = [f'u{at},"i\n{at}",{1_700_000_000 + at},"a, ""b"""' for at in range(40)]
     rows[7] = "bad"
     (tmp_path / "log.csv").write_text("\ufeff" + HEAD.decode() + "\n".join(rows), encoding="utf-8")
     dataset = prepare(tmp_path / "log.csv", tmp_path / "data").dataset
-    assert dataset.names.names(dataset.interactions().items) == [f"i\n{at}" for at in range(40) if at != 7]
+    assert dataset.names.names(dataset.interactions().items) == [
+        f"i\n{at}" for at in range(40) if at != 7
+    ]
     assert rejected(tmp_path / "data") == [(2 + 7 * 2, RejectReason.CELLS)]
 
 
@@ -119,7 +141,10 @@ def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest
         (b'{"user_id": NaN, "item_id": 7, "ts": 1700000000}', RejectReason.NOT_JSON),
         (b'{"item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
         (b'{"user_id": null, "item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
-        (b'{"user_id": 36893488147419103232, "item_id": 7, "ts": 1700000000}', RejectReason.ROUNDED),
+        (
+            b'{"user_id": 36893488147419103232, "item_id": 7, "ts": 1700000000}',
+            RejectReason.ROUNDED,
+        ),
         (b'{"user_id": "u", "item_id": {"id": 7}, "ts": 1700000000}', RejectReason.NO_ITEM),
         (b'{"user_id": "u", "item_id": [1, 2], "ts": 1700000000}', RejectReason.NO_ITEM),
         (b'{"user_id": "u", "item_id": 7, "ts": true}', RejectReason.UNREADABLE_TIME),
@@ -140,19 +165,26 @@ def test_objects_in_objects_have_an_end(tmp_path: Path) -> None:
     deep = b'{"x":' * 900 + b"1" + b"}" * 900
     wide = b"".join(row % b'{"k%d": 1}' % at for at in range(3000))
     (tmp_path / "log.jsonl").write_bytes(wide + row % deep)
-    prepared = prepare(tmp_path / "log.jsonl", tmp_path / "data", PrepareOptions(keep_duplicates=True))
+    prepared = prepare(
+        tmp_path / "log.jsonl", tmp_path / "data", PrepareOptions(keep_duplicates=True)
+    )
     assert (prepared.manifest["events"], prepared.num_rejected) == (3001, 0)
     assert prepared.manifest["columns"]["user"]["name"] == "u.user_id"
 
 
 def test_rows_of_a_table_are_named(tmp_path: Path) -> None:
-    table = pa.table({"user_id": ["u", None, "w"], "item_id": [1.0, 2.0, None], "ts": [1_700_000_000] * 3})
+    table = pa.table(
+        {"user_id": ["u", None, "w"], "item_id": [1.0, 2.0, None], "ts": [1_700_000_000] * 3}
+    )
     prepare(table, tmp_path / "data", lenient())
     assert rejected(tmp_path / "data") == [(2, RejectReason.NO_USER), (3, RejectReason.NO_ITEM)]
 
 
 def test_progress_ends_with_the_whole(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3], "ts": [1_700_000_000] * 3}), tmp_path / "a.pq")
+    pq.write_table(
+        pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3], "ts": [1_700_000_000] * 3}),
+        tmp_path / "a.pq",
+    )
     told: list[tuple[str, float]] = []
     prepare(tmp_path / "a.pq", tmp_path / "data", on_stage=lambda *stage: told.append(stage))
     assert dict(told) == {"reading": 1.0, "sorting": 1.0}
@@ -161,7 +193,9 @@ def test_progress_ends_with_the_whole(tmp_path: Path) -> None:
 def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
     columns = [pa.array(["u"]), pa.array([1]), pa.array([1_700_000_000]), pa.array([2])]
     table = pa.table(columns, names=["user_id", "item_id", "ts", "item_id"])
-    with pytest.raises(DataError, match="the frame: the column 'item_id' stands there twice; rename one of them"):
+    with pytest.raises(
+        DataError, match="the frame: the column 'item_id' stands there twice; rename one of them"
+    ):
         prepare(table, tmp_path / "data")
     pq.write_table(table, tmp_path / "log.parquet")
     with pytest.raises(DataError, match=r"log\.parquet: the column 'item_id' stands there twice"):
@@ -171,10 +205,12 @@ def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
         prepare(nested, tmp_path / "data")
 
 
-def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
+def test_a_log_that_is_mostly_garbage_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"u,,1700000000,x\n" * 2)
     with pytest.raises(
-        DataError, match=r"67% of the rows cannot be used.*2 x no item \(first: line 3\).*--max-rejected"
+        DataError,
+        match=r"67% of the rows cannot be used.*2 x no item \(first: line "
+        r"3\).*--max-rejected",
     ):
         prepare(tmp_path / "log.csv", tmp_path / "data")
     assert not (tmp_path / "data").exists()
@@ -184,7 +220,9 @@ def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
 
 
-def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_rejected_rows_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table, "MAX_WRITTEN", 3)
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"x" * 10_000 + b"\n" + b"bad\n" * 99)
     prepared = prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
@@ -201,11 +239,19 @@ def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytes
         ("x.csv", b"\n" + HEAD, "the first line is empty"),
         ("x.csv", HEAD, "no row stands below the first line"),
         ("x.csv", HEAD + b"a\n", "no row has the 4 cells of the first line.*--columns"),
-        ("x.csv", b"u1,i1,1700000000\nu2,i2,1700000001\n", "no column looks like the user.*--columns a,b"),
+        (
+            "x.csv",
+            b"u1,i1,1700000000\nu2,i2,1700000001\n",
+            "no column looks like the user.*--columns a,b",
+        ),
         ("x.csv", b"user_id,user_id\n", "the column 'user_id' stands there twice"),
         ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; iconv"),
         ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; iconv"),
-        ("x.csv.gz", b"plain", "x.csv.gz: damaged or cut short as a gzip file, after 0 bytes unpacked: "),
+        (
+            "x.csv.gz",
+            b"plain",
+            "x.csv.gz: damaged or cut short as a gzip file, after 0 bytes unpacked: ",
+        ),
         ("x.parquet", b"plain", "x.parquet: "),
         ("x.json", b"7", "neither JSON objects"),
         ("x.json", b'{"u": [1, [2]]}', r'not \{"user": \[item'),
@@ -217,7 +263,9 @@ def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytes
     ],
     ids=str,
 )
-def test_a_file_that_is_no_log_says_why(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_log_says_why(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason):
         prepare(tmp_path / name, tmp_path / "data")
@@ -229,7 +277,7 @@ def test_of_a_file_that_is_cut_short_it_says_how_much_was_read(tmp_path: Path) -
     test_a_file_that_is_no_log_says_why("x.csv.gz", packed[:-99], "after 8,388,608 bytes", tmp_path)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         prepare(tmp_path / "none.csv", tmp_path / "data")
     with pytest.raises(DataError, match=r"a folder without a log; known suffixes: \.csv"):
@@ -239,16 +287,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         prepare(nothing, tmp_path / "data")
 
 
-def test_an_event_column_of_very_many_kinds_is_refused(tmp_path: Path) -> None:
+def test_an_event_column_of_very_many_kinds_is_rejected(tmp_path: Path) -> None:
     rows = "".join(f"u,i,1700000000,e{at}\n" for at in range(101))
     (tmp_path / "log.csv").write_text("user_id,item_id,ts,event\n" + rows)
     with pytest.raises(DataError, match=r"'event' has over 100 distinct values.*--event none"):
         prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(event="event"))
 
 
-ODD = st.lists(st.sampled_from([b"\r", b"\n", b"\r\n", b"\0", b",", b"a", b'"', b"\xff", b"\xef\xbb\xbf"])).map(
-    b"".join
-)
+ODD = st.lists(
+    st.sampled_from([b"\r", b"\n", b"\r\n", b"\0", b",", b"a", b'"', b"\xff", b"\xef\xbb\xbf"])
+).map(b"".join)
 
 
 @settings(deadline=None)
@@ -257,10 +305,11 @@ ODD = st.lists(st.sampled_from([b"\r", b"\n", b"\r\n", b"\0", b",", b"a", b'"', 
     header=st.sampled_from([b"user_id,item_id\n", b"user_id,item_id\r\n", b""]),
     packed=st.sampled_from(["", ".gz", ".zst"]),
 )
-@example(content=b"\r\0", header=b"user_id,item_id\n", packed="")  # DuckDB takes the \r for an empty line
+# DuckDB takes the \r for an empty line
+@example(content=b"\r\0", header=b"user_id,item_id\n", packed="")
 @example(content=b"\r\n", header=b"user_id,item_id\n", packed=".gz")  # two empty lines
 @example(content=b"a,b\n\rc,d", header=b"", packed=".zst")
-def test_any_bytes_are_a_log_or_are_refused(
+def test_any_bytes_are_a_log_or_are_rejected(
     content: bytes, header: bytes, packed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Each line is a row, a part of one, or rejected: none is lost."""
@@ -275,7 +324,11 @@ def test_any_bytes_are_a_log_or_are_refused(
     first = 2 if header else 1
     with in_memory() as con:
         found = SourceTable(
-            con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
+            con,
+            "log",
+            source,
+            ["user_id", "item_id"],
+            lambda cells: f"SELECT *, state AS reason FROM ({cells})",
         )
         found.load(ignore_progress)
         seen = [n + first for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
@@ -283,7 +336,9 @@ def test_any_bytes_are_a_log_or_are_refused(
     assert set(seen) <= set(range(first, content.count(b"\n") + first + 1))
     if b'"' not in content:
         rest = content if header else content.removeprefix(b"\xef\xbb\xbf")
-        assert sorted(seen) == [at for at, line in enumerate(rest.split(b"\n"), first) if line.rstrip(b"\r")]
+        assert sorted(seen) == [
+            at for at, line in enumerate(rest.split(b"\n"), first) if line.rstrip(b"\r")
+        ]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 4 << 20])
@@ -325,17 +380,32 @@ def test_a_long_key_of_parquet_is_rejected_and_not_cut(
 def test_a_long_key_of_a_file_beside_the_log_is_rejected(tmp_path: Path, beside: str) -> None:
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD)
     key = f"{beside[:-1]}_id"
-    pq.write_table(pa.table({key: ["u", "i", "k" * 5000], "age": [1, 2, 3]}), tmp_path / "beside.parquet")
-    prepare(tmp_path / "log.csv", tmp_path / "out", lenient(), **{beside: tmp_path / "beside.parquet"})  # type: ignore[arg-type]
+    pq.write_table(
+        pa.table({key: ["u", "i", "k" * 5000], "age": [1, 2, 3]}), tmp_path / "beside.parquet"
+    )
+    prepare(
+        tmp_path / "log.csv",
+        tmp_path / "out",
+        lenient(),
+        **{beside: tmp_path / "beside.parquet"},  # type: ignore[arg-type]
+    )
     reason = RejectReason.LONG_ITEM if beside == "items" else RejectReason.LONG_USER
     assert rejected(tmp_path / "out") == [(3, reason)]
 
 
 def test_a_parquet_bomb_names_itself_the_limit_and_the_option(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.parquet"
-    log = {"user_id": ["u" * 8_000_000] * 40, "item_id": ["i"] * 40, "ts": [1_700_000_000 + n for n in range(40)]}
+    log = {
+        "user_id": ["u" * 8_000_000] * 40,
+        "item_id": ["i"] * 40,
+        "ts": [1_700_000_000 + n for n in range(40)],
+    }
     pq.write_table(pa.table(log), bomb, compression="zstd")
-    with pytest.raises(DataError, match=rf"^{bomb}: to read it takes over 100 MB, DuckDB's limit here; --memory"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{bomb}: to read it takes over 100 MB, DuckDB's limit "
+        r"here; --memory",
+    ):
         prepare(bomb, tmp_path / "out")
     with pytest.raises(DataError, match="user: over 128 characters"):
         prepare(bomb, tmp_path / "out", PrepareOptions(memory_mb=4000))

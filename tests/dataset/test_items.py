@@ -1,4 +1,7 @@
-"""A file of items brings titles, and its other columns as categories; what says nothing is left out and named."""
+"""A file of items brings titles, and its other columns as categories.
+
+What says nothing is left out and named.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from tests.dataset.logs import EVENTS, table
 A, B = "SKU-000007-A", "SKU-000242-C"
 
 
-def with_items(tmp_path: Path, items: Any, options: PrepareOptions | None = None) -> PreparedDataset:
+def with_items(
+    tmp_path: Path, items: Any, options: PrepareOptions | None = None
+) -> PreparedDataset:
     return prepare(table(EVENTS), tmp_path / "data", options, items=items)
 
 
@@ -31,7 +36,9 @@ def features(prepared: PreparedDataset) -> dict[str, dict[int, list[str]]]:
 
 
 def test_titles_and_counts(tmp_path: Path) -> None:
-    (tmp_path / "items.csv").write_text(f'item_id,product_name\n{A},"Lamp, green"\nSKU-9,Nobody buys it\n,none\n')
+    (tmp_path / "items.csv").write_text(
+        f'item_id,product_name\n{A},"Lamp, green"\nSKU-9,Nobody buys it\n,none\n'
+    )
     prepared = with_items(tmp_path, tmp_path / "items.csv")
     names = prepared.dataset.names
     assert names.titles(ItemNames.make([A, B, "SKU-9"]).ids) == [
@@ -46,7 +53,9 @@ def test_titles_and_counts(tmp_path: Path) -> None:
         "without_events": 1,
     }
     assert prepared.manifest["rejected_items"] == {"no item": {"rows": 1, "first": 4}}
-    assert "it lacks 1 item of the log, and has 1 without an event" in summary(prepared.manifest, tmp_path / "data")
+    assert ("it lacks 1 item of the log, and has 1 without an event") in summary(
+        prepared.manifest, tmp_path / "data"
+    )
 
 
 def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
@@ -81,9 +90,11 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     assert len({values[0] for values in found["price"].values() if values}) == 10
     assert found["price"][one] == ["price<=9"]
     numbers = {one.name: one.numbers for one in prepared.dataset.item_features()}
-    assert numbers["price"] == {item_id(f"i{at}"): at * 1.5 for at in range(1, 60)}, "none of what is missing"
+    assert numbers["price"] == {item_id(f"i{at}"): at * 1.5 for at in range(1, 60)}, (
+        "none of what is missing"
+    )
     assert {name for name, own in numbers.items() if own} == {"price"}
-    assert prepared.manifest["left_out"] == {
+    assert prepared.manifest["skipped"] == {
         "sku2": "60 distinct values for 60 items: nearly a name of each",
         "empty": "empty",
         "same": "the same for all items: 'all'",
@@ -94,7 +105,12 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
 
 def test_the_same_features_from_a_table(tmp_path: Path) -> None:
     items = pa.table(
-        {"item_id": [A, B], "title": ["a", "b"], "genres": [["x", "y"], []], "stock": pa.array([1, None], pa.int32())}
+        {
+            "item_id": [A, B],
+            "title": ["a", "b"],
+            "genres": [["x", "y"], []],
+            "stock": pa.array([1, None], pa.int32()),
+        }
     )
     found = features(with_items(tmp_path, items))
     assert found == {
@@ -104,12 +120,18 @@ def test_the_same_features_from_a_table(tmp_path: Path) -> None:
 
 
 def test_features_are_told(tmp_path: Path) -> None:
-    items = pa.table({"item_id": [A, B], "brand": ["x", "y"], "shade": ["r", "g"], "text": ["t" * 99, "u"]})
-    assert set(features(with_items(tmp_path, items, PrepareOptions(features=("shade",))))) == {"shade"}
+    items = pa.table(
+        {"item_id": [A, B], "brand": ["x", "y"], "shade": ["r", "g"], "text": ["t" * 99, "u"]}
+    )
+    assert set(features(with_items(tmp_path, items, PrepareOptions(features=("shade",))))) == {
+        "shade"
+    }
     assert features(with_items(tmp_path, items, PrepareOptions(features=()))) == {}
     twice = with_items(tmp_path, items, PrepareOptions(features=("shade", "brand", "shade")))
     assert [*features(twice)] == ["shade", "brand"]
-    with pytest.raises(DataError, match="--features size: there is no such column; there are brand, shade, text"):
+    with pytest.raises(
+        DataError, match="--features size: there is no such column; there are brand, shade, text"
+    ):
         with_items(tmp_path, items, PrepareOptions(features=("size",)))
     with pytest.raises(DataError, match="--features text: a value has over 64 characters"):
         with_items(tmp_path, items, PrepareOptions(features=("text",)))
@@ -124,7 +146,9 @@ def test_an_item_that_is_listed_twice_is_what_its_last_row_says(tmp_path: Path) 
 
 def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> None:
     """What pandas writes of a column of integers with gaps, in the log and in the items' file."""
-    (tmp_path / "log.csv").write_text("user_id,item_id,ts\n7.0,42.0,1700000000\n8.0,,1700000000\n8.0,43.0,1700000000\n")
+    (tmp_path / "log.csv").write_text(
+        "user_id,item_id,ts\n7.0,42.0,1700000000\n8.0,,1700000000\n8.0,43.0,1700000000\n"
+    )
     (tmp_path / "items.csv").write_text("item_id,title\n42.0,a\n43.0,b\n")
     prepared = prepare(tmp_path / "log.csv", tmp_path / "data", items=tmp_path / "items.csv")
     assert prepared.dataset.names.ids.tolist() == [42, 43]
@@ -132,7 +156,9 @@ def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> Non
     assert prepared.manifest["items"]["without_row"] == 0
 
 
-def test_two_names_with_one_id_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_names_with_one_id_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("npu_gr.core.names.xxhash.xxh3_64_intdigest", lambda _raw: 7)
     with pytest.raises(DataError, match=f"'{B}' and '{A}' have the same id; rename one of them"):
         prepare(table(EVENTS), tmp_path / "data")

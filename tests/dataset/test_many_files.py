@@ -34,11 +34,15 @@ def rejected(out: Path) -> list[tuple[str, int, str]]:
 
 
 @pytest.mark.parametrize("log", ["", "2024/*", "2024/2024-01-0[123].csv*", "**/*.csv*"])
-def test_a_folder_and_a_pattern_are_the_log_in_one_file(log: str, days: Path, tmp_path: Path) -> None:
+def test_a_folder_and_a_pattern_are_the_log_in_one_file(
+    log: str, days: Path, tmp_path: Path
+) -> None:
     prepare(table(EVENTS), tmp_path / "one")
     prepared = prepare(days / log, tmp_path / "many")
     assert named(tmp_path / "many") == named(tmp_path / "one")
-    assert prepared.manifest["digest"] == prepare(table(EVENTS), tmp_path / "one").manifest["digest"]
+    assert (
+        prepared.manifest["digest"] == prepare(table(EVENTS), tmp_path / "one").manifest["digest"]
+    )
 
 
 def test_files_of_one_format_have_any_suffix(days: Path, tmp_path: Path) -> None:
@@ -81,7 +85,11 @@ def test_rows_that_are_broken_have_their_own_file_and_line(days: Path, tmp_path:
 def test_a_broken_file_among_them_is_named_and_nothing_is_left(days: Path, tmp_path: Path) -> None:
     whole = (days / "2024/2024-01-02.csv.gz").read_bytes()
     (days / "2024/2024-01-02.csv.gz").write_bytes(whole[:-9])
-    with pytest.raises(DataError, match=r"2024-01-02\.csv\.gz: damaged or cut short as a gzip file"):
+    with pytest.raises(
+        DataError,
+        match=r"2024-01-02\.csv\.gz: damaged or cut short as a "
+        r"gzip file",
+    ):
         prepare(days, tmp_path / "data")
     (days / "2024/2024-01-02.csv.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(DataError, match=r"2024-01-02\.csv\.gz: the file is empty"):
@@ -89,13 +97,23 @@ def test_a_broken_file_among_them_is_named_and_nothing_is_left(days: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
 
 
-def test_two_headers_and_two_formats_are_refused(days: Path, tmp_path: Path) -> None:
-    (days / "2024/2024-01-04.csv").write_text("item_id,user_id,timestamp,event_type\nx,ann,1700000000,view\n")
-    with pytest.raises(DataError, match=r"2024-01-04\.csv, line 1: other columns than those of .*2024-01-01\.csv"):
+def test_two_headers_and_two_formats_are_rejected(days: Path, tmp_path: Path) -> None:
+    (days / "2024/2024-01-04.csv").write_text(
+        "item_id,user_id,timestamp,event_type\nx,ann,1700000000,view\n"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"2024-01-04\.csv, line 1: other columns than those of "
+        r".*2024-01-01\.csv",
+    ):
         prepare(days, tmp_path / "data")
     (days / "2024/2024-01-04.csv").unlink()
     write_jsonl(days / "2024/2024-01-05.jsonl", EVENTS)
-    with pytest.raises(DataError, match=r"logs: files of 2 formats \(csv, jsonl\); give those of one"):
+    with pytest.raises(
+        DataError,
+        match=r"logs: files of 2 formats \(csv, jsonl\); give those "
+        r"of one",
+    ):
         prepare(days, tmp_path / "data")
     with pytest.raises(DataError, match="no such file"):
         prepare(days / "*.parquet", tmp_path / "data")

@@ -62,5 +62,7 @@ def command_of(*names: str) -> Command:
 def test_the_options_of_the_page_are_there() -> None:
     commands = [command_of("prepare"), command_of("train", "all"), command_of("train", "rank")]
     commands.append(command_of("replay", "convert", "sql"))
-    known = {name for command in commands for parameter in command.params for name in parameter.opts}
+    known = {
+        name for command in commands for parameter in command.params for name in parameter.opts
+    }
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known

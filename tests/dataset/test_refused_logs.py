@@ -1,4 +1,4 @@
-"""Every log of the first user's day that was refused makes a dataset now, without an option."""
+"""Every log of the first user's day that was rejected makes a dataset now, without an option."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_csv_with_uuids_skus_iso_times_and_event_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 def test_parquet_with_timestamps(unit: str, tmp_path: Path) -> None:
-    table = pa.Table.from_pylist([{**row, "event_time": datetime.fromisoformat(row["event_time"])} for row in rows()])
+    table = pa.Table.from_pylist(
+        [{**row, "event_time": datetime.fromisoformat(row["event_time"])} for row in rows()]
+    )
     at = table.schema.get_field_index("event_time")
     table = table.set_column(at, "event_time", table["event_time"].cast(pa.timestamp(unit, "UTC")))
     pq.write_table(table, tmp_path / "events.parquet")
@@ -88,7 +90,12 @@ def test_without_a_rating_there_is_one_action(tmp_path: Path) -> None:
     bare = [{name: row[name] for name in ("event_time", "user_id", "sku")} for row in rows()]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
     manifest = prepare(tmp_path / "events.jsonl", tmp_path / "data").manifest
-    assert manifest["actions"] == {"kind": "event", "names": ["event"], "edges": [], "events": [300]}
+    assert manifest["actions"] == {
+        "kind": "event",
+        "names": ["event"],
+        "edges": [],
+        "events": [300],
+    }
 
 
 def test_event_codes_are_ratings_of_few_values(tmp_path: Path) -> None:
@@ -97,7 +104,10 @@ def test_event_codes_are_ratings_of_few_values(tmp_path: Path) -> None:
         del row["event_type"]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in coded))
     prepared = prepare(tmp_path / "events.jsonl", tmp_path / "data")
-    assert (prepared.manifest["actions"]["kind"], prepared.manifest["actions"]["names"]) == ("ratings", ["1", "2"])
+    assert (prepared.manifest["actions"]["kind"], prepared.manifest["actions"]["names"]) == (
+        "ratings",
+        ["1", "2"],
+    )
     log = prepared.dataset.interactions()
     assert (log.action_names, set(log.values.tolist())) == ((), {1.0, 2.0})
 
@@ -117,15 +127,26 @@ def test_recbole_with_asins(tmp_path: Path) -> None:
     log = prepared.dataset.interactions()
     assert log.values.tolist() == [4, 5, 3]
     assert log.timestamps.tolist() == [1405468700, 1405468800, 1405468801]
-    assert log.items.tolist() == [item_id("B00005N7P0"), item_id("B00005N7P0"), item_id("0205616461")]
+    assert log.items.tolist() == [
+        item_id("B00005N7P0"),
+        item_id("B00005N7P0"),
+        item_id("0205616461"),
+    ]
     assert prepared.dataset.names.titles(log.items[1:]) == ['"Quoted" lipstick', "A cream"]
-    assert prepared.dataset.names.names(log.items[2:]) == ["0205616461"]  # a leading zero is not a number's
+    # a leading zero is not a number's
+    assert prepared.dataset.names.names(log.items[2:]) == ["0205616461"]
     (category,) = [one for one in prepared.dataset.item_features() if one.name == "categories"]
-    assert {category.values[at] for at in category.of_item[item_id("B00005N7P0")]} == {"Makeup", "Lips"}
+    assert {category.values[at] for at in category.of_item[item_id("B00005N7P0")]} == {
+        "Makeup",
+        "Lips",
+    }
 
 
 def test_dwell_times_become_ranges_with_a_warning(tmp_path: Path) -> None:
-    timed = [{**row, "dwell_s": round(random.Random(at).expovariate(0.1), 3)} for at, row in enumerate(rows(997))]
+    timed = [
+        {**row, "dwell_s": round(random.Random(at).expovariate(0.1), 3)}
+        for at, row in enumerate(rows(997))
+    ]
     for row in timed:
         del row["event_type"]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
@@ -148,7 +169,14 @@ def test_users_and_their_items(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"v": [9] "u": [7]}', '{, "v": [9]}', '{"v": [9],, "u": [7]}', '{"v": [9], }', '{"v": [9], "u": [7]', "{ ]"],
+    [
+        '{"v": [9] "u": [7]}',
+        '{, "v": [9]}',
+        '{"v": [9],, "u": [7]}',
+        '{"v": [9], }',
+        '{"v": [9], "u": [7]',
+        "{ ]",
+    ],
 )
 def test_users_and_their_items_are_json(text: str, tmp_path: Path) -> None:
     (tmp_path / "inter.json").write_text(text)
@@ -161,5 +189,9 @@ def test_amazon_beauty(tmp_path: Path) -> None:
     if not BEAUTY.exists():
         pytest.skip(f"{BEAUTY}: the data set is not there")
     manifest = prepare(BEAUTY, tmp_path / "data").manifest
-    assert (manifest["events"], manifest["users"], manifest["items"]["all"]) == (198_502, 22_363, 12_101)
+    assert (manifest["events"], manifest["users"], manifest["items"]["all"]) == (
+        198_502,
+        22_363,
+        12_101,
+    )
     assert manifest["actions"]["names"] == ["event"]

@@ -15,13 +15,27 @@ from npu_gr.dataset.cells import MISSING
 from npu_gr.dataset.write import _grouped, _is_again, _whole_seconds
 from tests.dataset.logs import WRITERS, Event, table
 
-FRACTION = re.compile(r".*\.0|[\d_]+[eE][+-]?[\d_]+")  # a column of nothing else is taken for measurements
+# a column of nothing else is taken for measurements
+FRACTION = re.compile(r".*\.0|[\d_]+[eE][+-]?[\d_]+")
 NAMES = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=12
-).filter(lambda name: name not in MISSING and '"' not in name and "\t" not in name and not FRACTION.fullmatch(name))
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
+    min_size=1,
+    max_size=12,
+).filter(
+    lambda name: (
+        name not in MISSING
+        and '"' not in name
+        and "\t" not in name
+        and not FRACTION.fullmatch(name)
+    )
+)
 ROWS = st.lists(
     st.builds(
-        Event, user=NAMES, item=NAMES, time=st.integers(1_600_000_000, 1_600_000_050), event=st.sampled_from("abc")
+        Event,
+        user=NAMES,
+        item=NAMES,
+        time=st.integers(1_600_000_000, 1_600_000_050),
+        event=st.sampled_from("abc"),
     ),
     min_size=1,
     max_size=30,
@@ -44,7 +58,9 @@ def reference(events: list[Event]) -> list[Event]:
 
 @settings(max_examples=10, deadline=None)
 @given(events=ROWS)
-def test_a_format_changes_nothing(events: list[Event], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_format_changes_nothing(
+    events: list[Event], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     digests = set()
     folder = tmp_path_factory.mktemp("x")
     sources = [write(folder / name, events) for name, write in WRITERS.items()]
@@ -57,7 +73,10 @@ def test_a_format_changes_nothing(events: list[Event], tmp_path_factory: pytest.
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=60), chunk=st.integers(1, 20))
+@given(
+    rows=st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=60),
+    chunk=st.integers(1, 20),
+)
 def test_what_repeats_is_found_across_batches(rows: list[tuple[int, int, int]], chunk: int) -> None:
     """However DuckDB parts sorted rows: of those that are equal in everything the first stays, and groups are whole."""
     rows = sorted(rows, key=lambda row: row[:2])
@@ -67,7 +86,9 @@ def test_what_repeats_is_found_across_batches(rows: list[tuple[int, int, int]], 
     found = []
     for part in _whole_seconds(batches):
         is_again = _is_again(part)
-        found += [tuple(row) for row in np.stack([part[name] for name in columns]).T[~is_again].tolist()]
+        found += [
+            tuple(row) for row in np.stack([part[name] for name in columns]).T[~is_again].tolist()
+        ]
     assert found == list(dict.fromkeys(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("npu_gr.dataset.write.GROUP_ROWS", 7)
@@ -92,15 +113,25 @@ def test_pandas_and_polars_say_the_same(tmp_path: Path) -> None:
     """Frames of the two libraries, where they are installed."""
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     polars = pytest.importorskip("polars", reason="polars is not installed")
-    events = [Event("ann", "SKU-1", 1_700_000_000, "view"), Event("bob", "42", 1_700_000_060, "buy")]
-    rows = [dict(zip(("user_id", "item_id", "timestamp", "event_type"), event, strict=True)) for event in events]
+    events = [
+        Event("ann", "SKU-1", 1_700_000_000, "view"),
+        Event("bob", "42", 1_700_000_060, "buy"),
+    ]
+    rows = [
+        dict(zip(("user_id", "item_id", "timestamp", "event_type"), event, strict=True))
+        for event in events
+    ]
     digests = {
         prepare(frame, tmp_path / name).manifest["digest"]
         for name, frame in {
             "arrow": table(events),
             "pandas": pandas.DataFrame(rows),
-            "categories": pandas.DataFrame(rows).astype({"user_id": "category", "event_type": "category"}),
-            "times": pandas.DataFrame(rows).assign(timestamp=lambda it: pandas.to_datetime(it.timestamp, unit="s")),
+            "categories": pandas.DataFrame(rows).astype(
+                {"user_id": "category", "event_type": "category"}
+            ),
+            "times": pandas.DataFrame(rows).assign(
+                timestamp=lambda it: pandas.to_datetime(it.timestamp, unit="s")
+            ),
             "polars": polars.DataFrame(rows),
         }.items()
     }

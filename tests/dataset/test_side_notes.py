@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.core.words import counted
+from npu_gr.core.text_format import counted
 from npu_gr.dataset import prepare
 from npu_gr.dataset.side import notes_of
 
@@ -21,7 +21,9 @@ def test_names_that_are_others_are_shown_side_by_side() -> None:
     assert list(notes_of("user", NAMES, few, 0)) == [
         "WARNING: the users' file has 1 of the log's 20 users; the log has 'u1', the file 'x'"
     ]
-    assert list(notes_of("user", NAMES, {"u0": 0}, 0)) == ["WARNING: the users' file has 1 of the log's 20 users"]
+    assert list(notes_of("user", NAMES, {"u0": 0}, 0)) == [
+        "WARNING: the users' file has 1 of the log's 20 users"
+    ]
 
 
 def test_a_tenth_is_enough() -> None:
@@ -36,7 +38,9 @@ def test_a_long_name_is_shortened() -> None:
 
 @pytest.mark.parametrize("what", ["item", "user"])
 def test_the_summary_has_them(tmp_path: Path, what: str) -> None:
-    (tmp_path / "log.csv").write_text("user,item,timestamp\n" + "u1,i1,1600000000\nu2,i2,1600000001\n" * 2)
+    (tmp_path / "log.csv").write_text(
+        "user,item,timestamp\n" + "u1,i1,1600000000\nu2,i2,1600000001\n" * 2
+    )
     own, other = {"item": ("i1", "i2"), "user": ("u1", "u2")}[what]
     (tmp_path / "good.csv").write_text(f"{what},age\n{own},20\n{own},30\n{own},40\n{other},50\n")
     (tmp_path / "other.csv").write_text(f"{what},age\nX{own},20\nX{other},30\n")
@@ -47,9 +51,17 @@ def test_the_summary_has_them(tmp_path: Path, what: str) -> None:
     again = f"2 rows of the {what}s' file name one again: of each {what} the last row counts"
     assert again in found["good"]
     assert not any("WARNING" in note for note in found["good"])
-    warning = f"WARNING: the {what}s' file has 0 of the log's 2 {what}s; the log has '{own}', the file 'X{own}'"
+    warning = (
+        f"WARNING: the {what}s' file has 0 of the log's 2 {what}s; the log has '{own}', the "
+        f"file 'X{own}'"
+    )
     assert warning in found["other"]
 
 
 def test_one_is_no_plural() -> None:
-    assert [counted(n, "row") for n in (0, 1, 2, 12345)] == ["0 rows", "1 row", "2 rows", "12,345 rows"]
+    assert [counted(n, "row") for n in (0, 1, 2, 12345)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "12,345 rows",
+    ]

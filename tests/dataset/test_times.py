@@ -1,4 +1,7 @@
-"""Times of every unit are recognised and said; a row of another unit, or of no time at all, is rejected by reason."""
+"""Times of every unit are recognised and said.
+
+A row of another unit, or of no time at all, is rejected by reason.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ NOW = 1_700_000_000
 FACTORS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
-def read(array: Any, unit: str = "", pattern: str = "") -> tuple[list[float], list[RejectReason | None]]:
+def read(
+    array: Any, unit: str = "", pattern: str = ""
+) -> tuple[list[float], list[RejectReason | None]]:
     """Seconds and reasons."""
     found = rows(recognise(array, "log: t", unit, pattern), array)
     reasons = [None, *RejectReason]
@@ -33,14 +38,20 @@ def rows(kind: TimeKind, array: Any) -> list[tuple[int, int]]:
         sql = kind.sql("t", str(con.sql("DESCRIBE log").fetchall()[0][1]))
         parts = ", ".join(f"{one} AS {name}" for name, one in sql.parts.items())
         steps = f"SELECT *, {sql.us} AS time_us FROM (SELECT *, {parts} FROM log)"
-        found: list[tuple[int, int]] = con.sql(f"SELECT time_us, {sql.reason} FROM ({steps})").fetchall()
+        found: list[tuple[int, int]] = con.sql(
+            f"SELECT time_us, {sql.reason} FROM ({steps})"
+        ).fetchall()
         return found
 
 
 @pytest.mark.parametrize("unit", FACTORS)
-@pytest.mark.parametrize("kind", [pa.int64(), pa.string(), pa.float64(), pa.decimal128(30, 0)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.string(), pa.float64(), pa.decimal128(30, 0)], ids=str
+)
 def test_units_are_recognised(unit: str, kind: pa.DataType) -> None:
-    array = pa.array([(NOW + at) * FACTORS[unit] for at in range(3)], pa.int64()).cast(kind, safe=False)
+    array = pa.array([(NOW + at) * FACTORS[unit] for at in range(3)], pa.int64()).cast(
+        kind, safe=False
+    )
     assert read(array)[0] == [NOW, NOW + 1, NOW + 2]
     assert recognise(array, "t").words.endswith("since 1970, by the size of the numbers")
     assert recognise(array, "t").unit == unit
@@ -64,7 +75,10 @@ def test_units_are_recognised(unit: str, kind: pa.DataType) -> None:
     ],
 )
 def test_iso_8601(text: str, seconds: float) -> None:
-    assert read(pa.array([text, "2023-02-30"])) == ([seconds, 0], [None, RejectReason.UNREADABLE_TIME])
+    assert read(pa.array([text, "2023-02-30"])) == (
+        [seconds, 0],
+        [None, RejectReason.UNREADABLE_TIME],
+    )
 
 
 def test_zones_are_said() -> None:
@@ -85,7 +99,9 @@ def test_what_python_writes_is_read(us: int, minutes: int) -> None:
     "array",
     [
         pa.array([datetime(2023, 11, 14, 22, 13, 20)]),
-        pa.array([datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)], pa.timestamp("ms", "Europe/Berlin")),
+        pa.array(
+            [datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)], pa.timestamp("ms", "Europe/Berlin")
+        ),
         pa.array([datetime(2023, 11, 14, 22, 13, 20)]).dictionary_encode(),
     ],
     ids=str,
@@ -95,7 +111,10 @@ def test_timestamps_with_a_type(array: Any) -> None:
 
 
 def test_dates_with_a_type() -> None:
-    assert read(pa.array([date(2023, 11, 14), None])) == ([1_699_920_000, 0], [None, RejectReason.NO_TIME])
+    assert read(pa.array([date(2023, 11, 14), None])) == (
+        [1_699_920_000, 0],
+        [None, RejectReason.NO_TIME],
+    )
 
 
 def test_a_row_of_another_unit_is_rejected() -> None:
@@ -110,11 +129,22 @@ def test_a_row_of_another_unit_is_rejected() -> None:
         RejectReason.NO_TIME,
         RejectReason.LATE,
     ]
-    assert read(array, "ms")[1][:3] == [RejectReason.EARLY, RejectReason.EARLY, None]  # told, so not guessed
+    # told, so not guessed
+    assert read(array, "ms")[1][:3] == [RejectReason.EARLY, RejectReason.EARLY, None]
 
 
 def test_garbage_among_times_is_rejected() -> None:
-    texts = ["2023-11-14", "9999-12-31", "1969-12-31", "", "soon", "1700000000", "20-11-2023", None, "2023-11-14Z9"]
+    texts = [
+        "2023-11-14",
+        "9999-12-31",
+        "1969-12-31",
+        "",
+        "soon",
+        "1700000000",
+        "20-11-2023",
+        None,
+        "2023-11-14Z9",
+    ]
     unreadable = RejectReason.UNREADABLE_TIME
     assert read(pa.array(texts))[1] == [
         None,
@@ -127,10 +157,26 @@ def test_garbage_among_times_is_rejected() -> None:
         RejectReason.NO_TIME,
         unreadable,
     ]
-    numbers = ["1700000000", "1.7e9", "+1700000000.5", "nan", "inf", "9" * 30, "-" + "9" * 19, "0x10", "1_000"]
+    numbers = [
+        "1700000000",
+        "1.7e9",
+        "+1700000000.5",
+        "nan",
+        "inf",
+        "9" * 30,
+        "-" + "9" * 19,
+        "0x10",
+        "1_000",
+    ]
     seconds, reasons = read(pa.array(numbers))
     assert seconds[:3] == [NOW, NOW, NOW + 0.5]
-    assert reasons[3:] == [unreadable, unreadable, RejectReason.OTHER_UNIT, RejectReason.OTHER_UNIT, *[unreadable] * 2]
+    assert reasons[3:] == [
+        unreadable,
+        unreadable,
+        RejectReason.OTHER_UNIT,
+        RejectReason.OTHER_UNIT,
+        *[unreadable] * 2,
+    ]
 
 
 def test_places_in_an_order_are_times() -> None:
@@ -140,9 +186,16 @@ def test_places_in_an_order_are_times() -> None:
 
 def test_a_format_is_told() -> None:
     array = pa.array(["14.11.2023 22:13", "2023"])
-    with pytest.raises(DataError, match=r"log: t: '14.11.2023 22:13' is no time.*--time-format '%d"):
+    with pytest.raises(
+        DataError,
+        match=r"log: t: '14.11.2023 22:13' is no "
+        r"time.*--time-format '%d",
+    ):
         recognise(array.slice(0, 1), "log: t")
-    assert read(array, pattern="%d.%m.%Y %H:%M") == ([NOW - 20, 0], [None, RejectReason.UNREADABLE_TIME])
+    assert read(array, pattern="%d.%m.%Y %H:%M") == (
+        [NOW - 20, 0],
+        [None, RejectReason.UNREADABLE_TIME],
+    )
     with pytest.raises(DataError, match="looks like a date; --time-format %Y%m%d"):
         recognise(pa.array([20231114, 20231115]), "log: t")
     assert read(pa.array([20231114]), pattern="%Y%m%d")[0] == [1_699_920_000]

@@ -35,7 +35,9 @@ def binds(service: dict[str, Any]) -> list[tuple[str, str]]:
 def test_what_is_mounted_exists(name: str) -> None:
     for source, _ in binds(SERVICES[name]):
         assert source in MADE or (DEPLOY / source).exists(), source
-    named = [volume.split(":")[0] for volume in SERVICES[name]["volumes"] if not volume.startswith(".")]
+    named = [
+        volume.split(":")[0] for volume in SERVICES[name]["volumes"] if not volume.startswith(".")
+    ]
     assert set(named) <= set(COMPOSE["volumes"])
 
 
@@ -68,13 +70,19 @@ def test_addresses_meet() -> None:
     assert f":{server.port}/readyz" in SERVICES["instance"]["healthcheck"]["test"][-1]
     scraped = yaml.safe_load((ROOT / "dashboards/prometheus.yml").read_text())["scrape_configs"][0]
     assert scraped["static_configs"][0]["targets"] == [f"127.0.0.1:{server.admin_port}"]
-    source = yaml.safe_load((DEPLOY / "grafana/datasources/prometheus.yaml").read_text())["datasources"][0]
-    (listens,) = (one for one in SERVICES["prometheus"]["command"] if one.startswith("--web.listen-address"))
+    source = yaml.safe_load((DEPLOY / "grafana/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ][0]
+    (listens,) = (
+        one for one in SERVICES["prometheus"]["command"] if one.startswith("--web.listen-address")
+    )
     assert source["url"] == f"http://{listens.partition('=')[2]}"
 
 
 def test_grafana_finds_our_dashboards() -> None:
-    provider = yaml.safe_load((DEPLOY / "grafana/dashboards/npu_gr.yaml").read_text())["providers"][0]
+    provider = yaml.safe_load((DEPLOY / "grafana/dashboards/npu_gr.yaml").read_text())["providers"][
+        0
+    ]
     targets = {target: source for source, target in binds(SERVICES["grafana"])}
     folder = (DEPLOY / targets[provider["options"]["path"]]).resolve()
     boards = [json.loads(path.read_text()) for path in folder.glob("*.json")]
@@ -83,9 +91,13 @@ def test_grafana_finds_our_dashboards() -> None:
     assert Path(targets["/etc/grafana/provisioning"]).name == "grafana"
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose (of Debian's package)")
+@pytest.mark.skipif(
+    shutil.which("docker-compose") is None, reason="needs docker-compose (of Debian's package)"
+)
 def test_compose_itself_reads_it() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "config", "--services"]
-    done = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
     assert set(done.stdout.split()) == set(SERVICES)

@@ -1,8 +1,9 @@
 """The Helm chart makes the objects of deploy/kubernetes.
 
-Everywhere, `read` below reads the templates. It is no Helm: it knows the six forms that the chart keeps to, and stops
-at any other. Whether Helm itself takes the chart, and makes the same of it, is told by the program `helm` where it is
-installed, and by Helm's own library out of the package index: `python -m pytest -m bare tests/deploy/test_helm.py`.
+Everywhere, `read` below reads the templates. It is no Helm: it knows the six forms that the chart
+keeps to, and stops at any other. Whether Helm itself takes the chart, and makes the same of it, is
+told by the program `helm` where it is installed, and by Helm's own library out of the package
+index: `python -m pytest -m bare tests/deploy/test_helm.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ def read(text: str, values: dict[str, Any]) -> str:
         pad = "\n" + " " * int(found[2])
         return pad + yaml.safe_dump(value(values, found[1])).strip().replace("\n", pad)
 
-    text = re.sub(r"(?:\s*\{\{-|\{\{) if (\S+) \}\}(.*?)(?:\s*\{\{-|\{\{) end \}\}", chosen, text, flags=re.DOTALL)
+    text = re.sub(
+        r"(?:\s*\{\{-|\{\{) if (\S+) \}\}(.*?)(?:\s*\{\{-|\{\{) "
+        r"end \}\}",
+        chosen,
+        text,
+        flags=re.DOTALL,
+    )
     text = re.sub(r"\s*\{\{- toYaml (\S+) \| nindent (\d+) \}\}", block, text)
     text = re.sub(r"\{\{ ()(\S+) \| quote \}\}", lambda found: json.dumps(put(found)), text)
     text = re.sub(r"\{\{ (?:(toJson|len) )?(\S+) \}\}", put, text)
@@ -113,7 +120,11 @@ def test_each_switch_is_a_component_or_a_file_of_the_base() -> None:
 
 def test_values_reach_what_they_are_for() -> None:
     values = copy.deepcopy(VALUES)
-    values["instance"] |= {"replicas": 4, "modelClaim": "mine", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    values["instance"] |= {
+        "replicas": 4,
+        "modelClaim": "mine",
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
+    }
     values["instance"]["config"]["backend"] = "cuda"
     values["router"]["instances"].pop()
     made = rendered(values)
@@ -136,13 +147,16 @@ def test_helm_itself_reads_it_as_we_do(is_on: bool, tmp_path: Path) -> None:
     values = switched(**dict.fromkeys(SWITCHES, is_on))
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(values))
-    subprocess.run(["helm", "lint", "--strict", str(CHART), "--values", str(path)], check=True, timeout=60)
+    subprocess.run(
+        ["helm", "lint", "--strict", str(CHART), "--values", str(path)], check=True, timeout=60
+    )
     command = ["helm", "template", "npu-gr", str(CHART), "--values", str(path)]
     made = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     assert objects_of(made.stdout) == rendered(values)
 
 
-# Lints a chart, and prints the worst severity that it finds; what templates `fail` with goes to standard error.
+# Lints a chart, and prints the worst severity that it finds; what templates `fail` with goes to
+# standard error.
 LINT = """
 import ctypes, json, sys
 
@@ -160,8 +174,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("needs Linux on x86-64: the library in helm-sdkpy is for that")
     folder = tmp_path_factory.mktemp("helm")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    subprocess.run([*command, "--python-version", "3.12", "helm-sdkpy==0.1.32"], cwd=folder, check=True, timeout=600)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
+    subprocess.run(
+        [*command, "--python-version", "3.12", "helm-sdkpy==0.1.32"],
+        cwd=folder,
+        check=True,
+        timeout=600,
+    )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract("helm_sdkpy/_lib/linux-amd64/libhelm_sdkpy.so", folder))
@@ -170,7 +198,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lint(library: Path, chart: Path) -> tuple[int, str]:
     """The worst that Helm has to say of a chart (1: advice, 2: warning, 3: error), and its log."""
     done = subprocess.run(
-        [sys.executable, "-c", LINT, library, chart], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", LINT, library, chart],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
     )
     return int(done.stdout), done.stderr
 
@@ -186,9 +218,13 @@ def test_the_library_of_helm_reads_it_as_we_do(library: Path, tmp_path: Path, is
     (chart / "templates").rename(chart / "files")
     (chart / "templates").mkdir()
     (chart / "templates/all.yaml").write_text(
-        "{{ range $name, $text := .Files.Glob `files/*.yaml` }}{{ fail (tpl (toString $text) $ | b64enc) }}{{ end }}"
+        "{{ range $name, $text := .Files.Glob `files/*.yaml` }}{{ fail (tpl (toString $text) $ | "
+        "b64enc) }}{{ end }}"
     )
-    texts = [base64.b64decode(text).decode() for text in re.findall(r'message="?([\w+/=]+)', lint(library, chart)[1])]
+    texts = [
+        base64.b64decode(text).decode()
+        for text in re.findall(r'message="?([\w+/=]+)', lint(library, chart)[1])
+    ]
     assert len(texts) == len(list((CHART / "templates").iterdir()))
     assert objects_of("\n---\n".join(texts)) == rendered(values)
 

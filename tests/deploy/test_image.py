@@ -1,8 +1,9 @@
 """The image is built by a real builder from deploy/Dockerfile, and its commands run in it as nobody.
 
-Takes 5 minutes, root that may mount, buildah and debootstrap (Debian: apt-get install buildah debootstrap), and the
-package index: `python -m pytest -m image tests/deploy/test_image.py`; `.ci/packages` runs it. The base is a bare Debian
-without torch, so that no registry is needed; what it stands for is another image for each device.
+Takes 5 minutes, root that may mount, buildah and debootstrap (Debian: apt-get install buildah
+debootstrap), and the package index: `python -m pytest -m image tests/deploy/test_image.py`;
+`.ci/packages` runs it. The base is a bare Debian without torch, so that no registry is needed; what
+it stands for is another image for each device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ Run = Callable[..., str]
 
 
 def run(*words: object) -> str:
-    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
+    done = subprocess.run(
+        [*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-4000:]
     return done.stdout.strip()
 
@@ -63,11 +66,21 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     if os.geteuid():
         pytest.skip("needs root: debootstrap makes a root file system")
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount (CAP_SYS_ADMIN): a container for it is a privileged one")
+        pytest.skip(
+            "needs the right to mount (CAP_SYS_ADMIN): a container for it is a privileged one"
+        )
     folder = tmp_path_factory.mktemp("image")
     policy = folder / "policy.json"
     policy.write_text(json.dumps({"default": [{"type": "insecureAcceptAnything"}]}))
-    buildah = ["buildah", "--root", folder / "storage", "--runroot", folder / "run", "--storage-driver", "vfs"]
+    buildah = [
+        "buildah",
+        "--root",
+        folder / "storage",
+        "--runroot",
+        folder / "run",
+        "--storage-driver",
+        "vfs",
+    ]
     trusting = ("--signature-policy", policy)
 
     files = folder / "base"
@@ -81,7 +94,15 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run(*buildah, "config", "--env", f"PIP_CERT={CERTIFICATES}", container)
     run(*buildah, "commit", *trusting, "--quiet", "--rm", container, BASE)
 
-    build = ("bud", *trusting, "--isolation", "chroot", "--pull-never", "--build-arg", f"BASE={BASE}")
+    build = (
+        "bud",
+        *trusting,
+        "--isolation",
+        "chroot",
+        "--pull-never",
+        "--build-arg",
+        f"BASE={BASE}",
+    )
     run(*buildah, *build, "-f", ROOT / "deploy" / "Dockerfile", "-t", MADE, ROOT)
     container = run(*buildah, "from", *trusting, "--pull-never", MADE)
     try:
@@ -95,26 +116,45 @@ def test_commands_answer_as_nobody_from_a_place_that_nobody_may_write(inside: Ru
     assert inside("id", "-u") == "10001"
     for words in (("--help",), ("route", "--help"), ("replay", "--help"), ("consume", "--help")):
         assert "Usage:" in inside("npu-gr", *words)
-    assert inside("sh", "-c", "touch /opt/npu-gr/here 2>/dev/null || echo refused") == "refused"
+    assert inside("sh", "-c", "touch /opt/npu-gr/here 2>/dev/null || echo rejected") == "rejected"
     for program in ("g++", "pip"):
         assert inside("sh", "-c", f"command -v {program} || echo none") == "none", program
 
 
 def test_the_packages_are_those_of_the_lock(inside: Run) -> None:
-    code = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-    installed = {re.sub(r"[-_.]+", "-", one).lower() for one in inside("/opt/npu-gr/bin/python", "-c", code).split()}
-    locked = re.findall(r"(?m)^([a-z0-9-]+==\S+) \\$", (ROOT / "deploy" / "requirements.lock").read_text())
+    code = (
+        "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in "
+        "m.distributions()))"
+    )
+    installed = {
+        re.sub(r"[-_.]+", "-", one).lower()
+        for one in inside("/opt/npu-gr/bin/python", "-c", code).split()
+    }
+    locked = re.findall(
+        r"(?m)^([a-z0-9-]+==\S+) "
+        r"\\$",
+        (ROOT / "deploy" / "requirements.lock").read_text(),
+    )
     assert {re.sub(r"[-_.]+", "-", one).lower() for one in locked} <= installed
-    modules = "grpc, faiss, pyarrow, aiokafka, redis.asyncio, zstandard, hpack, opentelemetry.sdk, google.protobuf"
+    modules = (
+        "grpc, faiss, pyarrow, aiokafka, redis.asyncio, zstandard, hpack, "
+        "opentelemetry.sdk, "
+        "google.protobuf"
+    )
     assert inside("/opt/npu-gr/bin/python", "-c", f"import {modules}; print('all')") == "all"
 
 
 def test_what_it_adds_to_its_base_is_small(inside: Run) -> None:
-    assert int(inside("du", "--summarize", "--block-size=MiB", "/opt/npu-gr").partition("MiB")[0]) <= MOST_MIB
+    assert (
+        int(inside("du", "--summarize", "--block-size=MiB", "/opt/npu-gr").partition("MiB")[0])
+        <= MOST_MIB
+    )
 
 
 def test_a_router_reads_its_configuration_and_answers(inside: Run) -> None:
-    shipped = inside("sh", "-c", "echo /opt/npu-gr/lib/python3*/site-packages/npu_gr/_data/configs/router.yaml")
+    shipped = inside(
+        "sh", "-c", "echo /opt/npu-gr/lib/python3*/site-packages/npu_gr/_data/configs/router.yaml"
+    )
     assert "static_resources" in json.loads(inside("npu-gr", "fleet", "envoy", "--config", shipped))
     said = inside("/opt/npu-gr/bin/python", "-c", ROUTE, shipped, free_port(), free_port())
     assert said.split() == ["200", "0"]

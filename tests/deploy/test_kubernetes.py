@@ -24,7 +24,9 @@ from npu_gr.service.config import Config, SLOConfig, from_table
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSION = "1.30"
 FILES = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-OBJECTS: list[dict[str, Any]] = [one for name in FILES for one in yaml.safe_load_all((FOLDER / name).read_text())]
+OBJECTS: list[dict[str, Any]] = [
+    one for name in FILES for one in yaml.safe_load_all((FOLDER / name).read_text())
+]
 OPERATORS = ("PodMonitor", "PrometheusRule")  # the Prometheus operator's; no schema comes with it
 WORKLOADS = [one for one in OBJECTS if one["kind"] in ("StatefulSet", "Deployment")]
 PODS = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one["metadata"]["name"])
@@ -40,7 +42,10 @@ def table(map_name: str, file: str) -> dict[str, Any]:
 
 
 def instance_config() -> Config:
-    """The instance's configuration; the store's password is in a Secret, which is a file in a pod."""
+    """The instance's configuration.
+
+    The store's password is in a Secret, which is a file in a pod.
+    """
     given = table("npu-gr-config", "instance.yaml")
     assert given["features"]["url"] == {"file": "/etc/npu-gr-redis/url"}
     given["features"]["url"] = "rediss://:password@redis:6379/0"
@@ -56,7 +61,9 @@ def test_every_file_is_listed() -> None:
     assert {path.name for path in FOLDER.glob("*.yaml")} == {*FILES, "kustomization.yaml"}
 
 
-@pytest.mark.parametrize("thing", OBJECTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+@pytest.mark.parametrize(
+    "thing", OBJECTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+)
 def test_every_object_follows_its_schema(thing: dict[str, Any]) -> None:
     if thing["kind"] in OPERATORS:
         assert thing["apiVersion"] == "monitoring.coreos.com/v1"
@@ -79,7 +86,10 @@ def test_the_configurations_inside_are_valid_and_agree() -> None:
     listed = settings_from_table(yaml.safe_load(data["instances.yaml"]), InstancesFile).instances
     assert router.relay.t_life_s == instance.relay.t_life_s <= instance.server.drain_grace_s
     pod = named("StatefulSet", "npu-gr")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > instance.server.drain_grace_s + instance.server.shutdown_timeout_s
+    assert (
+        pod["terminationGracePeriodSeconds"]
+        > instance.server.drain_grace_s + instance.server.shutdown_timeout_s
+    )
     ports = {one["name"]: one["containerPort"] for one in pod["containers"][0]["ports"]}
     server = instance.server
     assert ports == {"https": server.port, "admin": server.admin_port, "agent": server.agent_port}
@@ -101,7 +111,10 @@ def test_the_autoscaler_reads_metrics_that_exist() -> None:
     assert "npu_gr_rank_duration_seconds_bucket" in rule["expr"]
     assert "npu_gr_queue_depth" in text
     spec = named("HorizontalPodAutoscaler", "npu-gr")["spec"]
-    assert [one["external"]["metric"]["name"] for one in spec["metrics"]] == [rule["record"], "npu_gr_queue_depth"]
+    assert [one["external"]["metric"]["name"] for one in spec["metrics"]] == [
+        rule["record"],
+        "npu_gr_queue_depth",
+    ]
 
 
 @PODS
@@ -140,10 +153,14 @@ def test_a_pod_has_limits_of_everything_that_it_shares(workload: dict[str, Any])
 def test_an_image_is_named_by_its_digest(workload: dict[str, Any]) -> None:
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     (image,) = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["images"]
-    assert container["image"] == image["name"], "a tag in the manifest would stand beside the digest"
+    assert container["image"] == image["name"], (
+        "a tag in the manifest would stand beside the digest"
+    )
     assert re.fullmatch("sha256:[0-9a-f]{64}", image["digest"])
     assert "newTag" not in image
-    assert image["newName"].startswith("registry.invalid/"), "without a registry of one's own nothing starts"
+    assert image["newName"].startswith("registry.invalid/"), (
+        "without a registry of one's own nothing starts"
+    )
 
 
 @PODS
@@ -151,7 +168,9 @@ def test_probes_need_neither_a_key_nor_a_certificate(workload: dict[str, Any]) -
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
     assert {"readinessProbe", "livenessProbe"} <= probes.keys()
-    asks_callers = instance_config().server.tls.client_ca if workload["kind"] == "StatefulSet" else None  # type: ignore[union-attr]
+    asks_callers = (
+        instance_config().server.tls.client_ca if workload["kind"] == "StatefulSet" else None  # type: ignore[union-attr]
+    )
     for probe in probes.values():
         assert probe["scheme"] == "HTTPS"
         assert probe["path"] in ("/healthz", "/readyz")
@@ -159,7 +178,10 @@ def test_probes_need_neither_a_key_nor_a_certificate(workload: dict[str, Any]) -
 
 
 def test_callers_need_keys_and_every_hop_is_over_tls() -> None:
-    instance, router = table("npu-gr-config", "instance.yaml"), table("npu-gr-router-config", "router.yaml")
+    instance, router = (
+        table("npu-gr-config", "instance.yaml"),
+        table("npu-gr-router-config", "router.yaml"),
+    )
     for settings in (instance["server"], router):
         assert settings["api_keys_file"] == "/etc/npu-gr-keys/keys.yaml"
         assert "allow_unauthenticated" not in settings
@@ -176,14 +198,18 @@ def test_files_that_a_configuration_names_are_mounted(workload: dict[str, Any]) 
     pod = workload["spec"]["template"]["spec"]
     mounts = [one["mountPath"] for one in pod["containers"][0]["volumeMounts"]]
     (config,) = [one["configMap"]["name"] for one in pod["volumes"] if "configMap" in one]
-    named_files = re.findall(r"/(?:etc|models)[\w./-]+", yaml.safe_dump(named("ConfigMap", config)["data"]))
+    named_files = re.findall(
+        r"/(?:etc|models)[\w./-]+", yaml.safe_dump(named("ConfigMap", config)["data"])
+    )
     assert named_files
     for name in named_files:
         assert any(name.startswith(f"{mount}/") for mount in mounts), name
 
 
 def mounted_secrets() -> set[str]:
-    volumes = [one for workload in WORKLOADS for one in workload["spec"]["template"]["spec"]["volumes"]]
+    volumes = [
+        one for workload in WORKLOADS for one in workload["spec"]["template"]["spec"]["volumes"]
+    ]
     return {one["secret"]["secretName"] for one in volumes if "secret" in one}
 
 
@@ -193,7 +219,10 @@ def test_secrets_are_documented() -> None:
     for scraped in (one for one in OBJECTS if one["kind"] == "PodMonitor"):
         (endpoint,) = scraped["spec"]["podMetricsEndpoints"]
         assert (endpoint["port"], endpoint["scheme"]) == ("admin", "https")
-        used |= {endpoint["tlsConfig"]["ca"]["secret"]["name"], endpoint["authorization"]["credentials"]["name"]}
+        used |= {
+            endpoint["tlsConfig"]["ca"]["secret"]["name"],
+            endpoint["authorization"]["credentials"]["name"],
+        }
     assert {name for name in used if f"#   {name} " not in text} == set()
 
 
@@ -205,7 +234,8 @@ def test_who_may_call_whom(workload: dict[str, Any]) -> None:
     assert policy["podSelector"]["matchLabels"] == workload["spec"]["selector"]["matchLabels"]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     ports = {
-        one["name"]: one["containerPort"] for one in workload["spec"]["template"]["spec"]["containers"][0]["ports"]
+        one["name"]: one["containerPort"]
+        for one in workload["spec"]["template"]["spec"]["containers"][0]["ports"]
     }
     came = {port["port"]: one.get("from") for one in policy["ingress"] for port in one["ports"]}
     assert came.keys() == set(ports.values())
@@ -214,7 +244,8 @@ def test_who_may_call_whom(workload: dict[str, Any]) -> None:
         {"podSelector": {"matchLabels": {"npu-gr.example/operator": "true"}}},
     ]
     router = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "npu-gr-router"}}}
-    assert came[ports["admin"]] == operators + [router] * (name == "npu-gr")  # changes of the catalogue come by it
+    # changes of the catalogue come by it
+    assert came[ports["admin"]] == operators + [router] * (name == "npu-gr")
     assert came[ports["https"]] == ([router] if name == "npu-gr" else None)
     assert came.get(ports.get("agent")) == ([router] if name == "npu-gr" else None)
     goes = sorted(port["port"] for one in policy["egress"] for port in one["ports"] if one["to"])
@@ -225,14 +256,20 @@ def test_cert_manager_makes_the_secrets_that_pods_mount() -> None:
     folder = FOLDER / "cert-manager"
     assert yaml.safe_load((folder / "kustomization.yaml").read_text())["kind"] == "Component"
     made = [
-        one for one in yaml.safe_load_all((folder / "certificates.yaml").read_text()) if one["kind"] == "Certificate"
+        one
+        for one in yaml.safe_load_all((folder / "certificates.yaml").read_text())
+        if one["kind"] == "Certificate"
     ]
     usages = {one["spec"]["secretName"]: set(one["spec"].get("usages", ())) for one in made}
     assert usages["npu-gr-tls"] >= {"server auth", "client auth"}  # Redis asks for one
-    assert "client auth" not in usages["npu-gr-router-tls"], "what the public sees opens no instance"
+    assert "client auth" not in usages["npu-gr-router-tls"], (
+        "what the public sees opens no instance"
+    )
     assert "server auth" not in usages["npu-gr-router-client-tls"]
     assert {name for name in mounted_secrets() if name.endswith("tls")} <= usages.keys()
-    names = next(one["spec"]["dnsNames"] for one in made if one["spec"]["secretName"] == "npu-gr-tls")
+    names = next(
+        one["spec"]["dnsNames"] for one in made if one["spec"]["secretName"] == "npu-gr-tls"
+    )
     tls = router_config().instances_tls
     assert tls is not None
     assert tls.server_name in names
@@ -244,11 +281,15 @@ def test_kustomize_builds_it_with_every_image_by_digest(extra: str, tmp_path: Pa
         pytest.skip("needs kubectl, for its kustomize")
     folder = shutil.copytree(FOLDER, tmp_path / "base")
     (folder / "kustomization.yaml").write_text((FOLDER / "kustomization.yaml").read_text() + extra)
-    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
+    built = subprocess.run(
+        ["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60
+    )
     assert built.returncode == 0, built.stderr
     images = re.findall(r"image: (\S+)", built.stdout)
     assert len(images) == len(WORKLOADS)
-    assert all(re.fullmatch(r"registry\.invalid/npu-gr@sha256:[0-9a-f]{64}", image) for image in images)
+    assert all(
+        re.fullmatch(r"registry\.invalid/npu-gr@sha256:[0-9a-f]{64}", image) for image in images
+    )
     for one in ("cert-manager.io/v1", "kind: InferencePool", "picker.host=0.0.0.0"):
         assert (one in built.stdout) == bool(extra), one
 
@@ -263,7 +304,9 @@ def component(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["gateway"])
 def test_the_objects_of_components_follow_their_schemas(name: str) -> None:
     for one in component(name):
-        if not one["apiVersion"].startswith(("inference.networking.k8s.io/", "gateway.networking.k8s.io/")):
+        if not one["apiVersion"].startswith(
+            ("inference.networking.k8s.io/", "gateway.networking.k8s.io/")
+        ):
             kubernetes_validate.validate(one, VERSION, strict=True)
 
 
@@ -271,10 +314,17 @@ def test_the_gateway_passes_on_what_one_instance_can_answer_and_asks_our_picker(
     objects = {one["kind"]: one for one in component("gateway") if one["kind"] != "NetworkPolicy"}
     (rule,) = objects["HTTPRoute"]["spec"]["rules"]
     passed_on = {(match["method"], match["path"]["value"]) for match in rule["matches"]}
-    assert passed_on == {(kind.method, kind.path) for kind in KINDS.values() if kind.routing is not Routing.EVERYWHERE}
+    assert passed_on == {
+        (kind.method, kind.path)
+        for kind in KINDS.values()
+        if kind.routing is not Routing.EVERYWHERE
+    }
     pool = objects["InferencePool"]
     assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
-    assert pool["spec"]["selector"]["matchLabels"] == named("StatefulSet", "npu-gr")["spec"]["selector"]["matchLabels"]
+    assert (
+        pool["spec"]["selector"]["matchLabels"]
+        == named("StatefulSet", "npu-gr")["spec"]["selector"]["matchLabels"]
+    )
     assert pool["spec"]["targetPorts"] == [{"number": instance_config().server.port}]
     asked = pool["spec"]["endpointPickerRef"]
     service = objects["Service"]

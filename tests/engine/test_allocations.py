@@ -18,8 +18,8 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment
@@ -36,13 +36,23 @@ class Largest(TorchDispatchMode):
         self.num_bytes, self.op = 0, ""
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        held = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        held = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in held:
-                self.num_bytes, self.op = max((self.num_bytes, self.op), (x.untyped_storage().nbytes(), str(func)))
+                self.num_bytes, self.op = max(
+                    (self.num_bytes, self.op), (x.untyped_storage().nbytes(), str(func))
+                )
         return out
 
 
@@ -99,7 +109,11 @@ def test_rank(dtype: torch.dtype) -> None:
     )  # fmt: skip
     runs = (PageRun(0, layout.pages(4096)),)
     arena = KVArena(layout, layout.pages(4096), CPU.device, pack=CPU.pack_kv)
-    items, times, none = torch.arange(4096), torch.arange(4096) * 1000, torch.empty(0, dtype=torch.int64)
+    items, times, none = (
+        torch.arange(4096),
+        torch.arange(4096) * 1000,
+        torch.empty(0, dtype=torch.int64),
+    )
     new: dict[str, Any] = {"items": items, "actions": items * 0, "times": times}
     own: dict[str, Any] = {"candidates": torch.arange(500), "candidate_time": 4_096_000}
     past = Past(times, lambda layer: arena.slabs(layer, runs, 4096))

@@ -1,4 +1,7 @@
-"""A beam as wide as the catalogue is brute force; a narrow one is beam search by the book; nothing invalid, ever."""
+"""A beam as wide as the catalogue is brute force; a narrow one is beam search by the book.
+
+Nothing invalid, ever.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, Fork, SearchOptions, Tables, search
-from npu_gr.engine.kv.arena import BeamArena
+from npu_gr.engine.kv_cache.arena import BeamArena
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
 CPU = CPUBackend()
@@ -52,7 +55,9 @@ def model(vocab_size: int, seed: int = 0, num_layers: int = 2) -> Decoder:
 def catalogue(num_levels: int, num_codes: int, num_items: int, seed: int = 0) -> Trie:
     random = np.random.default_rng(seed)
     sids = random.integers(0, num_codes, (num_items, num_levels))
-    return build_trie(sids, np.arange(num_items), Codebooks.stacked([num_codes] * num_levels, first_token=3))
+    return build_trie(
+        sids, np.arange(num_items), Codebooks.stacked([num_codes] * num_levels, first_token=3)
+    )
 
 
 class Prompt:
@@ -61,10 +66,17 @@ class Prompt:
     def __init__(self, decoder: Decoder, tokens: Tensor) -> None:
         self.decoder, self.tokens = decoder, tokens
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-        self.hidden = decoder.prefill(CPU, tokens, 0, None, lambda layer, k, v: self.kv.update({layer: (k, v)}))
+        self.hidden = decoder.prefill(
+            CPU, tokens, 0, None, lambda layer, k, v: self.kv.update({layer: (k, v)})
+        )
 
     def search(
-        self, trie: Trie, options: SearchOptions, allowed: Any = None, fork: Fork = "move", **how: Any
+        self,
+        trie: Trie,
+        options: SearchOptions,
+        allowed: Any = None,
+        fork: Fork = "move",
+        **how: Any,
     ) -> BeamResult:
         config = self.decoder.config
         arena = BeamArena(
@@ -80,10 +92,14 @@ class Prompt:
             for plane in arena.slabs(layer):
                 plane.fill_(float("nan"))
         tables = Tables.upload(trie, torch.device("cpu"))
-        [found] = search(self.decoder, CPU, [self.query(tables, options, allowed, **how)], arena, fork)
+        [found] = search(
+            self.decoder, CPU, [self.query(tables, options, allowed, **how)], arena, fork
+        )
         return found
 
-    def query(self, tables: Tables, options: SearchOptions, allowed: Any = None, split: bool = True) -> BeamQuery:
+    def query(
+        self, tables: Tables, options: SearchOptions, allowed: Any = None, split: bool = True
+    ) -> BeamQuery:
         return BeamQuery(
             tables=tables,
             prompt=lambda layer: [self.kv[layer]],
@@ -96,11 +112,19 @@ class Prompt:
 
 
 def level_logprobs(
-    decoder: Decoder, prompt: Tensor, trie: Trie, codes: list[int], level: int, mode: Normalise, valid: set[int]
+    decoder: Decoder,
+    prompt: Tensor,
+    trie: Trie,
+    codes: list[int],
+    level: int,
+    mode: Normalise,
+    valid: set[int],
 ) -> dict[int, float]:
     """Log-probability of every code of a level after some codes: a whole forward pass, no cache."""
     books = trie.codebooks
-    tokens = torch.tensor([*prompt.tolist(), *(books.vocab_base[i] + code for i, code in enumerate(codes))])
+    tokens = torch.tensor(
+        [*prompt.tolist(), *(books.vocab_base[i] + code for i, code in enumerate(codes))]
+    )
     logits = decoder.logits(decoder.prefill(CPU, tokens, 0, None, None))[0]
     base, count = books.vocab_base[level], books.code_count[level]
     over = {
@@ -113,7 +137,12 @@ def level_logprobs(
 
 
 def by_the_book(
-    decoder: Decoder, prompt: Tensor, trie: Trie, width: int, mode: Normalise, sids: set[tuple[int, ...]]
+    decoder: Decoder,
+    prompt: Tensor,
+    trie: Trie,
+    width: int,
+    mode: Normalise,
+    sids: set[tuple[int, ...]],
 ) -> list[tuple[float, tuple[int, ...]]]:
     """Beam search over sets of tuples: (log-probability, semantic ID), best first."""
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -121,7 +150,9 @@ def by_the_book(
         found = []
         for score, codes in beams:
             valid = {sid[level] for sid in sids if sid[:level] == codes}
-            for code, logprob in level_logprobs(decoder, prompt, trie, list(codes), level, mode, valid).items():
+            for code, logprob in level_logprobs(
+                decoder, prompt, trie, list(codes), level, mode, valid
+            ).items():
                 found.append((score + logprob, (*codes, code)))
         beams = sorted(found, key=lambda beam: (-beam[0], beam[1]))[:width]
     return beams
@@ -187,8 +218,12 @@ def test_temperature_is_applied_before_the_normalisation() -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
-@given(seed=st.integers(0, 10**6), width=st.integers(1, 40), spike=st.sampled_from([0.0, 1e3, 1e30]))
-def test_nothing_invalid_nothing_twice_and_as_many_as_there_are(seed: int, width: int, spike: float) -> None:
+@given(
+    seed=st.integers(0, 10**6), width=st.integers(1, 40), spike=st.sampled_from([0.0, 1e3, 1e30])
+)
+def test_nothing_invalid_nothing_twice_and_as_many_as_there_are(
+    seed: int, width: int, spike: float
+) -> None:
     """Whatever the logits say, spikes on tokens that may not follow included."""
     trie = catalogue(3, 5, 25, seed)
     decoder = model(25, seed)
@@ -212,16 +247,22 @@ def test_a_narrow_filter_is_a_smaller_catalogue() -> None:
     open_ = []
     for level in range(3):
         prefixes = [tuple(p) for p in np.unique(sids[:, : level + 1], axis=0).tolist()]
-        open_.append(torch.tensor([any(sid[: level + 1] == prefix for sid in kept) for prefix in prefixes]))
+        open_.append(
+            torch.tensor([any(sid[: level + 1] == prefix for sid in kept) for prefix in prefixes])
+        )
     for mode, width in itertools.product(MODES, (2, 100)):
-        got = Prompt(decoder, prompt).search(trie, SearchOptions(width=width, normalise=mode), tuple(open_))
+        got = Prompt(decoder, prompt).search(
+            trie, SearchOptions(width=width, normalise=mode), tuple(open_)
+        )
         same(trie, got, by_the_book(decoder, prompt, trie, width, mode, kept))
     nothing = tuple(torch.zeros_like(level) for level in open_)
     assert not len(Prompt(decoder, prompt).search(trie, SearchOptions(), nothing).leaves)
 
 
 def test_an_empty_catalogue_gives_nothing() -> None:
-    trie = build_trie(np.empty((0, 3), np.int64), np.empty(0, np.int64), Codebooks.stacked([4, 4, 4]))
+    trie = build_trie(
+        np.empty((0, 3), np.int64), np.empty(0, np.int64), Codebooks.stacked([4, 4, 4])
+    )
     assert not len(Prompt(model(20), torch.tensor([1])).search(trie, SearchOptions()).leaves)
 
 
@@ -242,7 +283,9 @@ def test_searches_that_share_rounds_find_what_each_finds_alone() -> None:
     alone, queries = [], []
     for number, width in enumerate((1, 40, 7, 12, 5, 20)):
         prompt = Prompt(decoder, torch.from_numpy(random.integers(0, 60, 3 + 5 * number)))
-        options = SearchOptions(width=width, normalise=MODES[number % 3], temperature=1.0 + number % 2)
+        options = SearchOptions(
+            width=width, normalise=MODES[number % 3], temperature=1.0 + number % 2
+        )
         allowed = {2: tuple(map(torch.from_numpy, some)), 4: nothing}.get(number)
         alone.append(prompt.search(trie, options, allowed))
         queries.append(prompt.query(tables, options, allowed))

@@ -1,4 +1,4 @@
-"""A history in, items out: cold equals cached, filters hold, what does not fit is refused in words."""
+"""A history in, items out: cold equals cached, filters hold, what does not fit is rejected in words."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
@@ -67,7 +67,13 @@ def made(num_levels: int = 3, max_beams: int = 20) -> Made:
 
 
 def run(
-    it: Made, trie: Trie, history: list[int], num_items: int = 10, cut: int = 0, longest: int = 18, **how: Any
+    it: Made,
+    trie: Trie,
+    history: list[int],
+    num_items: int = 10,
+    cut: int = 0,
+    longest: int = 18,
+    **how: Any,
 ) -> GeneratedItems:
     """`cut`: tokens that are encoded first, into pages of their own."""
     tokens = make_prompt(trie, np.array(history), longest).tokens
@@ -84,7 +90,9 @@ def test_history_to_tokens() -> None:
     trie = catalogue()
     sids = trie.sid_of(trie.find(np.array([7, 14])))
     got = make_prompt(trie, np.array([7, 8, 14]), 100)
-    assert got.tokens.tolist() == [code + 5 * level for sid in sids.tolist() for level, code in enumerate(sid)]
+    assert got.tokens.tolist() == [
+        code + 5 * level for sid in sids.tolist() for level, code in enumerate(sid)
+    ]
     assert got.unknown_items == 1
     assert make_prompt(trie, np.array([7, 14]), 5).tokens.tolist() == got.tokens.tolist()[3:]
     assert not len(make_prompt(trie, np.array([1, 2]), 5).tokens)
@@ -105,7 +113,9 @@ def test_a_prompt_encoded_before_or_in_parts_gives_what_a_cold_one_gives() -> No
 
 
 def test_items_of_one_semantic_id_come_together() -> None:
-    trie = build_trie(np.array([[1, 2], [1, 2], [0, 3]]), np.array([9, 4, 5]), Codebooks.stacked([5, 5]))
+    trie = build_trie(
+        np.array([[1, 2], [1, 2], [0, 3]]), np.array([9, 4, 5]), Codebooks.stacked([5, 5])
+    )
     got = run(made(num_levels=2), trie, [5], num_items=8)
     assert sorted(got.item_ids.tolist()) == [4, 5, 9]
     at = got.item_ids.tolist().index(4)
@@ -121,10 +131,14 @@ def test_a_filter_leaves_what_it_allows() -> None:
     assert sorted(got.item_ids.tolist()) == [7, 14, 21]
     assert got.status is GenerateStatus.EXHAUSTED
     nothing = run(made(), trie, [0, 7], allow=allow_items(trie, np.array([1])))
-    assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (0, (0, 3), GenerateStatus.EXHAUSTED)
+    assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (
+        0,
+        (0, 3),
+        GenerateStatus.EXHAUSTED,
+    )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     trie, it = catalogue(), made()
     tables = Tables.upload(trie, CPU.device)
     with pytest.raises(Unprocessable, match="beam_width: 21, the limit is 20"):
@@ -153,9 +167,19 @@ async def relayed(
     relaying = RelayConfig(degrade=False)
     pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, relaying.t_life_s, time.monotonic)
     dram = DramStore(
-        KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
+        KVArena(arena.layout, num_pages, CPU.device),
+        ttl_s=60.0,
+        ttl_jitter_ratio=0.0,
+        seed=0,
+        clock=time.monotonic,
     )
-    relay = Relay(relaying, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, Tiers(pool, dram), "v1")
+    relay = Relay(
+        relaying,
+        TriggerConfig(min_prefix_tokens=3, policy="always"),
+        engine,
+        Tiers(pool, dram),
+        "v1",
+    )
     scheduler.start()
     try:
         yield relay, engine, pool
@@ -164,7 +188,9 @@ async def relayed(
         await scheduler.stop()
 
 
-async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, GeneratedItems]:
+async def ask(
+    relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt
+) -> tuple[Lease, GeneratedItems]:
     deadline_at, tables = time.monotonic() + 30, Tables.upload(trie, CPU.device)
     async with relay.lease(USER, prompt, 20, deadline_at) as lease:
         work = GeneratePass(
@@ -184,7 +210,10 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
     trie, history = catalogue(), [0, 7, 21, 70, 7, 14]
     prompt = make_prompt(trie, np.array(history), 60)
     longer = make_prompt(trie, np.array([*history, 28, 35]), 60)
-    cold, cold_longer = run(made(), trie, history, longest=60), run(made(), trie, [*history, 28, 35], longest=60)
+    cold, cold_longer = (
+        run(made(), trie, history, longest=60),
+        run(made(), trie, [*history, 28, 35], longest=60),
+    )
 
     def same(got: GeneratedItems, want: GeneratedItems) -> None:
         assert np.array_equal(got.item_ids, want.item_ids)
@@ -233,12 +262,17 @@ async def test_a_generate_goes_on_in_the_pages_of_its_pre_infer(encoded: int) ->
         )  # fmt: skip
         again = replace(work, cached=CachedPrefix(runs, len(prompt)), keep=None)
         for each in (work, again):  # the second reads what the first has left
-            got, cold = (await engine.generate(each, 1e9)).value, run(made(), trie, history, longest=60)
+            got, cold = (
+                (await engine.generate(each, 1e9)).value,
+                run(made(), trie, history, longest=60),
+            )
             assert np.array_equal(got.item_ids, cold.item_ids)
             np.testing.assert_allclose(got.scores, cold.scores, rtol=1e-6)
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str
+)
 async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -> None:
     """Batches and streams: prompts of several lengths, some kept, some in scratch pages, mixed."""
     trie, random = catalogue(), np.random.default_rng(0)
@@ -247,7 +281,10 @@ async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -
     sizes = list[int]()
     async with relayed(20, **limits) as (relay, engine, pool):
         engine.scheduler.on_batch = lambda _kind, size, _rows: sizes.append(size)
-        asks = [ask(relay, engine, trie, make_prompt(trie, np.array(history), 60)) for history in histories]
+        asks = [
+            ask(relay, engine, trie, make_prompt(trie, np.array(history), 60))
+            for history in histories
+        ]
         for (_, got), want in zip(await asyncio.gather(*asks), alone, strict=True):
             assert np.array_equal(got.item_ids, want.item_ids)
             np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)

@@ -16,7 +16,10 @@ from npu_gr.engine.queue import Job, JobResult
 
 
 async def ended(future: PromptFuture[int], result: int | BaseException) -> list[str]:
-    """End a future that a task waits for, as the event loop does; returns what happened, in its order."""
+    """End a future that a task waits for, as the event loop does.
+
+    Returns what happened, in its order.
+    """
     happened = []
 
     async def wait() -> None:
@@ -37,16 +40,21 @@ async def ended(future: PromptFuture[int], result: int | BaseException) -> list[
 
 
 @pytest.mark.parametrize(("result", "seen"), [(1, "has 1"), (ValueError("no"), "no")])
-async def test_the_waiter_goes_on_before_the_call_returns(result: int | BaseException, seen: str) -> None:
+async def test_the_waiter_goes_on_before_the_call_returns(
+    result: int | BaseException, seen: str
+) -> None:
     assert await ended(PromptFuture(), result) == [seen, "ended"]
 
 
 ACTS = st.lists(
-    st.sampled_from(["wait", "watch", "cancel 0", "cancel 1", "cancel", "turn", "result", "error"]), max_size=12
+    st.sampled_from(["wait", "watch", "cancel 0", "cancel 1", "cancel", "turn", "result", "error"]),
+    max_size=12,
 )
 
 
-async def played(acts: list[str], make: Callable[[], asyncio.Future[int]], end: Callable[..., None]) -> list[Any]:
+async def played(
+    acts: list[str], make: Callable[[], asyncio.Future[int]], end: Callable[..., None]
+) -> list[Any]:
     """Play acts on a future; returns what became of everybody who waited for it."""
     loop = asyncio.get_running_loop()
     future = make()
@@ -95,7 +103,10 @@ def end_plainly(future: asyncio.Future[int], result: int | BaseException) -> Non
 @given(ACTS)
 def test_everybody_sees_what_a_future_of_asyncio_shows(acts: list[str]) -> None:
     plain = asyncio.run(played(acts, lambda: asyncio.Future(), end_plainly))
-    assert asyncio.run(played(acts, lambda: PromptFuture(), lambda future, result: future.end(result))) == plain
+    assert (
+        asyncio.run(played(acts, lambda: PromptFuture(), lambda future, result: future.end(result)))
+        == plain
+    )
 
 
 async def test_one_that_ends_the_process_leaves_no_other_job_of_its_pass_without_an_end() -> None:

@@ -25,7 +25,9 @@ def generate(works: object) -> list[object]:
 
 
 def job(order_at: float = FAR, tokens: int = 1, **more: object) -> Job:
-    return Job(**{"run": rank, "shares": True, "demand": Demand(tokens), "order_at": order_at, **more})  # type: ignore[arg-type]
+    return Job(
+        **{"run": rank, "shares": True, "demand": Demand(tokens), "order_at": order_at, **more}  # type: ignore[arg-type]
+    )
 
 
 def queue(**config: object) -> JobQueue:
@@ -66,7 +68,10 @@ def test_the_methods_of_two_objects_are_not_alike() -> None:
 
 @pytest.mark.parametrize("max_requests", [1, 3, 9])
 def test_a_run_may_have_a_limit_of_its_own(max_requests: int) -> None:
-    """More or fewer requests a pass than `max_batch_requests`; the limits on demand hold all the same."""
+    """More or fewer requests a pass than `max_batch_requests`.
+
+    The limits on demand hold all the same.
+    """
     q = queue(max_batch_requests=2, max_batch_tokens=7, aging_s=99.0)
     matches = [job(float(n), run=generate, max_requests=max_requests) for n in range(8)]
     ranks = [job(20.0 + n) for n in range(3)]
@@ -165,7 +170,8 @@ def test_a_request_waits_for_what_goes_before_it() -> None:
 def test_a_pass_makes_nobody_late() -> None:
     q = queue(max_batch_requests=8, aging_s=100.0)
     soon, small, large, later = [
-        job(order, estimate_s=takes) for order, takes in ((1.0, 0.4), (1.1, 0.5), (1.2, 0.2), (9.0, 0.1))
+        job(order, estimate_s=takes)
+        for order, takes in ((1.0, 0.4), (1.1, 0.5), (1.2, 0.2), (9.0, 0.1))
     ]
     for each in (soon, small, large, later):
         q.put(each, 0.0)
@@ -185,7 +191,8 @@ def test_a_pass_makes_nobody_late() -> None:
 def test_what_is_preemptible_comes_last_until_it_is_hastened() -> None:
     q = queue(aging_s=1.0)
     old, young = (
-        job(arrived_at=arrived_at, preemptible=True, shares=False, deadline_at=50.0) for arrived_at in (0.0, 1.0)
+        job(arrived_at=arrived_at, preemptible=True, shares=False, deadline_at=50.0)
+        for arrived_at in (0.0, 1.0)
     )
     requests = [job(deadline_at=90.0, run=generate) for _ in range(2)]
     for each in (young, requests[0], old):
@@ -199,7 +206,13 @@ def test_what_is_preemptible_comes_last_until_it_is_hastened() -> None:
 def test_the_steps_of_a_job_follow_each_other() -> None:
     q = queue()
     first, second = (
-        job(arrived_at=arrived_at, preemptible=True, shares=False, work=0, rest=[JobStep(1, 0.1), JobStep(2, 0.2)])
+        job(
+            arrived_at=arrived_at,
+            preemptible=True,
+            shares=False,
+            work=0,
+            rest=[JobStep(1, 0.1), JobStep(2, 0.2)],
+        )
         for arrived_at in (0.0, 1.0)
     )
     for each in (second, first):
@@ -214,7 +227,8 @@ def test_the_steps_of_a_job_follow_each_other() -> None:
     q.put(second, 5.0)
     second.rest = [JobStep(1, 0.1)]
     q.take(5.0)
-    q.hasten(second, 4.0)  # a rank comes while a step runs: the next one must not wait behind other requests
+    # a rank comes while a step runs: the next one must not wait behind other requests
+    q.hasten(second, 4.0)
     q.put_next_step(second, 5.0)
     other = job(5.0, run=generate)
     q.put(other, 5.0)
@@ -229,7 +243,12 @@ def test_the_steps_of_a_job_follow_each_other() -> None:
 def test_the_pressure_counts_each_request_against_its_own_objective() -> None:
     q = queue()
     one, other = job(estimate_s=0.1, objective_s=0.05), job(estimate_s=0.1, objective_s=0.2)
-    for each in (one, other, job(estimate_s=9.0), job(estimate_s=5.0, objective_s=0.1, preemptible=True)):
+    for each in (
+        one,
+        other,
+        job(estimate_s=9.0),
+        job(estimate_s=5.0, objective_s=0.1, preemptible=True),
+    ):
         q.put(each, 0.0)
     assert q.pressure == pytest.approx(2.5)
     q.withdraw(one)
@@ -336,7 +355,9 @@ class Steps(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SchedulerConfig(max_queue=6, max_batch_requests=3, max_batch_tokens=10, aging_s=5.0)
+        self.config = SchedulerConfig(
+            max_queue=6, max_batch_requests=3, max_batch_tokens=10, aging_s=5.0
+        )
         self.q, self.now_at = JobQueue(self.config), 0.0
         self.waiting: list[Job] = []
         self.left: list[Job] = []
@@ -354,7 +375,9 @@ class Steps(RuleBasedStateMachine):
         shed=st.booleans(),
         tenant=st.sampled_from("abc"),
     )
-    def put(self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool, tenant: str) -> None:
+    def put(
+        self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool, tenant: str
+    ) -> None:
         new = job(
             self.now_at + wait_s,
             tokens,
@@ -405,7 +428,9 @@ class Steps(RuleBasedStateMachine):
             assert not self.waiting
             return
         first = taken.jobs[0]
-        assert first.order_at == min(each.order_at for each in self.waiting if each.deadline_at > self.now_at)
+        assert first.order_at == min(
+            each.order_at for each in self.waiting if each.deadline_at > self.now_at
+        )
         assert all(each.deadline_at > self.now_at for each in taken.jobs)
         assert all(each.order_at <= each.submitted_at + 5.0 for each in taken.jobs)
         if len(taken.jobs) > 1:

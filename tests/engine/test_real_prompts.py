@@ -15,9 +15,15 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.generate_engine import (
+    GeneratedItems,
+    Generator,
+    PromptKV,
+    layout_of,
+    make_prompt,
+)
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.model import hf
 from tests.decoders import VARIANTS, saved
 
@@ -28,9 +34,15 @@ CPU, LEVELS, CODES, HISTORY = CPUBackend(), 4, 256, 20
 def test_real_prompts(tmp_path: Path) -> None:
     if not DATA.exists():
         pytest.skip("the Amazon Beauty data is not beside the checkout")
-    index, histories = (json.loads((DATA / name).read_text()) for name in ("index_rqvae.json", "inter.json"))
-    sids = np.array([[int(re.sub(r"\D", "", str(code))) for code in codes] for codes in index.values()])
-    trie = build_trie(sids, np.array([int(item) for item in index]), Codebooks.stacked([CODES] * LEVELS))
+    index, histories = (
+        json.loads((DATA / name).read_text()) for name in ("index_rqvae.json", "inter.json")
+    )
+    sids = np.array(
+        [[int(re.sub(r"\D", "", str(code))) for code in codes] for codes in index.values()]
+    )
+    trie = build_trie(
+        sids, np.array([int(item) for item in index]), Codebooks.stacked([CODES] * LEVELS)
+    )
     theirs = saved(tmp_path, **{**VARIANTS["qwen3 g1"], "vocab_size": CODES * LEVELS})
     decoder = hf.load(tmp_path)
     generator, tables = Generator(decoder, CPU, 16, LEVELS), Tables.upload(trie, CPU.device)
@@ -41,7 +53,9 @@ def test_real_prompts(tmp_path: Path) -> None:
         tokens = make_prompt(trie, np.array(histories[user])[-HISTORY:], HISTORY * LEVELS).tokens
         part = PromptKV(arena, (PageRun(0, 2),), len(tokens))
         generator.encode(tokens, [], part)
-        return tokens, generator.generate(trie, tables, tokens, [part], SearchOptions(width=width), width)
+        return tokens, generator.generate(
+            trie, tables, tokens, [part], SearchOptions(width=width), width
+        )
 
     valid = {tuple(sid) for sid in sids.tolist()}
     for user in users:
@@ -81,6 +95,7 @@ def test_real_prompts(tmp_path: Path) -> None:
         tokens, found = ask(user, 10)
         want = ask_theirs(tokens)
         got = dict(zip(map(tuple, found.sids.tolist()), found.scores.tolist(), strict=True))
-        assert got.keys() == want.keys()  # in the order of their scores, which rounding decides between ties
+        # in the order of their scores, which rounding decides between ties
+        assert got.keys() == want.keys()
         assert all(abs(got[sid] - want[sid]) < 1e-4 for sid in want)
         assert (np.diff(found.scores) <= 0).all()

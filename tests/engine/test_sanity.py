@@ -29,7 +29,7 @@ def test_scores_that_differ_pass() -> None:
     check_scores(np.zeros((1, 1, 2), np.float32), NAMES, "m")  # nothing to differ from
 
 
-def test_scores_that_say_nothing_are_refused() -> None:
+def test_scores_that_say_nothing_are_rejected() -> None:
     assert "all 5 candidates have the same score of click, 0" in found(np.zeros_like(GOOD))
     one_task = GOOD.copy()
     one_task[..., 1] = 3.5
@@ -40,7 +40,7 @@ def test_scores_that_say_nothing_are_refused() -> None:
 
 
 @given(place=st.integers(0, GOOD.size - 1), value=st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_one_score_that_is_no_number_is_refused(place: int, value: float) -> None:
+def test_one_score_that_is_no_number_is_rejected(place: int, value: float) -> None:
     broken = GOOD.copy()
     broken.flat[place] = value
     assert f"1 of 10 scores of {NAMES[place % 2]} are not finite" in found(broken)
@@ -55,4 +55,6 @@ def test_a_weight_that_is_no_number_is_named(value: float) -> None:
         weight.view(-1)[3] = value
     with pytest.raises(CheckpointError) as error:
         check_weights(model, "checkpoint m")
-    assert f"1 of {weight.numel()} values of {name} are not finite, the first is {value}" in str(error.value)
+    assert (f"1 of {weight.numel()} values of {name} are not finite, the first is {value}") in str(
+        error.value
+    )

@@ -105,20 +105,32 @@ async def test_what_is_submitted_in_one_turn_of_the_event_loop_shares_a_pass() -
         await until(lambda: bool(scheduler._streams._idle))  # type: ignore[attr-defined]
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(scheduler.batch(Work("a"), device.run, FAR))]
-        loop.call_soon(time.sleep, 0.02)  # a long turn: a thread that is woken now would run "a" alone
+        # a long turn: a thread that is woken now would run "a" alone
+        loop.call_soon(time.sleep, 0.02)
         tasks += [loop.create_task(scheduler.batch(Work(name), device.run, FAR)) for name in "bc"]
         await asyncio.gather(*tasks)
         assert device.batches == [["a", "b", "c"]]
 
 
 async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
-    async with running(max_batch_requests=8, max_batch_tokens=10, aging_s=99) as (scheduler, device):
+    async with running(max_batch_requests=8, max_batch_tokens=10, aging_s=99) as (
+        scheduler,
+        device,
+    ):
         async with held(scheduler):
             due = time.monotonic() + 60
-            tasks = [asyncio.create_task(scheduler.batch(Work(n, 6), device.run, due + i)) for i, n in enumerate("ab")]
-            tasks.append(asyncio.create_task(scheduler.call(lambda: device.batches.append(["call"]), due + 1.5)))
+            tasks = [
+                asyncio.create_task(scheduler.batch(Work(n, 6), device.run, due + i))
+                for i, n in enumerate("ab")
+            ]
+            tasks.append(
+                asyncio.create_task(
+                    scheduler.call(lambda: device.batches.append(["call"]), due + 1.5)
+                )
+            )
             tasks += [
-                asyncio.create_task(scheduler.batch(Work(n, 20), device.run, due + 2 + i)) for i, n in enumerate("cd")
+                asyncio.create_task(scheduler.batch(Work(n, 20), device.run, due + 2 + i))
+                for i, n in enumerate("cd")
             ]
             await submitted(scheduler, 5)
         await asyncio.gather(*tasks)
@@ -146,7 +158,9 @@ async def test_a_run_has_its_own_limit_and_never_mixes_two_objects() -> None:
                 )
                 for n in range(8)
             ]
-            tasks.append(asyncio.create_task(scheduler.batch(Work("rank"), device.run, FAR, objective_s=0.1)))
+            tasks.append(
+                asyncio.create_task(scheduler.batch(Work("rank"), device.run, FAR, objective_s=0.1))
+            )
             await submitted(scheduler, 9)
         done = [await task for task in tasks]
     assert old.batches == [["0", "2", "4"], ["6"]]
@@ -159,9 +173,14 @@ async def test_a_place_in_the_queue_counts_from_the_arrival_of_the_request() -> 
     async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
         async with held(scheduler):
             now_at = time.monotonic()
-            young = scheduler.batch(Work("young"), device.run, FAR, objective_s=1.0, arrived_at=now_at)
-            old = scheduler.batch(Work("old"), device.run, FAR, objective_s=1.0, arrived_at=now_at - 0.5)
-            tasks = [asyncio.create_task(each) for each in (young, old)]  # the old one comes later: it read a history
+            young = scheduler.batch(
+                Work("young"), device.run, FAR, objective_s=1.0, arrived_at=now_at
+            )
+            old = scheduler.batch(
+                Work("old"), device.run, FAR, objective_s=1.0, arrived_at=now_at - 0.5
+            )
+            # the old one comes later: it read a history
+            tasks = [asyncio.create_task(each) for each in (young, old)]
             await submitted(scheduler, 2)
         await asyncio.gather(*tasks)
     assert device.batches == [["old"], ["young"]]
@@ -171,7 +190,9 @@ async def test_order_may_differ_from_the_deadline() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
             now = time.monotonic()
-            late = asyncio.create_task(scheduler.call(lambda: device.batches.append(["late"]), now + 9))
+            late = asyncio.create_task(
+                scheduler.call(lambda: device.batches.append(["late"]), now + 9)
+            )
             first = asyncio.create_task(
                 scheduler.call(lambda: device.batches.append(["first"]), now + 99, JobOrder(now))
             )
@@ -183,7 +204,9 @@ async def test_order_may_differ_from_the_deadline() -> None:
 async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
-            expired = asyncio.create_task(scheduler.batch(Work("expired"), device.run, time.monotonic()))
+            expired = asyncio.create_task(
+                scheduler.batch(Work("expired"), device.run, time.monotonic())
+            )
             cancelled = asyncio.create_task(scheduler.batch(Work("cancelled"), device.run, FAR))
             kept = asyncio.create_task(scheduler.batch(Work("kept"), device.run, FAR))
             await submitted(scheduler, 3)
@@ -197,7 +220,10 @@ async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
 
 
 async def test_a_job_that_ends_in_the_turn_of_its_cancellation_is_not_waited_for() -> None:
-    """The future is cancelled at once, its submitter goes on a turn later; the end of the job may come between."""
+    """The future is cancelled at once, its submitter goes on a turn later.
+
+    The end of the job may come between.
+    """
     async with running() as (scheduler, device):
         for _ in range(50):
             job = asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR))
@@ -208,9 +234,11 @@ async def test_a_job_that_ends_in_the_turn_of_its_cancellation_is_not_waited_for
                 await asyncio.wait({job})
 
 
-async def test_a_full_queue_refuses() -> None:
+async def test_a_full_queue_rejects() -> None:
     async with running(max_queue=2) as (scheduler, device), held(scheduler):
-        waiting = [asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR)) for _ in range(2)]
+        waiting = [
+            asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR)) for _ in range(2)
+        ]
         await submitted(scheduler, 2)
         with pytest.raises(Overloaded, match=r"2 jobs wait .* limit is 2"):
             await scheduler.batch(Work("y"), device.run, FAR)
@@ -222,7 +250,10 @@ async def test_one_bad_job_is_one_error() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
             names = ("good", "bad", "fine")
-            tasks = [asyncio.create_task(scheduler.batch(Work(n), device.run, 1e9 + i)) for i, n in enumerate(names)]
+            tasks = [
+                asyncio.create_task(scheduler.batch(Work(n), device.run, 1e9 + i))
+                for i, n in enumerate(names)
+            ]
             await submitted(scheduler, 3)
         with pytest.raises(DeviceError, match="RuntimeError"):
             await tasks[1]
@@ -243,7 +274,10 @@ async def test_a_pass_that_forgets_a_result_is_one_error_a_job() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
             names = ("good", "forgotten", "fine")
-            tasks = [asyncio.create_task(scheduler.batch(Work(n), forgetful, 1e9 + i)) for i, n in enumerate(names)]
+            tasks = [
+                asyncio.create_task(scheduler.batch(Work(n), forgetful, 1e9 + i))
+                for i, n in enumerate(names)
+            ]
             await submitted(scheduler, 3)
         with pytest.raises(DeviceError):
             await tasks[1]
@@ -251,7 +285,9 @@ async def test_a_pass_that_forgets_a_result_is_one_error_a_job() -> None:
         assert (await scheduler.batch(Work("next"), device.run, FAR)).value == "NEXT"
 
 
-async def test_a_device_thread_outlives_whoever_watches_its_passes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_device_thread_outlives_whoever_watches_its_passes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def watch(kind: str, took_s: float) -> None:
         raise RuntimeError("planted")
 
@@ -290,7 +326,10 @@ async def test_stopping_ends_what_waits() -> None:
 
 
 class Chunks:
-    """Steps that note their number; each waits until the test lets it go on, where it is asked to."""
+    """Steps that note their number.
+
+    Each waits until the test lets it go on, where it is asked to.
+    """
 
     def __init__(self, count: int, stop_in: int = -1) -> None:
         self.ran: list[int] = []
@@ -311,7 +350,9 @@ class Chunks:
 async def test_a_sequence_runs_in_order(streams: int) -> None:
     async with running(streams=streams) as (scheduler, _), asyncio.TaskGroup() as tasks:
         many = [Chunks(5) for _ in range(8)]
-        done = [tasks.create_task(scheduler.sequence(each.steps, FAR, JobOrder(FAR))) for each in many]
+        done = [
+            tasks.create_task(scheduler.sequence(each.steps, FAR, JobOrder(FAR))) for each in many
+        ]
     assert [each.ran for each in many] == [[0, 1, 2, 3, 4]] * 8
     assert {task.result().value for task in done} == {4}
 
@@ -319,7 +360,9 @@ async def test_a_sequence_runs_in_order(streams: int) -> None:
 async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> None:
     async with running() as (scheduler, _):
         slow = Chunks(5, stop_in=1)
-        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, JobOrder(time.monotonic() + 9)))
+        sequence = asyncio.create_task(
+            scheduler.sequence(slow.steps, FAR, JobOrder(time.monotonic() + 9))
+        )
         await asyncio.to_thread(slow.reached.wait, 10)
         urgent = asyncio.create_task(scheduler.call(lambda: list(slow.ran), FAR, JobOrder(0.0)))
         await submitted(scheduler, 1)
@@ -343,7 +386,9 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
         with pytest.raises(DeviceError):
             await scheduler.sequence(failing.steps, FAR, JobOrder(FAR))
         late = Chunks(5, stop_in=2)
-        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2, JobOrder(FAR)))
+        task = asyncio.create_task(
+            scheduler.sequence(late.steps, time.monotonic() + 0.2, JobOrder(FAR))
+        )
         await asyncio.sleep(0.3)
         late.go.set()
         with pytest.raises(DeadlineExceeded):
@@ -358,7 +403,12 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
         with pytest.raises(Unavailable):
             await task
         assert scheduler.depth == 0
-    assert [each.ran for each in (cancelled, failing, late, stopped)] == [[0, 1], [*range(8)], [0, 1, 2], [0, 1, 2, 3]]
+    assert [each.ran for each in (cancelled, failing, late, stopped)] == [
+        [0, 1],
+        [*range(8)],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    ]
 
 
 async def test_a_sequence_that_is_cut_ends_with_the_step_it_is_at() -> None:

@@ -30,10 +30,10 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model import t5
@@ -42,7 +42,7 @@ from npu_gr.model.t5 import T5Config
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
 from tests.encoder_decoders import Encoded
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 CPU = CPUBackend()
 USER = UserKey("", "u")
@@ -108,13 +108,25 @@ async def relayed(
     scheduling = SchedulerConfig(**limits)
     scheduler = Scheduler(scheduling)
     rows = max_beams * scheduling.max_batch_requests
-    engine = GenerateEngine(Generator(decoder, CPU, max_beams, 3, scheduling.streams, rows, 60), scheduler, arena)
+    engine = GenerateEngine(
+        Generator(decoder, CPU, max_beams, 3, scheduling.streams, rows, 60), scheduler, arena
+    )
     relaying = RelayConfig(degrade=False)
     pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, relaying.t_life_s, time.monotonic)
     dram = DramStore(
-        KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
+        KVArena(arena.layout, num_pages, CPU.device),
+        ttl_s=60.0,
+        ttl_jitter_ratio=0.0,
+        seed=0,
+        clock=time.monotonic,
     )
-    relay = Relay(relaying, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, Tiers(pool, dram), "v1")
+    relay = Relay(
+        relaying,
+        TriggerConfig(min_prefix_tokens=3, policy="always"),
+        engine,
+        Tiers(pool, dram),
+        "v1",
+    )
     scheduler.start()
     try:
         yield relay, engine, pool
@@ -124,7 +136,12 @@ async def relayed(
 
 
 async def ask(
-    relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt, user: UserKey = USER, width: int = 125
+    relay: Relay[Prompt],
+    engine: GenerateEngine,
+    trie: Trie,
+    prompt: Prompt,
+    user: UserKey = USER,
+    width: int = 125,
 ) -> tuple[Lease, GeneratedItems]:
     deadline_at = time.monotonic() + 30
     async with relay.lease(user, prompt, width, deadline_at) as lease:
@@ -154,7 +171,8 @@ async def drop_all(pool: PrefixPool) -> None:
 def test_a_prompt_has_a_frame_and_the_newest_items_that_fit_with_it() -> None:
     trie = catalogue()
     items = [
-        [code + 3 + 5 * level for level, code in enumerate(sid)] for sid in trie.sid_of(trie.find(np.array(HISTORY)))
+        [code + 3 + 5 * level for level, code in enumerate(sid)]
+        for sid in trie.sid_of(trie.find(np.array(HISTORY)))
     ]
     flat = list(itertools.chain(*items))
     prompt = prompt_of(trie, HISTORY)
@@ -162,7 +180,8 @@ def test_a_prompt_has_a_frame_and_the_newest_items_that_fit_with_it() -> None:
     assert prompt.newest(len(prompt) - 1, 3).tokens.tolist() == [2, 19, *flat[3:], 1]
     assert prompt.newest(1, 3).tokens.tolist() == [2, 19, *flat[-3:], 1]
     short = make_prompt(trie, np.array(HISTORY), 13, 4, frame=FRAME, is_divisible=False)
-    assert short.tokens.tolist() == [2, 19, *flat[-9:], 1]  # three items: the start moves in steps of one
+    # three items: the start moves in steps of one
+    assert short.tokens.tolist() == [2, 19, *flat[-9:], 1]
     assert short.cut_items == 3
     assert not len(make_prompt(trie, np.array([1]), 11, frame=FRAME))
 
@@ -171,7 +190,8 @@ def test_no_prompt_is_the_beginning_of_another() -> None:
     """Not even of one whose tokens begin with all of its own."""
     trie = catalogue()
     shorter, longer, again = (
-        make_prompt(trie, np.array(history), 60, is_divisible=False) for history in (HISTORY[:-1], HISTORY, HISTORY)
+        make_prompt(trie, np.array(history), 60, is_divisible=False)
+        for history in (HISTORY[:-1], HISTORY, HISTORY)
     )
     assert longer.tokens[: len(shorter)].tolist() == shorter.tokens.tolist()
     assert longer.fingerprint(len(longer)) == again.fingerprint(len(again))
@@ -190,12 +210,17 @@ async def test_a_beam_as_wide_as_the_catalogue_is_brute_force() -> None:
             assert sorted(map(tuple, got.sids.tolist())) == sorted(
                 map(tuple, trie.sid_of(trie.find(np.arange(60) * 7)).tolist())
             )
-            np.testing.assert_allclose(got.scores, [want[tuple(sid)] for sid in got.sids.tolist()], rtol=1e-5)
+            np.testing.assert_allclose(
+                got.scores, [want[tuple(sid)] for sid in got.sids.tolist()], rtol=1e-5
+            )
             assert (np.diff(got.scores) <= 0).all()
 
 
 async def test_every_way_to_the_prompt_gives_the_cold_bits() -> None:
-    """Cold, kept by an earlier request, from DRAM, joined after a signal, in scratch pages; a longer one is anew."""
+    """Cold, kept by an earlier request, from DRAM, joined after a signal, in scratch pages.
+
+    A longer one is anew.
+    """
     trie = catalogue()
     prompt, longer = prompt_of(trie, HISTORY), prompt_of(trie, [*HISTORY, 28])
     async with relayed() as (relay, engine, pool):
@@ -210,7 +235,11 @@ async def test_every_way_to_the_prompt_gives_the_cold_bits() -> None:
         assert lease.outcome is Outcome.DRAM_HIT
         same_bits(got, cold)
         lease, after = await ask(relay, engine, trie, longer)
-        assert (lease.outcome, lease.reason, lease.cached) == (Outcome.MISS_FULL, Reason.FINGERPRINT_MISMATCH, None)
+        assert (lease.outcome, lease.reason, lease.cached) == (
+            Outcome.MISS_FULL,
+            Reason.FINGERPRINT_MISMATCH,
+            None,
+        )
         await relay.erase(USER)
         await relay.settled()  # the copy of the longer one read its pages
         assert not any(chunk.any() for chunk in engine.arena._keys)
@@ -233,12 +262,17 @@ async def test_every_way_to_the_prompt_gives_the_cold_bits() -> None:
         same_bits(got, cold)
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str
+)
 async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -> None:
     trie, random = catalogue(), np.random.default_rng(0)
     histories = [random.choice(trie.leaf_item, 1 + number % 7).tolist() for number in range(12)]
     async with relayed() as (relay, engine, _):
-        alone = [(await ask(relay, engine, trie, prompt_of(trie, each), UserKey("", "a"), 20))[1] for each in histories]
+        alone = [
+            (await ask(relay, engine, trie, prompt_of(trie, each), UserKey("", "a"), 20))[1]
+            for each in histories
+        ]
     sizes = list[int]()
     async with relayed(20, **limits) as (relay, engine, pool):
         engine.scheduler.on_batch = lambda _kind, size, _rows: sizes.append(size)
@@ -254,18 +288,26 @@ async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -
 async def test_a_prefill_lets_others_run_between_its_steps_and_gives_the_same_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A long prompt is as many steps as a decoder's would be; cut off in the middle it holds nothing."""
+    """A long prompt is as many steps as a decoder's would be.
+
+    Cut off in the middle it holds nothing.
+    """
     monkeypatch.setattr(t5, "ROWS", 8)
     trie = catalogue()
     random = np.random.default_rng(1)
-    prompt = make_prompt(trie, random.choice(trie.leaf_item, 60), 150, frame=FRAME, is_divisible=False)
+    prompt = make_prompt(
+        trie, random.choice(trie.leaf_item, 60), 150, frame=FRAME, is_divisible=False
+    )
     async with relayed(num_pages=120, prefill_chunk_tokens=64) as (_, engine, pool):
         ran = list[str]()
         engine.scheduler.on_worked = lambda kind, _seconds: ran.append(kind)
         runs = pool._pages.allocate(engine.arena.layout.pages(len(prompt)))
         assert await engine.prefill(prompt, runs, 1e9, JobOrder(1e9)) == len(prompt)
         assert ran == ["prefill"] * 3
-        kept = [[plane.clone() for plane in engine.arena.views(layer, runs, len(prompt))[0]] for layer in range(2)]
+        kept = [
+            [plane.clone() for plane in engine.arena.views(layer, runs, len(prompt))[0]]
+            for layer in range(2)
+        ]
         engine.arena.zero(runs)
         order = JobOrder(1e9)
         stopped = list[int]()
@@ -281,17 +323,25 @@ async def test_a_prefill_lets_others_run_between_its_steps_and_gives_the_same_kv
         engine.scheduler.on_worked = lambda _kind, _seconds: None
         assert await engine.prefill(prompt, runs, 1e9, JobOrder(1e9), 0) == len(prompt)
         for layer, planes in enumerate(kept):
-            for plane, again in zip(planes, engine.arena.views(layer, runs, len(prompt))[0], strict=True):
+            for plane, again in zip(
+                planes, engine.arena.views(layer, runs, len(prompt))[0], strict=True
+            ):
                 assert torch.equal(plane, again)
         pool._pages.free(runs)
 
 
-async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An erasure, a rank that goes away, a deadline: the pool is whole, and the next rank gets the cold items."""
     monkeypatch.setattr(t5, "ROWS", 8)
     trie = catalogue()
     prompt = make_prompt(
-        trie, np.random.default_rng(1).choice(trie.leaf_item, 40), 120, frame=FRAME, is_divisible=False
+        trie,
+        np.random.default_rng(1).choice(trie.leaf_item, 40),
+        120,
+        frame=FRAME,
+        is_divisible=False,
     )
     async with relayed(num_pages=120, prefill_chunk_tokens=64) as (relay, engine, pool):
         engine.generator.max_prompt_tokens = 120
@@ -312,7 +362,8 @@ async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(monk
         assert relay.signal(USER, prompt) is Verdict.PREINFER
         waiting = asyncio.create_task(ask(relay, engine, trie, prompt))
         await asyncio.sleep(0)
-        waiting.cancel()  # the rank that joined goes, the prefill of its signal ends as if it had not come
+        # the rank that joined goes, the prefill of its signal ends as if it had not come
+        waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await relay.settled()
@@ -320,5 +371,7 @@ async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(monk
         assert pool.reserved_bytes == 0
         await drop_all(pool)
         with pytest.raises(DeadlineExceeded):
-            await engine.prefill(prompt, pool._pages.allocate(0), time.monotonic() - 1, JobOrder(0.0))
+            await engine.prefill(
+                prompt, pool._pages.allocate(0), time.monotonic() - 1, JobOrder(0.0)
+            )
         assert pool.free_bytes == budget

@@ -1,8 +1,8 @@
 """A real instance in a process of its own, whose event loop measures itself: `python -m tests.fuzz.instance FOLDER`.
 
-It measures in seconds of CPU of the loop's thread, which neighbours on the machine do not disturb: what one callback
-takes is how long everybody else waits for it. The port comes on standard output; then each line on standard input is
-answered by a line of figures since the last one.
+It measures in seconds of CPU of the loop's thread, which neighbours on the machine do not disturb:
+what one callback takes is how long everybody else waits for it. The port comes on standard output;
+then each line on standard input is answered by a line of figures since the last one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.process import freeze_imports
-from npu_gr.matching.vectors import save
 from npu_gr.server.run import serve
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, make_config, write_checkpoint
+from tests.vector_search.vectors import make_vectors
 
-PATIENT = {f"{kind}_s": 5.0 for kind in ("signal", "rank", "generate", "match", "recommend", "events", "erase")}
+PATIENT = {
+    f"{kind}_s": 5.0
+    for kind in ("signal", "rank", "generate", "match", "recommend", "events", "erase")
+}
 
 
 class Measured:
@@ -67,7 +70,8 @@ def sections(folder: Path) -> dict[str, Any]:
     given = section(folder)
     return {
         **given,
-        "recommend": {**given["recommend"], "popular": str(folder / "popular.txt")},  # else a slow retrieval is 503
+        # else a slow retrieval is 503
+        "recommend": {**given["recommend"], "popular": str(folder / "popular.txt")},
         "match": {"vectors": str(folder / "vectors")},
         "record": {"folder": str(folder / "records")},
         "slo": PATIENT,  # a busy machine: requests are admitted

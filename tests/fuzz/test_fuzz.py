@@ -1,9 +1,10 @@
 """Nothing that a caller sends stops the event loop, breaks the process, or is answered in another's place.
 
-Tens of thousands of broken messages and a table of bombs go over real sockets to a real instance in a process of its
-own, while somebody asks for its health every 10 ms. The process measures the CPU of each callback of its loop, so a
-busy machine changes nothing. `NPU_GR_FUZZ_MESSAGES` (5,000 in the default run) and `NPU_GR_FUZZ_SEED` choose the
-messages; one that fails is printed with its seed and as bytes.
+Tens of thousands of broken messages and a table of bombs go over real sockets to a real instance in
+a process of its own, while somebody asks for its health every 10 ms. The process measures the CPU
+of each callback of its loop, so a busy machine changes nothing. `NPU_GR_FUZZ_MESSAGES` (5,000 in
+the default run) and `NPU_GR_FUZZ_SEED` choose the messages; one that fails is printed with its seed
+and as bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ GROWTH_BYTES = 96_000_000  # what allocators and caches of 50 users keep
 BESIDE = 16  # connections of one caller with messages that may not end
 PATIENCE_S = 60.0
 NEXT_S = 0.05  # for one more answer
-# 503: a limit of connections or bytes; the store, when the messages spoil what they may not (nothing: see below)
+# 503: a limit of connections or bytes; the store, when the messages spoil what they may not
+# (nothing: see below)
 ANSWERED = {200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 417, 422, 429, 431, 504}
 
 
@@ -74,17 +76,25 @@ class Caller:
         first, *lines = head.split("\r\n")
         found = re.fullmatch(r"HTTP/\d\.\d (\d{3}) [ -~]*", first)
         assert found, f"no status line: {first!r}"
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
+        headers = {
+            name.lower(): value
+            for name, _, value in (line.partition(": ") for line in lines if line)
+        }
         status = int(found[1])
         has_body = not is_head and status >= 200 and status != 204
         try:
-            body = await self.reader.readexactly(int(headers.get("content-length", 0)) if has_body else 0)
+            body = await self.reader.readexactly(
+                int(headers.get("content-length", 0)) if has_body else 0
+            )
         except ConnectionError:
             return None
         return Answer(status, headers, body)
 
     async def send(self, data: bytes) -> None:
-        """Write as far as the other side reads; an end of the connection shows when its answer is read."""
+        """Write as far as the other side reads.
+
+        An end of the connection shows when its answer is read.
+        """
         with contextlib.suppress(ConnectionError):
             self.writer.write(data)
             await self.writer.drain()
@@ -119,7 +129,9 @@ class Fuzzed:
         self.process.stdin.write(b"\n")
         async with asyncio.timeout(PATIENCE_S):
             line = await self.process.stdout.readline()
-        assert line, f"the process has ended: {self.process.returncode}\n{self.errors.read_text()[-4000:]}"
+        assert line, (
+            f"the process has ended: {self.process.returncode}\n{self.errors.read_text()[-4000:]}"
+        )
         figures: dict[str, Any] = json.loads(line)
         return figures
 
@@ -143,7 +155,9 @@ class Fuzzed:
         self.statuses[answer.status] += 1
         assert answer.status in ANSWERED, answer
         assert len(answer.body) < 1_000_000
-        if answer.body and answer.headers.get("content-type", "").startswith("application/problem+json"):
+        if answer.body and answer.headers.get("content-type", "").startswith(
+            "application/problem+json"
+        ):
             assert len(json.loads(answer.body)["detail"]) <= 500, answer.body[:1000]
 
 
@@ -193,11 +207,14 @@ def reproducible(messages: list[Message]) -> Iterator[None]:
         raise AssertionError(f"NPU_GR_FUZZ_SEED={SEED}: {error!r} after\n{shown}") from error
 
 
-async def framed(fuzzed: Fuzzed, caller: Caller, messages: list[Message], *, is_fresh: bool = False) -> Caller:
+async def framed(
+    fuzzed: Fuzzed, caller: Caller, messages: list[Message], *, is_fresh: bool = False
+) -> Caller:
     """Send messages that everybody frames alike: their answers come in order, one each.
 
-    An answer may close the connection, and TCP may then lose it for what was sent behind it: so what has no answer is
-    sent again, and a message that was sent alone on a fresh connection must have one.
+    An answer may close the connection, and TCP may then lose it for what was sent behind it: so
+    what has no answer is sent again, and a message that was sent alone on a fresh connection must
+    have one.
     """
     await caller.send(b"".join(message.sent for message in messages))
     for index, message in enumerate(messages):
@@ -217,7 +234,9 @@ async def framed(fuzzed: Fuzzed, caller: Caller, messages: list[Message], *, is_
             caller = await Caller.connect(fuzzed.port)
             for left in messages[index + (answer is not None) :]:
                 caller.close()
-                caller = await framed(fuzzed, await Caller.connect(fuzzed.port), [left], is_fresh=True)
+                caller = await framed(
+                    fuzzed, await Caller.connect(fuzzed.port), [left], is_fresh=True
+                )
             break
     return caller
 
@@ -228,7 +247,8 @@ async def unframed(fuzzed: Fuzzed, message: Message, first_s: float) -> None:
     Args:
         fuzzed: to whom.
         message: what.
-        first_s: how long the first answer may take; then the connection is half closed, as the instance may wait, too.
+        first_s: how long the first answer may take; then the connection is half closed, as the
+            instance may wait, too.
     """
     caller = await Caller.connect(fuzzed.port)
     is_head = message.sent.startswith(b"HEAD")
@@ -269,7 +289,9 @@ async def attack(fuzzed: Fuzzed, seed: int, num: int) -> None:
         caller = await framed(fuzzed, caller, together[at : at + PIPELINED])
     caller.close()
     for at in range(0, len(apart), BESIDE):
-        await asyncio.gather(*(unframed(fuzzed, message, NEXT_S) for message in apart[at : at + BESIDE]))
+        await asyncio.gather(
+            *(unframed(fuzzed, message, NEXT_S) for message in apart[at : at + BESIDE])
+        )
 
 
 async def quickest(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -304,10 +326,16 @@ async def test_broken_messages_are_answered_and_stop_nobody(folder: Path) -> Non
             return await fuzzed.figures()
 
         after = await quickest(all_at_once)
-        log.info("%s, health within %.0f ms, %s", dict(fuzzed.statuses), fuzzed.slowest_health_s * 1e3, after)
+        log.info(
+            "%s, health within %.0f ms, %s",
+            dict(fuzzed.statuses),
+            fuzzed.slowest_health_s * 1e3,
+            after,
+        )
         assert after["longest_s"] < LONGEST_S, after
         assert after["resident_bytes"] - before["resident_bytes"] < GROWTH_BYTES
-        for status in (200, 202, 400, 404, 413, 415, 422):  # the messages are broken in many ways, and some not at all
+        # the messages are broken in many ways, and some not at all
+        for status in (200, 202, 400, 404, 413, 415, 422):
             assert fuzzed.statuses[status], fuzzed.statuses
 
 
@@ -327,7 +355,12 @@ async def test_no_bomb_stops_the_loop(folder: Path) -> None:
 
             after = await quickest(once)
             seen_ms = fuzzed.slowest_health_s * 1e3
-            log.info("%5.1f ms of the loop, health within %5.1f ms: %s", after["longest_s"] * 1e3, seen_ms, name)
+            log.info(
+                "%5.1f ms of the loop, health within %5.1f ms: %s",
+                after["longest_s"] * 1e3,
+                seen_ms,
+                name,
+            )
             if after["longest_s"] >= LONGEST_S:
                 too_long[name] = after
         assert not too_long

@@ -1,4 +1,7 @@
-"""What is on disk is what the generator makes; panels are whole, expressions parse and name real metrics."""
+"""What is on disk is what the generator makes.
+
+Panels are whole, expressions parse and name real metrics.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,12 @@ from tests.serving import until
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = SLOConfig().objectives()
 BOARDS = dashboards(OBJECTIVES)
-PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
+PANELS = [
+    (name, panel)
+    for name, board in BOARDS.items()
+    for panel in board["panels"]
+    if panel["type"] != "row"
+]
 IDS = [f"{name}: {panel['title']}" for name, panel in PANELS]
 ROUTER = "haproxy_"  # panels of the router: HAProxy has the metrics
 SUFFIXES = r"(_bucket|_sum|_count|_total|_info)?$"
@@ -37,18 +45,33 @@ def expressions(panel: dict[str, Any]) -> list[str]:
 
 def plain(expr: str, window: str = "1m") -> str:
     """As Grafana would send it with every variable at All."""
-    return expr.replace("$__rate_interval", window).replace('"$job"', '".+"').replace('"$instance"', '".+"')
+    return (
+        expr.replace("$__rate_interval", window)
+        .replace('"$job"', '".+"')
+        .replace('"$instance"', '".+"')
+    )
 
 
 def named(expr: str) -> set[str]:
-    return set(re.findall(r"\b((?:npu_gr_|process_|haproxy_|slo:)[a-z0-9_:]+|up)\b(?=[{\[ )]|$)", expr))
+    return set(
+        re.findall(
+            r"\b((?:npu_gr_|process_|haproxy_|slo:)[a-z0-9_:]+|up)\b(?=[{\[ "
+            r")]|$)",
+            expr,
+        )
+    )
 
 
 def known() -> set[str]:
     registry = CollectorRegistry()
     metrics = Metrics(registry, OBJECTIVES)
     families = [*registry.collect(), *metrics.process.collector.collect()]
-    recorded = {rule["record"] for group in rules(OBJECTIVES)["groups"] for rule in group["rules"] if "record" in rule}
+    recorded = {
+        rule["record"]
+        for group in rules(OBJECTIVES)["groups"]
+        for rule in group["rules"]
+        if "record" in rule
+    }
     return {re.sub(SUFFIXES, "", family.name) for family in families} | recorded | {"up"}
 
 
@@ -77,7 +100,10 @@ async def test_haproxy_has_what_panels_and_rules_say_of_it(tmp_path: Path) -> No
     try:
         await until((tmp_path / "callers").exists)
         connector = aiohttp.UnixConnector(str(tmp_path / "callers"))
-        async with aiohttp.ClientSession(connector=connector) as http, http.get("http://haproxy/metrics") as answer:
+        async with (
+            aiohttp.ClientSession(connector=connector) as http,
+            http.get("http://haproxy/metrics") as answer,
+        ):
             text = await answer.text()
     finally:
         proxy.terminate()
@@ -94,13 +120,23 @@ def test_the_files_are_those_that_the_generator_makes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for name, text in files(OBJECTIVES).items():
         assert (tmp_path / name).read_text() == text
-        assert (ROOT / "dashboards" / name).read_text() == text, f"run `npu-gr dashboards`: {name} is another"
+        assert (ROOT / "dashboards" / name).read_text() == text, (
+            f"run `npu-gr dashboards`: {name} is another"
+        )
 
 
 def test_objectives_of_a_configuration_are_in_its_rules(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("checkpoint: none\nslo: {rank_s: 0.0123, latency_ratio: 0.95}\n")
-    out = ["dashboards", "--out", str(tmp_path / "out"), "--config", str(config), "--runbooks", "https://x.example/r"]
+    out = [
+        "dashboards",
+        "--out",
+        str(tmp_path / "out"),
+        "--config",
+        str(config),
+        "--runbooks",
+        "https://x.example/r",
+    ]
     assert CliRunner().invoke(main, out).exit_code == 0
     text = (tmp_path / "out" / "rules.yml").read_text()
     assert "vector(0.95)" in text
@@ -115,7 +151,11 @@ def test_panels_are_placed_without_overlap(name: str) -> None:
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     for panel in panels:
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert max(x for x, _ in cells) < 24
         assert not taken & cells, panel["title"]
         taken |= cells
@@ -126,7 +166,11 @@ def test_boards_are_apart() -> None:
     for board in BOARDS.values():
         titles = [(panel["title"], panel["gridPos"]["y"] > 0) for panel in board["panels"]]
         assert len(titles) == len(board["panels"])
-        assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "job", "instance"}
+        assert {variable["name"] for variable in board["templating"]["list"]} == {
+            "datasource",
+            "job",
+            "instance",
+        }
         json.dumps(board, allow_nan=False)
 
 
@@ -136,7 +180,9 @@ def test_a_panel_is_whole(panel: dict[str, Any]) -> None:
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"]["uid"] == "${datasource}"
-    assert [target["refId"] for target in panel["targets"]] == [chr(65 + i) for i in range(len(panel["targets"]))]
+    assert [target["refId"] for target in panel["targets"]] == [
+        chr(65 + i) for i in range(len(panel["targets"]))
+    ]
     for expr in expressions(panel):
         promql_parser.parse(plain(expr))
         if "rate(" in expr:

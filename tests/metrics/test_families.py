@@ -25,7 +25,8 @@ def samples(family: Histogram) -> dict[tuple[str, str], float]:
 @settings(deadline=None, derandomize=True)
 @given(
     amounts=st.lists(
-        st.one_of(st.sampled_from([*EDGES, 0.0, -1.0, float("inf")]), st.floats(-1.0, 2.0)), max_size=3 * KEPT
+        st.one_of(st.sampled_from([*EDGES, 0.0, -1.0, float("inf")]), st.floats(-1.0, 2.0)),
+        max_size=3 * KEPT,
     ),
     read_after=st.integers(0, 3 * KEPT),
 )

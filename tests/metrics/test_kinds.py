@@ -11,7 +11,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Promise
-from tests.metrics.test_dashboards import BOARDS, OBJECTIVES, PANELS, ROOT, expressions, known, named
+from tests.metrics.test_dashboards import (
+    BOARDS,
+    OBJECTIVES,
+    PANELS,
+    ROOT,
+    expressions,
+    known,
+    named,
+)
 from tests.metrics.test_rules import ALERTS, RULES
 
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -36,14 +44,20 @@ def test_a_kind_has_its_recordings(kind: Kind[Any, Any], promise: Promise) -> No
         if "record" in rule and rule["labels"]["sloth_slo"] == slo
     ]
     names = {rule["record"] for rule in recorded}
-    assert {"slo:sli_error:ratio_rate5m", "slo:sli_error:ratio_rate3d", "slo:objective:ratio"} <= names
+    assert {
+        "slo:sli_error:ratio_rate5m",
+        "slo:sli_error:ratio_rate3d",
+        "slo:objective:ratio",
+    } <= names
     asked = [rule["expr"] for rule in recorded if rule["record"] == "slo:sli_error:ratio_rate5m"]
     assert all(f'npu_gr_slo_requests_total{{kind="{kind.name}"' in expr for expr in asked)
 
 
 @every_kind
 @each_promise
-def test_a_kind_has_its_alerts_and_they_lead_to_its_runbook(kind: Kind[Any, Any], promise: Promise) -> None:
+def test_a_kind_has_its_alerts_and_they_lead_to_its_runbook(
+    kind: Kind[Any, Any], promise: Promise
+) -> None:
     alert = f"NpuGr{kind.title}{promise.value.title()}"
     fast, slow = ALERTS[f"{alert}FastBurn"], ALERTS[f"{alert}SlowBurn"]
     assert fast["labels"]["severity"] == ("page" if kind.wakes_somebody else "ticket")
@@ -65,15 +79,23 @@ def test_a_kind_has_its_panels(kind: Kind[Any, Any]) -> None:
         f"{kind.title}: P99",
         f"{kind.title}: error budget left",
     }
-    wanted |= {f"{plural} by result", f"{plural} by stage", f"{plural} refused for load"}
-    wanted |= {f"{plural}: {what}" for what in ("out of time", "errors of ours", "faults of the caller")}
+    wanted |= {f"{plural} by result", f"{plural} by stage", f"{plural} rejected for load"}
+    wanted |= {
+        f"{plural}: {what}" for what in ("out of time", "errors of ours", "faults of the caller")
+    }
     wanted |= set() if kind.label is None else {f"{kind.title} P99 by {kind.label}"}
     assert wanted <= titles
-    assert any(row["title"].startswith(f"{plural} (") for row in BOARDS["slo.json"]["panels"] if row["type"] == "row")
+    assert any(
+        row["title"].startswith(f"{plural} (")
+        for row in BOARDS["slo.json"]["panels"]
+        if row["type"] == "row"
+    )
     assert any(name == "fleet.json" and shows(panel, kind) for name, panel in PANELS)
     for panel in mine:
         for expr in expressions(panel):
-            assert {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in named(expr)} <= known()
+            assert {
+                re.sub(r"_(bucket|sum|count|total)$", "", name) for name in named(expr)
+            } <= known()
 
 
 @every_kind
@@ -92,7 +114,9 @@ def test_no_rule_and_no_panel_names_a_kind_that_is_not_in_the_table() -> None:
 
 def test_every_runbook_is_led_to_and_names_panels_that_exist() -> None:
     pages = {path.name: path.read_text() for path in RUNBOOKS.glob("*.md")}
-    assert {f"{one['annotations']['runbook_url'].rpartition('/')[2]}" for one in ALERTS.values()} == pages.keys()
+    assert {
+        f"{one['annotations']['runbook_url'].rpartition('/')[2]}" for one in ALERTS.values()
+    } == pages.keys()
     shown = {panel["title"] for _, panel in PANELS} | {board["title"] for board in BOARDS.values()}
     shown |= {kind.plural.capitalize() for kind in KINDS.values()}  # a row begins with it
     for name, text in pages.items():

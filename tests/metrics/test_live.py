@@ -1,6 +1,7 @@
 """A real Prometheus scrapes a real service under load: every expression of every dashboard returns figures.
 
-Also promtool's `check metrics` on the endpoint, the exemplars, and the recordings against the service's own figures.
+Also promtool's `check metrics` on the endpoint, the exemplars, and the recordings against the
+service's own figures.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.tools.monitor import prometheus
 from tests.certificates import Authority
 from tests.features_of import every_feature
-from tests.matching.vectors import KNOWN
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
 from tests.models import events
 from tests.server.test_generate_over_http import HISTORY, section
 from tests.server.test_match_over_http import section as match_section
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
+from tests.vector_search.vectors import KNOWN
 
 pytestmark = pytest.mark.prometheus
 LOAD_S = 9.0
@@ -47,7 +48,7 @@ def free_port() -> int:
 async def load(url: str) -> None:
     """Every kind of request: users who come back and new ones, some without a signal, some without time.
 
-    Of every kind some requests cannot be read, so that the panels of refusals have figures too.
+    Of every kind some requests cannot be read, so that the panels of rejections have figures too.
     """
     patient = {"X-Request-Timeout-Ms": "20000"}  # a busy machine
     async with aiohttp.ClientSession(headers=patient) as http:
@@ -55,7 +56,10 @@ async def load(url: str) -> None:
         while time.monotonic() < ends_at:
             turn += 1
             seed = turn if turn % 3 else turn % 40
-            body: dict[str, Any] = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
+            body: dict[str, Any] = {
+                "user_id": f"u{seed}",
+                "history": columns(events(40, seed=seed)),
+            }
             if turn % 4:
                 async with http.post(f"{url}/v1/signal", json=body) as answer:
                     assert answer.status == 202
@@ -69,11 +73,14 @@ async def load(url: str) -> None:
             many = {"users": [{"user_id": f"v{seed}", "events": columns(events(2, seed=seed))}]}
             async with http.post(f"{url}/v1/events/bulk", json=many) as answer:
                 assert answer.status == 200
-            async with http.post(f"{url}/v1/match", json={"user_id": KNOWN, "num_items": 3}) as answer:
+            async with http.post(
+                f"{url}/v1/match", json={"user_id": KNOWN, "num_items": 3}
+            ) as answer:
                 assert answer.status == 200
             if turn % 5 == 0:
                 for kind in KINDS.values():
-                    path = kind.path.replace("{user_id}", "x" * 1000)  # longer than a user's id may be
+                    # longer than a user's id may be
+                    path = kind.path.replace("{user_id}", "x" * 1000)
                     async with http.request(kind.method, url + path, data=b"{") as answer:
                         assert 400 <= answer.status < 500, (kind.name, answer.status)
                 async with http.delete(f"{url}/v1/users/u{seed}") as answer:
@@ -103,7 +110,9 @@ async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -
 
 async def figures(http: aiohttp.ClientSession, url: str, expr: str, instant: float) -> list[float]:
     """The figures of one instant: asking for all expressions takes longer than the window of a rate."""
-    result = (await ask(http, url, "query", query=plain(expr, WINDOW), time=f"{instant:.3f}"))["result"]
+    result = (await ask(http, url, "query", query=plain(expr, WINDOW), time=f"{instant:.3f}"))[
+        "result"
+    ]
     return [float(sample["value"][1]) for sample in result]
 
 
@@ -115,7 +124,8 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
         "service": {"selfcheck_ratio": 0.2},
         "kv": {"hbm_bytes": 300_000},
     }
-    sections["recommend"] = {"sources": {"generate": 20}, "min_coverage": 0}  # the ranker knows none of them
+    # the ranker knows none of them
+    sections["recommend"] = {"sources": {"generate": 20}, "min_coverage": 0}
     sections["match"] = match_section(tmp_path)
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(("user",)))
     sections["features"] = {"source": {"entry": f"{__name__}:of_user"}}
@@ -129,7 +139,8 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
             aiohttp.ClientSession() as http,
         ):
             empty: set[str] = set()
-            for _ in range(5):  # a scrape that was late on a busy machine leaves too few points behind
+            # a scrape that was late on a busy machine leaves too few points behind
+            for _ in range(5):
                 await load(f"http://{target}")
                 await asyncio.sleep(1.1)  # the last scrape
                 instant = time.time()
@@ -139,7 +150,11 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                     for expr in expressions(panel)
                     if ROUTER not in expr
                 }
-                empty = {name for (name, _), values in found.items() if not any(map(math.isfinite, values))}
+                empty = {
+                    name
+                    for (name, _), values in found.items()
+                    if not any(map(math.isfinite, values))
+                }
                 if not empty:
                     break
             text = await (await client.get("/metrics")).read()
@@ -152,14 +167,29 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                 end=str(time.time()),
             )
             rules = await ask(http, url, "rules")
-            late = await figures(http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}', time.time())
+            late = await figures(
+                http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}', time.time()
+            )
             own = json.loads(await (await client.get("/debug/status")).read())
     assert not empty
-    worked = dict(re.findall(r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} (\S+)', text.decode()))
+    worked = dict(
+        re.findall(
+            r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} '
+            r"(\S+)",
+            text.decode(),
+        )
+    )
     assert all(float(worked[work]) > 0 for work in ("rank", "prefill", "generate", "copy")), worked
     assert exemplars
-    assert all(len(e["labels"]["trace_id"]) == 32 for series in exemplars for e in series["exemplars"])
-    broken = [rule["name"] for group in rules["groups"] for rule in group["rules"] if rule["health"] == "err"]
+    assert all(
+        len(e["labels"]["trace_id"]) == 32 for series in exemplars for e in series["exemplars"]
+    )
+    broken = [
+        rule["name"]
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if rule["health"] == "err"
+    ]
     assert not broken
     rank = next(g for g in own["goodput"] if g["kind"] == "rank")
     mine = rank["slow"] / max(rank["good"] + rank["slow"], 1)

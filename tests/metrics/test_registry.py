@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.core.errors import ConfigError, Refusal
+from npu_gr.core.errors import ConfigError, Rejection
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.logs import CURRENT, begin
@@ -26,7 +26,8 @@ def made(rank_s: float = 0.0421) -> tuple[Metrics, CollectorRegistry]:
     registry = CollectorRegistry()
     own_s = {"rank": rank_s, "signal": 0.0123}
     objectives = [
-        Objective(kind=kind.name, threshold_s=own_s.get(kind.name, kind.objective_s)) for kind in KINDS.values()
+        Objective(kind=kind.name, threshold_s=own_s.get(kind.name, kind.objective_s))
+        for kind in KINDS.values()
     ]
     return Metrics(registry, objectives), registry
 
@@ -64,14 +65,18 @@ def test_every_outcome_reason_and_verdict_is_counted_once() -> None:
             metrics.rank.answered(answer(outcome, reason))
     for verdict in Verdict:
         metrics.signal.decided(verdict)
-    families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
+    families = {
+        f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())
+    }
     counted = [s for s in families["npu_gr_rank_outcomes"].samples if s.name.endswith("_total")]
     assert len(counted) == len(Outcome) * len(Reason)
     assert {s.value for s in counted} == {1.0}
     verdicts = [s for s in families["npu_gr_signal_verdicts"].samples if s.name.endswith("_total")]
     assert {s.value for s in verdicts} == {1.0}
     assert registry.get_sample_value("npu_gr_prefix_tokens_total") == 7 * len(counted)
-    assert registry.get_sample_value("npu_gr_unknown_items_total", {"where": "candidates"}) == 2 * len(counted)
+    assert registry.get_sample_value(
+        "npu_gr_unknown_items_total", {"where": "candidates"}
+    ) == 2 * len(counted)
 
 
 def test_names_and_help() -> None:
@@ -103,15 +108,20 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     ):
         metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
     metrics.requests.done("rank", "/v1/rank", 499, 0.3)
-    metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)  # under half of 50 ms: nothing was promised
-    metrics.requests.done("rank", "/v1/rank", 429, 0.01, refusal=Refusal.RATE)
+    # under half of 50 ms: nothing was promised
+    metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)
+    metrics.requests.done("rank", "/v1/rank", 429, 0.01, rejection=Rejection.RATE)
     metrics.requests.done(None, "/healthz", 200, 0.001)
 
     def results(result: str) -> float | None:
-        return registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": result})
+        return registry.get_sample_value(
+            "npu_gr_slo_requests_total", {"kind": "rank", "result": result}
+        )
 
     def admitted(verdict: AdmissionResult) -> float | None:
-        return registry.get_sample_value("npu_gr_admissions_total", {"kind": "rank", "verdict": verdict})
+        return registry.get_sample_value(
+            "npu_gr_admissions_total", {"kind": "rank", "verdict": verdict}
+        )
 
     assert [results(r) for r in ("good", "slow", "failed")] == [1, 1, 4]
     assert {v: admitted(v) for v in AdmissionResult} == {
@@ -127,27 +137,29 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     }
     attained = {"kind": "rank", "slo": "latency", "window": "5m"}
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
-    door = registry.get_sample_value("npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR})
+    door = registry.get_sample_value(
+        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR}
+    )
     assert door == 7
     assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
 
 
-def test_a_storm_of_refusals_does_not_improve_the_latency() -> None:
+def test_a_storm_of_rejections_does_not_improve_the_latency() -> None:
     metrics, registry = made(rank_s=0.05)
     for took_s in (0.03, 0.07):
         metrics.requests.done("rank", "/v1/rank", 200, took_s)
     before = buckets(registry)
-    for reason in Refusal:
+    for reason in Rejection:
         for _ in range(1000):
-            metrics.requests.done("rank", "/v1/rank", 429, 0.0002, refusal=reason)
+            metrics.requests.done("rank", "/v1/rank", 429, 0.0002, rejection=reason)
     for status in (400, 422, 499, 500, 503, 504):
         metrics.requests.done("rank", "/v1/rank", status, 0.0002)
-    metrics.requests.refused_at_door("rank", 500)
-    metrics.requests.refused_at_door("rank", 7, is_promised=False)
+    metrics.requests.rejected_at_admission("rank", 500)
+    metrics.requests.rejected_at_admission("rank", 7, is_promised=False)
     assert buckets(registry) == before
-    for reason, num in ((Refusal.LATE, 1507), (Refusal.QUEUE, 1000), (Refusal.SHED, 1000)):
+    for reason, num in ((Rejection.LATE, 1507), (Rejection.QUEUE, 1000), (Rejection.SHED, 1000)):
         labels = {"kind": "rank", "reason": reason.value}
-        assert registry.get_sample_value("npu_gr_refusals_total", labels) == num
+        assert registry.get_sample_value("npu_gr_rejections_total", labels) == num
     for verdict, num in (("overloaded", 3500), ("over_rate", 2000), ("impossible", 7)):
         labels = {"kind": "rank", "verdict": verdict}
         assert registry.get_sample_value("npu_gr_admissions_total", labels) == num
@@ -164,14 +176,17 @@ def buckets(registry: CollectorRegistry) -> dict[str, float]:
     }
 
 
-def test_a_reload_that_is_refused_shows_until_one_takes_effect() -> None:
+def test_a_reload_that_is_rejected_shows_until_one_takes_effect() -> None:
     registry = CollectorRegistry()
     now_at = 1000.0
     reloads = ReloadMetrics(Families(registry), clock=lambda: now_at)
 
     def seen(what: Reloaded) -> tuple[float | None, float | None]:
         names = ("successful", "success_timestamp_seconds")
-        one, other = (registry.get_sample_value(f"npu_gr_last_reload_{name}", {"what": what.value}) for name in names)
+        one, other = (
+            registry.get_sample_value(f"npu_gr_last_reload_{name}", {"what": what.value})
+            for name in names
+        )
         return one, other
 
     assert seen(Reloaded.CONFIGURATION) == (None, None)
@@ -258,8 +273,8 @@ def test_a_gauge_reads_what_is_in_force() -> None:
 async def test_one_metric_may_be_asked_for_alone() -> None:
     metrics, _ = made()
     text, _ = await expose(metrics, "", ["npu_gr_event_loop_freezes_total"])
-    assert {line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")} == {
-        "npu_gr_event_loop_freezes_total"
-    }
+    assert {
+        line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")
+    } == {"npu_gr_event_loop_freezes_total"}
     nothing, _ = await expose(metrics, "", ["nothing_of_ours"])
     assert nothing == b""

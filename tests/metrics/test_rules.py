@@ -1,4 +1,7 @@
-"""Every alert fires when it should and not before, says promtool; the recordings give the ratios counted by hand."""
+"""Every alert fires when it should and not before, says promtool.
+
+The recordings give the ratios counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ from tests.metrics.test_dashboards import ROOT
 
 OBJECTIVES = SLOConfig().objectives()
 RULES = rules(OBJECTIVES)
-ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+ALERTS = {
+    rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule
+}
 
 
 class Case(NamedTuple):
-    """Series as promtool writes them, one sample a minute; alerts that fire at that minute, with their labels."""
+    """Series as promtool writes them, one sample a minute.
+
+    Alerts that fire at that minute, with their labels.
+    """
 
     series: dict[str, str]
     minute: int
@@ -75,7 +83,7 @@ ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
 STALE, KEYS = 'npu_gr_api_keys_file_stale{instance="a"}', 'npu_gr_api_keys{instance="a"}'
-WRONG = 'npu_gr_api_keys_refused_total{instance="a",reason="unknown"}'
+WRONG = 'npu_gr_api_keys_rejected_total{instance="a",reason="unknown"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
 EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
@@ -108,8 +116,8 @@ def dropped(lines: int) -> dict[str, str]:
     return {'npu_gr_log_lines_dropped_total{instance="a",stream="stdout"}': f"0+{lines}x30"}
 
 
-def shed(refused: int, admitted: int) -> dict[str, str]:
-    return {SHED: f"0+{refused}x20", ADMITTED: f"0+{admitted}x20"}
+def shed(rejected: int, admitted: int) -> dict[str, str]:
+    return {SHED: f"0+{rejected}x20", ADMITTED: f"0+{admitted}x20"}
 
 
 def wasted(evicted: int, produced: int) -> dict[str, str]:
@@ -133,7 +141,9 @@ def of_users(num: int, fetched: int) -> dict[str, str]:
     return {USERS % "nothing": f"0+{num}x20", USERS % "source": f"0+{fetched}x20"}
 
 
-def one(alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str) -> list[Case]:
+def one(
+    alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str
+) -> list[Case]:
     return [Case(fires, minute, {alert: labels}, []), Case(quiet, minute, {}, [alert])]
 
 
@@ -163,10 +173,28 @@ CAUSES: list[Case] = [
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     Case({**wasted(4, 1), COPIED_BACK: "0+20x70"}, 65, {}, ["NpuGrPrefixesWasted"]),
-    *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
-    *one("NpuGrReloadRefused", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
     *one(
-        "NpuGrRedisUnreachable", {BREAKER % "redis": "1x9"}, {BREAKER % "redis": "0 0 0 0 0 1 0 0 0 0"}, 6, **INSTANCE
+        "NpuGrRelayErrors",
+        {ERRORS: "0+12x30"},
+        {ERRORS: "0+3x30"},
+        25,
+        instance="a",
+        where="reload",
+    ),
+    *one(
+        "NpuGrReloadRejected",
+        {RELOAD: "1 0 0 0"},
+        {RELOAD: "1 0 1 1"},
+        3,
+        instance="a",
+        what="configuration",
+    ),
+    *one(
+        "NpuGrRedisUnreachable",
+        {BREAKER % "redis": "1x9"},
+        {BREAKER % "redis": "0 0 0 0 0 1 0 0 0 0"},
+        6,
+        **INSTANCE,
     ),
     *one(
         "NpuGrStoreBreakerOpen",
@@ -176,9 +204,26 @@ CAUSES: list[Case] = [
         instance="a",
         lane="writes",
     ),
-    *one("NpuGrStoreFailing", calls("read", "store_slow", 3, 97), calls("read", "store_slow", 1, 199), 15, **INSTANCE),
-    Case(calls("read", "entry_corrupt", 3, 97), 15, {"NpuGrStoreCorrupt": INSTANCE}, ["NpuGrStoreFailing"]),
-    *one("NpuGrStoreDiskFull", calls("append", "disk_full", 1, 999), calls("append", "disk_full", 0, 9), 9, **INSTANCE),
+    *one(
+        "NpuGrStoreFailing",
+        calls("read", "store_slow", 3, 97),
+        calls("read", "store_slow", 1, 199),
+        15,
+        **INSTANCE,
+    ),
+    Case(
+        calls("read", "entry_corrupt", 3, 97),
+        15,
+        {"NpuGrStoreCorrupt": INSTANCE},
+        ["NpuGrStoreFailing"],
+    ),
+    *one(
+        "NpuGrStoreDiskFull",
+        calls("append", "disk_full", 1, 999),
+        calls("append", "disk_full", 0, 9),
+        9,
+        **INSTANCE,
+    ),
     *one("NpuGrStoreDiskNearlyFull", disk(9), disk(10), 8, **INSTANCE),
     *one(
         "NpuGrStoreCorrupt",
@@ -187,17 +232,37 @@ CAUSES: list[Case] = [
         3,
         **INSTANCE,
     ),
-    *one("NpuGrErasureUnfinished", {PENDING: "30000x40"}, {PENDING: "20000x40"}, 25, instance="a", place="store"),
+    *one(
+        "NpuGrErasureUnfinished",
+        {PENDING: "30000x40"},
+        {PENDING: "20000x40"},
+        25,
+        instance="a",
+        place="store",
+    ),
     *one("NpuGrFeatureSourceFailing", of_users(3, 100), of_users(1, 200), 15, **INSTANCE),
     *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
     *one("NpuGrApiKeysFileStale", {STALE: "1x9"}, {STALE: "0 1 0 0 0 0 0 0 0 0"}, 8, **INSTANCE),
-    *one("NpuGrNoApiKeys", {KEYS: "0x20", WRONG: "0+9x20"}, {KEYS: "0x20", WRONG: "0x20"}, 15, **INSTANCE),
+    *one(
+        "NpuGrNoApiKeys",
+        {KEYS: "0x20", WRONG: "0+9x20"},
+        {KEYS: "0x20", WRONG: "0x20"},
+        15,
+        **INSTANCE,
+    ),
     Case({KEYS: "1x20", WRONG: "0+9x20"}, 15, {}, ["NpuGrNoApiKeys"]),
     # Prometheus' tests begin in 1970
-    *one("NpuGrCertificateExpires", {EXPIRES: "1209000x70"}, {EXPIRES: "1300000x70"}, 65, instance="a", of="server"),
+    *one(
+        "NpuGrCertificateExpires",
+        {EXPIRES: "1209000x70"},
+        {EXPIRES: "1300000x70"},
+        65,
+        instance="a",
+        of="server",
+    ),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 
@@ -227,10 +292,23 @@ def again(num: int) -> dict[str, str]:
 
 
 CAUSES += [
-    *one("NpuGrRouterDown", {ROUTER_UP: "0x5"}, {ROUTER_UP: "1 0 1 0 1 0"}, 4, instance="r", job="npu_gr_router"),
+    *one(
+        "NpuGrRouterDown",
+        {ROUTER_UP: "0x5"},
+        {ROUTER_UP: "1 0 1 0 1 0"},
+        4,
+        instance="r",
+        job="npu_gr_router",
+    ),
     *one("NpuGrRouterNoInstance", {ACTIVE: "0x5"}, {ACTIVE: "0 1 0 1 0 1"}, 4, **USERS_OF_ROUTER),
     *one("NpuGrRouterErrors", routed(97, 3), routed(995, 5), 15, **ROUTER),
-    *one("NpuGrRouterConnectionsFull", {OPEN: "95x5", MOST: "100x5"}, {OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
+    *one(
+        "NpuGrRouterConnectionsFull",
+        {OPEN: "95x5", MOST: "100x5"},
+        {OPEN: "80x5", MOST: "100x5"},
+        4,
+        **ROUTER,
+    ),
     *one("NpuGrRouterInstanceOut", {DOWN: "1x5"}, {DOWN: "1 0 1 0 1 0"}, 4, **OF_SERVER),
     *one("NpuGrRouterSecondTries", again(6), again(4), 25, **ROUTER),
     *one("NpuGrRouterSlow", {QUEUED: "0.02x30"}, {QUEUED: "0.005x30"}, 25, **USERS_OF_ROUTER),
@@ -264,7 +342,10 @@ def as_test(case: Case) -> dict[str, Any]:
         }
         for alert, labels in case.fires.items()
     ]
-    expected += [{"eval_time": f"{case.minute}m", "alertname": alert, "exp_alerts": []} for alert in case.quiet]
+    expected += [
+        {"eval_time": f"{case.minute}m", "alertname": alert, "exp_alerts": []}
+        for alert in case.quiet
+    ]
     series = [{"series": name, "values": values} for name, values in case.series.items()]
     return {"interval": "1m", "input_series": series, "alert_rule_test": expected}
 
@@ -286,7 +367,11 @@ def test_every_alert_fires_when_it_should(tmp_path: Path, about: str) -> None:
     *burns, causes = RULES["groups"]
     cases, groups, every = (BURNS, burns, "5m") if about == "burns" else (CAUSES, [causes], "1m")
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
-    tests = {"rule_files": ["rules.yml"], "evaluation_interval": every, "tests": [as_test(case) for case in cases]}
+    tests = {
+        "rule_files": ["rules.yml"],
+        "evaluation_interval": every,
+        "tests": [as_test(case) for case in cases],
+    }
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
     done = promtool("test", "rules", str(tmp_path / "tests.yml"))
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
@@ -294,10 +379,16 @@ def test_every_alert_fires_when_it_should(tmp_path: Path, about: str) -> None:
 
 @pytest.mark.prometheus
 def test_the_recorded_figures_are_those_by_hand(tmp_path: Path) -> None:
-    """950 good, 30 slow and 20 failed a minute; whole numbers, for promtool compares floats exactly."""
+    """950 good, 30 slow and 20 failed a minute.
+
+    Whole numbers, for promtool compares floats exactly.
+    """
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
     series = [
-        {"series": f'npu_gr_slo_requests_total{{kind="rank",result="{result}"}}', "values": f"0+{count}x120"}
+        {
+            "series": f'npu_gr_slo_requests_total{{kind="rank",result="{result}"}}',
+            "values": f"0+{count}x120",
+        }
         for result, count in (("good", 950), ("slow", 30), ("failed", 20))
     ]
     late, lost = 30 / 980, 20 / 1000
@@ -321,7 +412,9 @@ def test_the_recorded_figures_are_those_by_hand(tmp_path: Path) -> None:
         for expr, value in wanted.items()
     ]
     tests = [{"interval": "1m", "input_series": series, "promql_expr_test": exprs}]
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests}))
+    (tmp_path / "tests.yml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests})
+    )
     done = promtool("test", "rules", str(tmp_path / "tests.yml"))
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Result, Rolling, judge
+from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Result, Rolling, evaluate
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Resul
     ],
 )
 def test_judge(status: int, took_s: float, result: Result | None) -> None:
-    assert judge(status, took_s, 0.05) is result
+    assert evaluate(status, took_s, 0.05) is result
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,10 @@ def test_judge(status: int, took_s: float, result: Result | None) -> None:
         (503, 1e-5, Result.FAILED),
     ],
 )
-def test_nothing_is_promised_to_a_caller_who_grants_no_time(status: int, has_s: float, result: Result | None) -> None:
-    assert judge(status, 0.01, 0.05, has_s) is result
+def test_nothing_is_promised_to_a_caller_who_grants_no_time(
+    status: int, has_s: float, result: Result | None
+) -> None:
+    assert evaluate(status, 0.01, 0.05, has_s) is result
 
 
 def test_the_budget_by_hand() -> None:
@@ -55,7 +57,9 @@ def test_the_budget_by_hand() -> None:
     window_s=st.sampled_from([SLOT_S, 300.0, LONGEST_S]),
     result=st.sampled_from(list(Result)),
 )
-def test_a_window_holds_what_came_within_it(gaps: list[float], window_s: float, result: Result) -> None:
+def test_a_window_holds_what_came_within_it(
+    gaps: list[float], window_s: float, result: Result
+) -> None:
     rolling, now_at, came_s = Rolling(), 1e6, list[float]()
     for gap in gaps:
         now_at += gap
@@ -63,7 +67,11 @@ def test_a_window_holds_what_came_within_it(gaps: list[float], window_s: float, 
         came_s.append(now_at)
     first_slot = int((now_at - window_s) // SLOT_S) + 1
     want = sum(s // SLOT_S >= first_slot for s in came_s)
-    assert getattr(rolling.over(now_at, window_s), result.value) == want == sum(rolling.over(now_at, window_s))
+    assert (
+        getattr(rolling.over(now_at, window_s), result.value)
+        == want
+        == sum(rolling.over(now_at, window_s))
+    )
     assert sum(rolling.total) == len(gaps)
 
 

@@ -1,4 +1,7 @@
-"""A valid traceparent is continued under a span of ours; anything else begins a trace of its own."""
+"""A valid traceparent is continued under a span of ours.
+
+Anything else begins a trace of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from npu_gr.core.logs import begin
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-@pytest.mark.parametrize(("flags", "is_sampled"), [("00", False), ("01", True), ("02", False), ("03", True)])
+@pytest.mark.parametrize(
+    ("flags", "is_sampled"), [("00", False), ("01", True), ("02", False), ("03", True)]
+)
 def test_a_valid_one_is_continued(flags: str, is_sampled: bool) -> None:
     trace = begin(f"00-{TRACE}-{PARENT}-{flags}")
     assert (trace.trace_id, trace.parent_id, trace.is_sampled) == (TRACE, PARENT, is_sampled)

@@ -1,4 +1,4 @@
-"""A setting that would break a cached prefix is refused, with its name."""
+"""A setting that would break a cached prefix is rejected, with its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models import tiny_config, tiny_model
     ],
 )
 def test_what_is_never_exact_is_never_served(tmp_path: Path, field: str, value: object) -> None:
-    """A checkpoint that asks for it is refused by the key's name and the rule's."""
+    """A checkpoint that asks for it is rejected by the key's name and the rule's."""
     with pytest.raises(ValueError, match=rf"{field}.*E\d"):
         take_pinned({field: value})
     model = tiny_model()
@@ -49,7 +49,9 @@ def test_pinned_keys_are_written_and_taken() -> None:
     assert take_pinned(keys) == {key: value for key, value in keys.items() if key not in PINNED}
 
 
-@pytest.mark.parametrize(("field", "value"), [("scaling", "runtime"), ("positions", "reverse"), ("context", "full")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("scaling", "runtime"), ("positions", "reverse"), ("context", "full")]
+)
 def test_what_is_exact_without_a_cache_is_named(field: str, value: str) -> None:
     (line,) = inexact_fields(tiny_config(**{field: value, "relative_bias": "none"}))
     assert f"model.{field}" in line
@@ -63,7 +65,9 @@ def test_tokens_of_the_user_are_checked() -> None:
     assert tiny_config(features=features).num_user_tokens == 1
     assert tiny_config(features=features, user_tokens="each").num_user_tokens == 2
     assert tiny_config(user_tokens="each").num_user_tokens == 0
-    assert "user_tokens" not in write_keys(tiny_config(features=features)), "older versions know no such key"
+    assert "user_tokens" not in write_keys(tiny_config(features=features)), (
+        "older versions know no such key"
+    )
     with pytest.raises(ValueError, match="max_history_tokens"):
         tiny_config(features=features, user_tokens="each", max_history_tokens=2)
     with pytest.raises(ValueError, match="context"):

@@ -18,11 +18,20 @@ from tests.models import CPU
 
 REFERENCE = ReferenceBackend()
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-STEPS = [(7, None), (13, None), (13, [0, 0, 3, 5, 5, 5, 6, 9, 9, 10, 12, 12, 12]), (5, [2, 12, 0, 7, 7])]
+STEPS = [
+    (7, None),
+    (13, None),
+    (13, [0, 0, 3, 5, 5, 5, 6, 9, 9, 10, 12, 12, 12]),
+    (5, [2, 12, 0, 7, 7]),
+]
 
 
-def step_of(own: torch.Tensor, position: int, prefix: Prefix, unshared: UnsharedKV, split: bool = True) -> BeamStep:
-    return BeamStep(tokens=own, position=position, shared=prefix.slabs, unshared=unshared, split=split)
+def step_of(
+    own: torch.Tensor, position: int, prefix: Prefix, unshared: UnsharedKV, split: bool = True
+) -> BeamStep:
+    return BeamStep(
+        tokens=own, position=position, shared=prefix.slabs, unshared=unshared, split=split
+    )
 
 
 def largest(difference: torch.Tensor) -> float:
@@ -42,7 +51,9 @@ def test_logits_equal_transformers(tmp_path: Path, variant: dict[str, Any]) -> N
 
 @every_variant
 @pytest.mark.parametrize("cuts", [(1,), (20,), (40,), (7, 8, 33)], ids=str)
-def test_prefill_in_parts_equals_one(tmp_path: Path, variant: dict[str, Any], cuts: tuple[int, ...]) -> None:
+def test_prefill_in_parts_equals_one(
+    tmp_path: Path, variant: dict[str, Any], cuts: tuple[int, ...]
+) -> None:
     saved(tmp_path, **variant)
     model, tokens = hf.load(tmp_path), prompt(41)
     whole, want = prefilled(model, tokens)
@@ -68,7 +79,10 @@ def test_the_last_rows_are_the_ones_asked_for(tmp_path: Path) -> None:
 def test_beams_step_by_step_equal_whole_sequences(
     tmp_path: Path, variant: dict[str, Any], split: bool, layout: str
 ) -> None:
-    """Beams fork, widen and narrow; every step's logits are those of the sequences that the beams stand for."""
+    """Beams fork, widen and narrow.
+
+    Every step's logits are those of the sequences that the beams stand for.
+    """
     theirs, tokens = saved(tmp_path, **variant), prompt(23)
     model = hf.load(tmp_path)
     for backend in (CPU, REFERENCE):
@@ -168,7 +182,7 @@ def test_beams_without_a_prompt_see_their_own_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_kv_heads", 3), ("head_dim", 7)])
-def test_an_impossible_shape_is_refused(field: str, value: int) -> None:
+def test_an_impossible_shape_is_rejected(field: str, value: int) -> None:
     fields: dict[str, Any] = {
         "vocab_size": 10,
         "dim": 8,

@@ -46,11 +46,15 @@ def test_each_row_has_its_own_experts(num_rows: int, normalises: bool) -> None:
 
 @pytest.mark.parametrize("mlp_dim", [16, 3])  # 3: rows that no vector load may begin at
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_gathered_and_grouped_are_one(dtype: torch.dtype, mlp_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_and_grouped_are_one(
+    dtype: torch.dtype, mlp_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, x = layer(dtype, mlp_dim=mlp_dim), torch.randn(17, 8).to(dtype)
     first = made(x, OPS)
     monkeypatch.setattr(experts, "_has_grouped", lambda x, weight: False)
-    assert torch.allclose(made(x, OPS).double(), first.double(), atol=1e-5 if dtype.itemsize > 2 else 0.1)
+    assert torch.allclose(
+        made(x, OPS).double(), first.double(), atol=1e-5 if dtype.itemsize > 2 else 0.1
+    )
 
 
 def test_an_expert_that_nobody_likes_and_one_that_all_like() -> None:
@@ -60,6 +64,6 @@ def test_an_expert_that_nobody_likes_and_one_that_all_like() -> None:
     assert torch.allclose(made(x, OPS), torch.stack([one_row(made, row) for row in x]), atol=1e-5)
 
 
-def test_more_experts_a_row_than_there_are_is_refused() -> None:
+def test_more_experts_a_row_than_there_are_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_per_token: 6 is more than num_experts 5"):
         layer(num_per_token=6)

@@ -1,4 +1,7 @@
-"""Features of the user are a token in front; those of the request and the candidates stay behind the cached prefix."""
+"""Features of the user are a token in front.
+
+Those of the request and the candidates stay behind the cached prefix.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def values(of: str, num_rows: int, seed: int = 0) -> FeatureValues:
     random = np.random.default_rng([seed, num_rows, len(of)])
     columns: dict[str, Any] = {
         "country": [("fr", "de", "xx", None)[i] for i in random.integers(0, 4, num_rows)],
-        "tags": [[f"t{j}" for j in random.integers(0, 9, random.integers(0, 4))] for _ in range(num_rows)],
+        "tags": [
+            [f"t{j}" for j in random.integers(0, 9, random.integers(0, 4))] for _ in range(num_rows)
+        ],
         "age": random.uniform(0, 3, num_rows),
         "spent": np.where(random.random(num_rows) < 0.2, np.nan, random.normal(size=num_rows)),
     }
@@ -50,12 +55,19 @@ class WithFeatures(Request):
     def __init__(self, num_history: int, num_candidates: int, seed: int = 0) -> None:
         super().__init__(num_history, num_candidates, seed)
         self.user, self.request = values("user", 1, seed), values("request", 1, seed)
-        self.events, self.cross = values("event", num_history, seed), values("cross", num_candidates, seed)
+        self.events, self.cross = (
+            values("event", num_history, seed),
+            values("cross", num_candidates, seed),
+        )
         self.token_times = torch.cat([self.times[:1], self.times])
 
-    def tokens(self, start: int, stop: int | None = None, candidates: Any = None, **more: Any) -> Segment:
+    def tokens(
+        self, start: int, stop: int | None = None, candidates: Any = None, **more: Any
+    ) -> Segment:
         rows = slice(max(start - 1, 0), None if stop is None else stop - 1)
-        scored: dict[str, Any] = {} if candidates is NONE else {"request": self.request, "cross": self.cross}
+        scored: dict[str, Any] = (
+            {} if candidates is NONE else {"request": self.request, "cross": self.cross}
+        )
         made: dict[str, Any] = {
             "items": self.items[rows],
             "actions": self.actions[rows],
@@ -70,13 +82,17 @@ class WithFeatures(Request):
     def cached(self, model: HSTU, cut: int) -> torch.Tensor:
         store = Store()
         model(CPU, [self.tokens(0, cut, NONE, sink=store.write)])
-        scores: torch.Tensor = model(CPU, [self.tokens(cut, past=store.past(self.token_times[:cut], 64))])[0]
+        scores: torch.Tensor = model(
+            CPU, [self.tokens(cut, past=store.past(self.token_times[:cut], 64))]
+        )[0]
         return scores
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", [{}, {"positions": "start"}, {"retrieval": True}], ids=str)
-def test_any_cut_and_any_company_give_the_same_bits(dtype: torch.dtype, variant: dict[str, Any]) -> None:
+def test_any_cut_and_any_company_give_the_same_bits(
+    dtype: torch.dtype, variant: dict[str, Any]
+) -> None:
     model = tiny_model(dtype, features=FEATURES, **variant)
     request = WithFeatures(130, 9)
     want = model(CPU, [request.tokens(0)])[0]
@@ -99,13 +115,22 @@ def test_each_group_counts_and_only_for_its_own(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.undo()
         return scores
 
-    for name, of, num_rows in (("user", "user", 1), ("events", "event", 20), ("request", "request", 1)):
+    for name, of, num_rows in (
+        ("user", "user", 1),
+        ("events", "event", 20),
+        ("request", "request", 1),
+    ):
         assert (other(name, of, num_rows) != want).any(1).all(), name
     cross = FeatureValues(*(x.clone() for x in request.cross))
-    cross.codes[2], cross.numbers[2] = values("cross", 1, seed=8).codes, values("cross", 1, seed=8).numbers
+    cross.codes[2], cross.numbers[2] = (
+        values("cross", 1, seed=8).codes,
+        values("cross", 1, seed=8).numbers,
+    )
     monkeypatch.setattr(request, "cross", cross)
     changed = (model(CPU, [request.tokens(0)])[0] != want).any(1)
-    assert changed.tolist() == [False, False, True, False], "a candidate's cross features are its own"
+    assert changed.tolist() == [False, False, True, False], (
+        "a candidate's cross features are its own"
+    )
 
 
 def test_features_of_items_are_in_their_rows() -> None:
@@ -129,13 +154,23 @@ def test_next_reads_the_request_and_no_cross_features() -> None:
 
 def test_a_row_is_the_mean_of_several_values_plus_the_numbers() -> None:
     table = FeatureTable([feature for feature in FEATURES if feature.of == "user"], 8)
-    columns: dict[str, Any] = {"country": ["de"], "tags": [["x", "y"]], "age": [1.5], "spent": [3.0]}
+    columns: dict[str, Any] = {
+        "country": ["de"],
+        "tags": [["x", "y"]],
+        "age": [1.5],
+        "spent": [3.0],
+    }
     encoded = encode([feature for feature in FEATURES if feature.of == "user"], columns, 1)
     row = table(FeatureValues.of(encoded))[0]
     codes = [code for code in encoded.codes[0].tolist() if code != table.codes.num_embeddings - 1]
     weight = table.codes.weight
     first, second = codes[1:3]
-    want = weight[1] + (weight[first] + weight[second]) / 2 + weight[codes[3]] + table.numbers.weight[:, 0]
+    want = (
+        weight[1]
+        + (weight[first] + weight[second]) / 2
+        + weight[codes[3]]
+        + table.numbers.weight[:, 0]
+    )
     assert torch.allclose(row, want, atol=1e-6)
 
 
@@ -145,7 +180,12 @@ def test_features_apart_are_the_parts_of_their_sum() -> None:
     own.insert(1, Feature(name="id", of="user", kind="number", num_buckets=5))
     table = FeatureTable(own, 8)
     for number, row in ((3.0, 3), (0.0, 0), (5.0, 5), (-1.0, 5), (1.5, 5), (None, 5)):
-        columns: dict[str, Any] = {"country": ["de"], "id": [number], "tags": [["x", "y"]], "spent": [3.0]}
+        columns: dict[str, Any] = {
+            "country": ["de"],
+            "id": [number],
+            "tags": [["x", "y"]],
+            "spent": [3.0],
+        }
         encoded = encode(own, columns, 1)
         given = FeatureValues.of(encoded)
         apart = table.each(given)
@@ -176,7 +216,9 @@ def test_tokens_of_the_user_give_the_same_bits_from_pages(dtype: torch.dtype) ->
         sink=store.write,
     )
     model(CPU, [head])
-    rest = request.tokens(31, past=store.past(request.token_times[:34], 16), times=request.token_times[34:])
+    rest = request.tokens(
+        31, past=store.past(request.token_times[:34], 16), times=request.token_times[34:]
+    )
     assert torch.equal(model(CPU, [rest])[0], want)
     swapped = values("user", 1, seed=5)
     request.user = swapped

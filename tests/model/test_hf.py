@@ -19,7 +19,11 @@ from tests.decoders import VARIANTS, hf_logits, hf_model, prefilled, prompt, sav
 from tests.models import CPU
 
 QWEN3, QWEN2, TIED = VARIANTS["qwen3 g1"], VARIANTS["qwen2 g2"], VARIANTS["qwen3 g2 tied"]
-LLAMA, MISTRAL, MOE = VARIANTS["llama g2 scaled"], VARIANTS["mistral g2"], VARIANTS["moe with dense layers"]
+LLAMA, MISTRAL, MOE = (
+    VARIANTS["llama g2 scaled"],
+    VARIANTS["mistral g2"],
+    VARIANTS["moe with dense layers"],
+)
 Weights = dict[str, Tensor]
 
 
@@ -45,13 +49,17 @@ def assert_same_logits(folder: Path, theirs: Any, tolerance: float = 1e-4) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
+def test_what_is_saved_loads_here_and_in_transformers(
+    tmp_path: Path, variant: str, dtype: torch.dtype
+) -> None:
     saved(tmp_path / "theirs", **VARIANTS[variant])
     model = hf.load(tmp_path / "theirs", dtype)
     hf.save(model, tmp_path / "ours")
     again = hf.load(tmp_path / "ours", dtype)
     assert again.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     theirs.train(False)
     assert theirs.dtype == dtype
@@ -65,7 +73,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         hf.save(hf.load(tmp_path), tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("variant", [QWEN3, QWEN2, TIED, MOE], ids=["qwen3", "qwen2", "tied", "moe"])
+@pytest.mark.parametrize(
+    "variant", [QWEN3, QWEN2, TIED, MOE], ids=["qwen3", "qwen2", "tied", "moe"]
+)
 def test_shards_load_like_one_file(tmp_path: Path, variant: dict[str, Any]) -> None:
     theirs = hf_model(**variant)
     theirs.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -76,7 +86,12 @@ def test_shards_load_like_one_file(tmp_path: Path, variant: dict[str, Any]) -> N
 
 def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
     theirs = saved(tmp_path, **{**QWEN3, "rope_theta": 5e5})
-    older = {"rope_theta": 500000, "rope_scaling": None, "torch_dtype": "float32", "sliding_window": 128}
+    older = {
+        "rope_theta": 500000,
+        "rope_scaling": None,
+        "torch_dtype": "float32",
+        "sliding_window": 128,
+    }
     reconfigure(tmp_path, rope_parameters=None, layer_types=None, dtype=None, **older)
     assert hf.read_config(tmp_path).rope_theta == 5e5
     assert_same_logits(tmp_path, theirs)
@@ -85,7 +100,9 @@ def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
 def test_a_default_scaling_may_hold_the_theta(tmp_path: Path) -> None:
     """As transformers: what stands inside wins over what stands beside."""
     theirs = saved(tmp_path, **{**QWEN3, "rope_theta": 50.0})
-    reconfigure(tmp_path, rope_parameters=None, rope_scaling={"rope_type": "default", "rope_theta": 50.0})
+    reconfigure(
+        tmp_path, rope_parameters=None, rope_scaling={"rope_type": "default", "rope_theta": 50.0}
+    )
     assert_same_logits(tmp_path, theirs)
     reconfigure(tmp_path, rope_theta=1e6)
     assert_same_logits(tmp_path, theirs)
@@ -95,7 +112,9 @@ def test_a_default_scaling_may_hold_the_theta(tmp_path: Path) -> None:
 
 def test_the_scaling_of_an_older_llama_is_read(tmp_path: Path) -> None:
     theirs = saved(tmp_path, **LLAMA)
-    older = {key: value for key, value in LLAMA["rope_scaling"].items() if key != "rope_type"} | {"type": "llama3"}
+    older = {key: value for key, value in LLAMA["rope_scaling"].items() if key != "rope_type"} | {
+        "type": "llama3"
+    }
     reconfigure(tmp_path, rope_parameters=None, rope_scaling=older, rope_theta=5e5)
     assert_same_logits(tmp_path, theirs)
     older.pop("original_max_position_embeddings")
@@ -127,7 +146,9 @@ def test_a_sliding_window_bounds_the_prompt(tmp_path: Path) -> None:
         ({"mlp_only_layers": []}, "layers.1.mlp.down_proj.weight"),
     ],
 )
-def test_experts_that_are_not_there_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_experts_that_are_not_there_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     saved(tmp_path, **MOE)
     reconfigure(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -144,7 +165,9 @@ def test_head_dim_defaults_to_the_familys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", hf_files.DTYPES, ids=str)
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_any_dtype_to_any_dtype(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     theirs = hf_model(**QWEN3)
     torch.nn.Module.to(theirs, stored)
@@ -161,28 +184,56 @@ def test_a_tied_head_may_be_saved_too(tmp_path: Path) -> None:
     reweigh(tmp_path, lambda w: w.update({"lm_head.weight": w[embedding].clone()}))
     assert_same_logits(tmp_path, theirs)
     reweigh(tmp_path, lambda w: w["lm_head.weight"].mul_(2))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lm_head\.weight differs from "
+        r"model\.embed_tokens\.weight",
+    ):
         hf.load(tmp_path)
 
 
-REFUSED_QWEN3 = [
-    ({"model_type": "gpt2"}, r"model_type: 'gpt2' is none of qwen3, qwen3_moe, qwen2, llama, mistral"),
+REJECTED_QWEN3 = [
+    (
+        {"model_type": "gpt2"},
+        r"model_type: 'gpt2' is none of qwen3, qwen3_moe, qwen2, llama, "
+        r"mistral",
+    ),
     ({"model_type": ["llama"]}, r"model_type: \['llama'\] is none of"),
-    ({"model_type": "llama"}, r"architectures: \['Qwen3ForCausalLM'\] is not \['LlamaForCausalLM'\]"),
+    (
+        {"model_type": "llama"},
+        r"architectures: \['Qwen3ForCausalLM'\] is not "
+        r"\['LlamaForCausalLM'\]",
+    ),
     ({"num_experts": 8}, "num_experts: 8: a mixture of experts"),
     ({"num_local_experts": 4}, "num_local_experts: 4: a mixture of experts"),
     ({"model_type": None}, "model_type: None is none of"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, r"architectures: \['Qwen3ForSequenceClassification'\]"),
+    (
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        r"architectures: "
+        r"\['Qwen3ForSequenceClassification'\]",
+    ),
     ({"architectures": None}, "architectures: None"),
     ({"use_sliding_window": True}, "use_sliding_window: True is not served for qwen3"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: 'sliding_attention'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: .*yarn"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: .*dynamic"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters: llama3 needs factor, low_"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 50.0}}}, "rope_parameters: .*full_attention"),
-    ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_scaling: .*full_attention"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        "rope_parameters: llama3 needs factor, low_",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 50.0}}},
+        "rope_parameters: .*full_attention",
+    ),
+    (
+        {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+        "rope_scaling: .*full_attention",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
-    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+    (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor: 0.5",
+    ),
     ({"rope_parameters": {"rope_theta": "big"}}, "Expected `float`"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq"),
     ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
@@ -196,15 +247,19 @@ REFUSED_QWEN3 = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED_QWEN3, ids=[message for _, message in REFUSED_QWEN3])
-def test_a_setting_that_is_not_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"), REJECTED_QWEN3, ids=[message for _, message in REJECTED_QWEN3]
+)
+def test_a_setting_that_is_not_served_is_rejected_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     saved(tmp_path, **QWEN3)
     reconfigure(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
         hf.load(tmp_path)
 
 
-def test_qwen2_without_its_bias_is_refused(tmp_path: Path) -> None:
+def test_qwen2_without_its_bias_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path, **QWEN2)
     reconfigure(tmp_path, attention_bias=True)
     assert hf.read_config(tmp_path).qkv_bias
@@ -213,8 +268,10 @@ def test_qwen2_without_its_bias_is_refused(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "qwen3", "vocab_size": NaN}', "\xff"])
-def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"model_type": "qwen3", "vocab_size": NaN}', "\xff"]
+)
+def test_a_broken_config_is_rejected(tmp_path: Path, text: str) -> None:
     saved(tmp_path, **QWEN3)
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -230,7 +287,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
         ({"intermediate_size": 10**13}, "config.json asks for"),
     ],
 )
-def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
+def test_a_configuration_that_asks_for_too_much_is_rejected_before_it_is_built(
     tmp_path: Path, keys: dict[str, int], words: str
 ) -> None:
     saved(tmp_path, **QWEN3)
@@ -259,8 +316,16 @@ BAD_WEIGHTS: list[tuple[Callable[[Weights], object], str]] = [
     (lambda w: w.pop(K_NORM), "missing tensors: " + K_NORM),
     (lambda w: w.pop("lm_head.weight"), r"missing tensors: lm_head\.weight"),
     (lambda w: [w.pop(name) for name in list(w) if "norm" in name], "and 10 more"),
-    (lambda w: w.update({"model.layers.3.x": torch.ones(1)}), r"unexpected tensor model\.layers\.3\.x"),
-    (lambda w: w.update({"a.bias": torch.ones(1)}), r"model\.safetensors: unexpected tensor a\.bias"),
+    (
+        lambda w: w.update({"model.layers.3.x": torch.ones(1)}),
+        r"unexpected tensor "
+        r"model\.layers\.3\.x",
+    ),
+    (
+        lambda w: w.update({"a.bias": torch.ones(1)}),
+        r"model\.safetensors: unexpected tensor "
+        r"a\.bias",
+    ),
     (
         lambda w: w.update({DOWN: w[DOWN].T.contiguous()}),
         DOWN + r": shape \[40, 24\], config\.json asks for \[24, 40\]",
@@ -272,8 +337,12 @@ BAD_WEIGHTS: list[tuple[Callable[[Weights], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_WEIGHTS, ids=[message for _, message in BAD_WEIGHTS])
-def test_a_bad_tensor_is_named(tmp_path: Path, change: Callable[[Weights], object], message: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"), BAD_WEIGHTS, ids=[message for _, message in BAD_WEIGHTS]
+)
+def test_a_bad_tensor_is_named(
+    tmp_path: Path, change: Callable[[Weights], object], message: str
+) -> None:
     saved(tmp_path, **QWEN3)
     hf.load(tmp_path)
     reweigh(tmp_path, change)
@@ -285,7 +354,11 @@ def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path) -> None:
     saved(tmp_path, **QWEN3)
     reweigh(tmp_path, put(DOWN, 1e5))
     hf.load(tmp_path, torch.bfloat16)
-    with pytest.raises(CheckpointError, match=DOWN + r": values up to 100000 do not fit torch\.float16"):
+    with pytest.raises(
+        CheckpointError,
+        match=DOWN + r": values up to 100000 do not fit "
+        r"torch\.float16",
+    ):
         hf.load(tmp_path, torch.float16)
 
 
@@ -320,13 +393,20 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_its_shards_is_rejected(tmp_path: Path) -> None:
     path, shards = sharded(tmp_path)
     file = shards[DOWN]
     for changed, message in [
         ({**shards, "x.weight": file}, f"{file}: missing tensors: x.weight"),
-        ({name: at for name, at in shards.items() if name != DOWN}, f"{file}: tensors not in .*: {DOWN}"),
-        ({**shards, DOWN: "../other.safetensors"}, r"'\.\./other\.safetensors' is not a file of this folder"),
+        (
+            {name: at for name, at in shards.items() if name != DOWN},
+            f"{file}: tensors not in .*: {DOWN}",
+        ),
+        (
+            {**shards, DOWN: "../other.safetensors"},
+            r"'\.\./other\.safetensors' is not a file of "
+            r"this folder",
+        ),
         ({}, "weight_map is empty"),
         ([], r"index\.json: Expected `object`"),
     ]:

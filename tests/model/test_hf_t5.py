@@ -22,7 +22,9 @@ from tests.model.test_t5 import prompt
 def assert_same_logits(folder: Path, theirs: T5ForConditionalGeneration) -> None:
     model, tokens = hf_t5.load(folder), prompt(20)
     want = hf_logits(theirs, tokens, torch.tensor([[model.config.start_token]]))[:, 0]
-    torch.testing.assert_close(model.logits(Encoded(model, tokens).begun.hidden), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model.logits(Encoded(model, tokens).begun.hidden), want, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -32,14 +34,20 @@ def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: s
     hf_t5.save(model, tmp_path / "ours")
     again = hf_t5.load(tmp_path / "ours")
     assert again.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    assert_same_logits(tmp_path / "ours", T5ForConditionalGeneration.from_pretrained(tmp_path / "ours"))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    assert_same_logits(
+        tmp_path / "ours", T5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    )
 
 
 def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
     """T5 1.1 as Google published it: no key says how the head is scaled but `tie_word_embeddings`."""
     theirs = saved(tmp_path, **VARIANTS["t5 1.1"])
-    absent: dict[str, Any] = dict.fromkeys(("scale_decoder_outputs", "dense_act_fn", "is_gated_act", "dtype"))
+    absent: dict[str, Any] = dict.fromkeys(
+        ("scale_decoder_outputs", "dense_act_fn", "is_gated_act", "dtype")
+    )
     reconfigure(tmp_path, tie_word_embeddings=False, **absent)
     assert not hf_t5.load(tmp_path).config.scales_head
     assert_same_logits(tmp_path, theirs)
@@ -49,7 +57,8 @@ def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
 
 def test_embeddings_that_are_saved_twice_must_agree(tmp_path: Path) -> None:
     theirs = saved(tmp_path)
-    stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # of the oldest checkpoints
+    # of the oldest checkpoints
+    stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
     def more(weights: dict[str, Tensor]) -> None:
         weights["encoder.embed_tokens.weight"] = weights["shared.weight"].clone()
@@ -58,7 +67,11 @@ def test_embeddings_that_are_saved_twice_must_agree(tmp_path: Path) -> None:
     reweigh(tmp_path, more)
     assert_same_logits(tmp_path, theirs)
     reweigh(tmp_path, lambda weights: weights["encoder.embed_tokens.weight"].add_(1))
-    with pytest.raises(CheckpointError, match=r"encoder\.embed_tokens\.weight differs from shared\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"encoder\.embed_tokens\.weight differs from "
+        r"shared\.weight",
+    ):
         hf_t5.load(tmp_path)
 
 
@@ -85,7 +98,9 @@ def test_embeddings_that_are_saved_twice_must_agree(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_served_is_rejected_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     saved(tmp_path)
     reconfigure(tmp_path, **changes)
     for read in (generators.examine, lambda folder: generators.load(folder, torch.float32)):
@@ -100,6 +115,13 @@ def test_a_folder_says_which_model_it_holds(tmp_path: Path) -> None:
     assert generators.examine(tmp_path / "decoder") == (97, True)
     assert isinstance(generators.load(tmp_path / "t5", torch.bfloat16), T5)
     (tmp_path / "t5" / "config.json").write_text("{")
-    for folder, message in (("t5", r"config\.json: Input data was truncated"), ("none", "No such file")):
+    for folder, message in (
+        (
+            "t5",
+            r"config\.json: Input data was "
+            r"truncated",
+        ),
+        ("none", "No such file"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             generators.examine(tmp_path / folder)

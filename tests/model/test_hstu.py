@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.hstu_layer import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 
@@ -40,7 +40,9 @@ def test_cached_rank_equals_full_inference(dtype: torch.dtype, variant: dict[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_reads_the_pages_that_were_just_written(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_reads_the_pages_that_were_just_written(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles are packed once a layer, and a prefill in parts, a rank beside it and full inference give the same bits."""
     arrangement = CPU.arrangement(dtype, 64)
     if arrangement != "tiles":
@@ -64,7 +66,8 @@ def test_attention_reads_the_pages_that_were_just_written(dtype: torch.dtype, mo
     model(CPU, [request.segment(0, 100, NONE, sink=arena.sink(runs))])
     past = Past(request.times[:100], lambda layer: arena.slabs(layer, runs, 100))
     beside = model(CPU, [request.segment(100, past=past, sink=arena.sink(runs, 100))])[0]
-    assert packed == [100] * shape.num_layers + [28, 75] * shape.num_layers  # a run ends at token 128
+    # a run ends at token 128
+    assert packed == [100] * shape.num_layers + [28, 75] * shape.num_layers
     past = Past(request.times, lambda layer: arena.slabs(layer, runs, 203))
     cached = model(CPU, [request.segment(203, past=past)])[0]
     assert torch.equal(beside, want)
@@ -74,7 +77,10 @@ def test_attention_reads_the_pages_that_were_just_written(dtype: torch.dtype, mo
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(data=st.data(), num_history=st.integers(1, 300), num_candidates=st.integers(1, 40))
 def test_any_cut_and_any_slabs(data: st.DataObject, num_history: int, num_candidates: int) -> None:
-    model, request = tiny_model(torch.float64), Request(num_history, num_candidates, seed=num_history)
+    model, request = (
+        tiny_model(torch.float64),
+        Request(num_history, num_candidates, seed=num_history),
+    )
     cut = data.draw(st.integers(1, num_history))
     slab = data.draw(st.integers(1, 80))
     got, want = cached(model, request, cut, slab), full(model, request)
@@ -86,7 +92,14 @@ def test_bf16_stays_within_its_gate() -> None:
 
     On the page's odd-sized fixture: 4 layers, d 128, weights of the usual scale.
     """
-    shape = {"dim": 128, "num_layers": 4, "num_heads": 4, "qk_dim": 32, "v_dim": 32, "scaling_seqlen": 1024}
+    shape = {
+        "dim": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "qk_dim": 32,
+        "v_dim": 32,
+        "scaling_seqlen": 1024,
+    }
     for seed in range(3):
         model, request = (
             tiny_model(torch.bfloat16, seed=seed, std=0.12, **shape),
@@ -121,9 +134,15 @@ def test_scores_do_not_depend_on_the_other_candidates() -> None:
     model, request = tiny_model(torch.float64), Request(100, 30)
     want = full(model, request)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
-    assert drift(model(CPU, [request.segment(candidates=request.candidates[order])])[0], want[order]) <= 1e-12
+    assert (
+        drift(model(CPU, [request.segment(candidates=request.candidates[order])])[0], want[order])
+        <= 1e-12
+    )
     for size in (1, 7, 29):
-        parts = [model(CPU, [request.segment(candidates=part)])[0] for part in request.candidates.split(size)]
+        parts = [
+            model(CPU, [request.segment(candidates=part)])[0]
+            for part in request.candidates.split(size)
+        ]
         assert drift(torch.cat(parts), want) <= 1e-12
 
 

@@ -82,8 +82,16 @@ class _Slow:
     def logits(self, request: Request) -> np.ndarray[Any, Any]:
         config = self.config
         shown = len(config.actions)
-        rows: list[tuple[np.ndarray[Any, Any], int, int, int]] = []  # embedding, position, time of key, of query
-        events = list(zip(request.items.tolist(), request.actions.tolist(), request.times.tolist(), strict=True))
+        # embedding, position, time of key, of query
+        rows: list[tuple[np.ndarray[Any, Any], int, int, int]] = []
+        events = list(
+            zip(
+                request.items.tolist(),
+                request.actions.tolist(),
+                request.times.tolist(),
+                strict=True,
+            )
+        )
         for place, (item, action, at) in enumerate(events):
             asks = at
             if config.attention_time == "next":
@@ -98,17 +106,24 @@ class _Slow:
             for item in request.candidates.tolist():
                 x = self.item(item) + self.w["action.weight"][shown]
                 rows.append((x, history, request.shown_at, request.shown_at))
-        x = [row[0] + (self.w["position.weight"][row[1]] if config.positions == "start" else 0) for row in rows]
+        x = [
+            row[0] + (self.w["position.weight"][row[1]] if config.positions == "start" else 0)
+            for row in rows
+        ]
         for layer in range(config.num_layers):
             x = self.layer(f"layers.{layer}.", x, rows, history)
-        return np.stack([self.answer(x, request, history, c) for c in range(len(request.candidates))])
+        return np.stack(
+            [self.answer(x, request, history, c) for c in range(len(request.candidates))]
+        )
 
     def layer(self, at: str, x: list[Any], rows: list[Any], history: int) -> list[Any]:
         config, w = self.config, self.w
         heads, dq, dv = config.num_heads, config.qk_dim, config.v_dim
         parts = []
         for row in x:
-            normed = _normed(row, config.norm_eps) * w[at + "norm_in.weight"] + w[at + "norm_in.bias"]
+            normed = (
+                _normed(row, config.norm_eps) * w[at + "norm_in.weight"] + w[at + "norm_in.bias"]
+            )
             mixed = w[at + "uvqk.weight"] @ normed + w[at + "uvqk.bias"]
             u, v, q, k = np.split(mixed, np.cumsum([heads * dv, heads * dv, heads * dq]))
             everything = config.activation == "uvqk"
@@ -126,13 +141,19 @@ class _Slow:
                         distance = min(rows[i][1] - rows[j][1], config.position_buckets - 1)
                         logit += w[at + "position_bias"][h, distance]
                     if "time" in config.relative_bias:
-                        logit += w[at + "time_bias"][h, _bucket(config, max(0, rows[i][3] - rows[j][2]))]
-                    attended[h] += _silu(logit) * parts[j][1].reshape(heads, dv)[h] / config.scaling_seqlen
+                        logit += w[at + "time_bias"][
+                            h, _bucket(config, max(0, rows[i][3] - rows[j][2]))
+                        ]
+                    attended[h] += (
+                        _silu(logit) * parts[j][1].reshape(heads, dv)[h] / config.scaling_seqlen
+                    )
             weight, bias = w[at + "norm_attention.weight"], w[at + "norm_attention.bias"]
             if config.norm == "layer":
                 normed = _normed(attended.ravel(), config.norm_eps) * weight + bias
             else:
-                columns = (weight[:, None], bias[:, None]) if config.norm == "head" else (weight, bias)
+                columns = (
+                    (weight[:, None], bias[:, None]) if config.norm == "head" else (weight, bias)
+                )
                 each = np.stack([_normed(head, config.norm_eps) for head in attended])
                 normed = (each * columns[0] + columns[1]).ravel()
             gated = part[0] * normed
@@ -142,7 +163,9 @@ class _Slow:
             out.append(row + w[at + "out.weight"] @ gated + w[at + "out.bias"])
         return out
 
-    def answer(self, x: list[Any], request: Request, history: int, candidate: int) -> np.ndarray[Any, Any]:
+    def answer(
+        self, x: list[Any], request: Request, history: int, candidate: int
+    ) -> np.ndarray[Any, Any]:
         config, w = self.config, self.w
         row = x[-1] if config.head == "dot" else x[history + candidate]
         if config.head_norm == "layer":
@@ -159,7 +182,9 @@ class _Slow:
             hidden = np.maximum(hidden, 0)
         else:
             hidden = np.array([0.5 * z * (1 + math.erf(z / math.sqrt(2))) for z in hidden])
-        answer: np.ndarray[Any, Any] = (w["head.2.weight"] @ hidden + w["head.2.bias"]) * config.head_scale
+        answer: np.ndarray[Any, Any] = (
+            w["head.2.weight"] @ hidden + w["head.2.bias"]
+        ) * config.head_scale
         return answer
 
 
@@ -168,7 +193,10 @@ class _Tokens(Request):
 
     def __init__(self, events: Request) -> None:
         self.__dict__.update(events.__dict__)
-        self.items, self.times = events.items.repeat_interleave(2), events.times.repeat_interleave(2)
+        self.items, self.times = (
+            events.items.repeat_interleave(2),
+            events.times.repeat_interleave(2),
+        )
         self.actions = events.actions.repeat_interleave(2)
         self.actions[::2] = -1
 
@@ -192,7 +220,11 @@ def test_a_setting_is_what_the_slow_model_computes(variant: dict[str, Any]) -> N
     model, events = _made(variant), Request(23, 3)
     want = torch.from_numpy(_Slow(model).logits(events))
     request = _Tokens(events) if model.config.is_interleaved else events
-    for got in (full(model, request), full(model, request, ReferenceBackend()), cached(model, request, 17, 5)):
+    for got in (
+        full(model, request),
+        full(model, request, ReferenceBackend()),
+        cached(model, request, 17, 5),
+    ):
         assert float((got - want).abs().max() / want.std()) < 1e-10
     assert inexact_fields(model.config) == []
 
@@ -209,7 +241,12 @@ def test_the_last_behaviour_answers_at_the_requests_time(num_history: int) -> No
     for scores in (got, full(model, request, ReferenceBackend())):
         assert float((scores - want).abs().max()) < 1e-5  # items are compared in fp32
     (u,) = model(CPU, [request.segment(candidates=torch.tensor([300]), is_next=True)])
-    assert float(((model.items.vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()) < 1e-5
+    assert (
+        float(
+            ((model.items.vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()
+        )
+        < 1e-5
+    )
     (line,) = inexact_fields(model.config)
     assert "E10" in line
 
@@ -225,7 +262,15 @@ def test_the_time_to_the_request_is_no_setting_for_a_cache() -> None:
 
 def test_a_setting_at_its_default_is_not_written() -> None:
     """A checkpoint of 0.11 and one that is made now have the same keys."""
-    new = {"alpha", "norm_eps", "time_buckets", "attention_time", "attention_norm_in_concat", "token", "head"}
+    new = {
+        "alpha",
+        "norm_eps",
+        "time_buckets",
+        "attention_time",
+        "attention_norm_in_concat",
+        "token",
+        "head",
+    }
     assert not new & set(write_keys(tiny_config()))
     assert write_keys(tiny_config(alpha=0.5, norm_eps=1e-5))["alpha"] == 0.5
 
@@ -246,15 +291,21 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], field: str
         tiny_config(**settings)
 
 
-@pytest.mark.parametrize("times", [LOG, SQRT, TimeBuckets(function="linear", count=30, unit_s=3600.0)], ids=str)
+@pytest.mark.parametrize(
+    "times", [LOG, SQRT, TimeBuckets(function="linear", count=30, unit_s=3600.0)], ids=str
+)
 def test_edges_are_where_the_formula_steps(times: TimeBuckets) -> None:
     edges = edges_of(times)
     reached = edges[edges < NEVER_S]
     assert len(reached)
     assert (bucket_by_formula(times, reached) >= torch.arange(1, times.count)[: len(reached)]).all()
-    assert (bucket_by_formula(times, reached - 1) < torch.arange(1, times.count)[: len(reached)]).all()
+    assert (
+        bucket_by_formula(times, reached - 1) < torch.arange(1, times.count)[: len(reached)]
+    ).all()
     seconds = torch.cat([torch.arange(3000), torch.randint(0, 1 << 35, (3000,))])
-    assert torch.equal(torch.bucketize(seconds, edges, right=True), bucket_by_formula(times, seconds))
+    assert torch.equal(
+        torch.bucketize(seconds, edges, right=True), bucket_by_formula(times, seconds)
+    )
 
 
 def test_kernels_that_do_not_know_a_setting_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,12 +314,14 @@ def test_kernels_that_do_not_know_a_setting_do_not_run(monkeypatch: pytest.Monke
     if CPU._hstu is not None:
         for name in ("causal", "targets"):
             monkeypatch.setattr(CPU._hstu, name, called.append)
-    for name in ("hstu_pass", "hstu_whole"):
+    for name in ("hstu_pass", "fused_forward"):
         monkeypatch.setattr(CPU, name, called.append)
     model = tiny_model(torch.float32, time_buckets=LOG)
     full(model, Request(9, 3))
     assert not called
-    shape = HstuShape(2, 8, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=True)
+    shape = HstuShape(
+        2, 8, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=True
+    )
     assert CPU.hstu_ways(shape) == (CPU.kernels,)
     assert CPU.hstu_ways(shape._replace(has_plain_times=False)) == ("torch",)
     assert CPU.running("torch").ops["hstu_attention"] == "torch"

@@ -1,4 +1,7 @@
-"""An item without a residual row is what a trained one is, less that row; writing one changes nothing else."""
+"""An item without a residual row is what a trained one is, less that row.
+
+Writing one changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,15 @@ def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch
     request = Request(12, 5)
     segment = request.segment(candidates=torch.tensor([300, 7, 302]))
     assert torch.equal(model(CPU, [segment])[0], wide(CPU, [segment])[0])
-    at_next = [torch.tensor([one.items.num_rows]) for one in (model, wide)]  # NEXT's is behind the spare ones
+    # NEXT's is behind the spare ones
+    at_next = [torch.tensor([one.items.num_rows]) for one in (model, wide)]
     segments = [request.segment(candidates=row, is_next=True) for row in at_next]
     assert torch.equal(model(CPU, segments[:1])[0], wide(CPU, segments[1:])[0])
 
 
-@pytest.mark.parametrize(("dtype", "norm"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "l2")])
+@pytest.mark.parametrize(
+    ("dtype", "norm"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "l2")]
+)
 def test_retrieval_compares_with_the_written_row_too(dtype: torch.dtype, norm: str) -> None:
     """Also where it compares with a copy of the table."""
     model = ranker(dtype, head_item_norm=norm)
@@ -105,13 +111,17 @@ def test_the_start_leaves_every_sum_as_it_was() -> None:
     rows = ItemCodeRows(40, CODES, 8)
     residual = torch.randn(40, 8)
     whole = residual.clone()
-    codes = np.stack([np.random.default_rng(0).integers(0, n + 1, 40) for n in CODES], axis=1).astype(np.int32)
+    codes = np.stack(
+        [np.random.default_rng(0).integers(0, n + 1, 40) for n in CODES], axis=1
+    ).astype(np.int32)
     rows.start(codes, residual)
     assert torch.allclose(rows.add(residual, torch.from_numpy(codes)), whole, atol=1e-6)
     weights = list(rows.parameters())
     one = codes[:, 0] == 2
-    assert torch.allclose(weights[0][2], whole[one].mean(0), atol=1e-6)  # what its items have in common
-    assert not any(weight[-1].any() for weight in weights)  # nothing in common with whoever has no code
+    # what its items have in common
+    assert torch.allclose(weights[0][2], whole[one].mean(0), atol=1e-6)
+    # nothing in common with whoever has no code
+    assert not any(weight[-1].any() for weight in weights)
 
 
 def test_a_dropped_item_is_the_rest_of_its_sum_wherever_it_is() -> None:
@@ -139,8 +149,11 @@ def test_a_checkpoint_keeps_codes_and_names_of_values(tmp_path: Path) -> None:
     assert again.config == model.config
     assert torch.equal(again.items.vectors(), model.items.vectors())
     plain = write_keys(tiny_config())
-    assert not {"item_codes", "row_dropout"} & plain.keys()  # what older versions read stays as it was
+    # what older versions read stays as it was
+    assert not {"item_codes", "row_dropout"} & plain.keys()
     assert plain["item_features"] == ({"name": "genre", "num_values": 7, "max_values": 3},)
     with pytest.raises(ValueError, match="item_features genre: values: needs 2 names, each once"):
         ItemFeature(name="genre", num_values=2, values=("a", "a"))
-    assert not HSTUConfig(num_items=1, actions=("a",), tasks=("t",), row_dropout=0.5).scores_new_items
+    assert not HSTUConfig(
+        num_items=1, actions=("a",), tasks=("t",), row_dropout=0.5
+    ).scores_new_items

@@ -53,5 +53,7 @@ def test_reading_checkpoints_imports_nothing_more_of_torch(tmp_path: Path) -> No
         for name, settings in module.VARIANTS.items():
             folders.append(tmp_path / f"{module.__name__} {name}")
             module.saved(folders[-1], **settings)
-    done = subprocess.run([sys.executable, "-c", CODE, *folders], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *folders], capture_output=True, text=True, check=True
+    )
     assert {*done.stdout.split()} <= {"torch.utils._device"}  # a device as a context

@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.arena import fork_ancestry
+from npu_gr.engine.kv_cache.arena import fork_ancestry
 from npu_gr.model import hf_t5, t5
 from npu_gr.model.generative import UnsharedKV
 from npu_gr.model.t5 import T5Config
@@ -36,7 +36,9 @@ class Slots:
         self.keys, self.values = torch.full(shape, torch.nan, dtype=model.dtype)
 
     def at(self, step: int, ancestry: Tensor | None = None) -> UnsharedKV:
-        return UnsharedKV(slabs=lambda layer: (self.keys[layer], self.values[layer]), step=step, ancestry=ancestry)
+        return UnsharedKV(
+            slabs=lambda layer: (self.keys[layer], self.values[layer]), step=step, ancestry=ancestry
+        )
 
 
 @pytest.mark.parametrize("backend", [CPU, TORCH], ids=["native", "torch"])
@@ -52,10 +54,14 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str, backend: CPUBac
         with torch.inference_mode():
             hidden = theirs.encoder(torch.from_numpy(tokens)[None]).last_hidden_state[0]
             for layer, (k, v) in encoded.layers.items():
-                attention: Any = theirs.get_submodule(f"decoder.block.{layer}.layer.1.EncDecAttention")
+                attention: Any = theirs.get_submodule(
+                    f"decoder.block.{layer}.layer.1.EncDecAttention"
+                )
                 torch.testing.assert_close(k.flatten(1), attention.k(hidden), atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(v.flatten(1), attention.v(hidden), atol=1e-5, rtol=1e-5)
-        answers = torch.cat([torch.full((3, 1), start), torch.from_numpy(prompt(12, seed=2)).view(3, 4)], dim=1)
+        answers = torch.cat(
+            [torch.full((3, 1), start), torch.from_numpy(prompt(12, seed=2)).view(3, 4)], dim=1
+        )
         want = hf_logits(theirs, tokens, answers)
         got = model.logits(encoded.begun.hidden).expand(3, -1)
         torch.testing.assert_close(got, want[:, 0], atol=1e-5, rtol=1e-5)
@@ -63,7 +69,9 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str, backend: CPUBac
         for step in range(4):
             beams = encoded.step(answers[:, step + 1], slots.at(step), split=bool(step % 2))
             hidden = model.decode(backend, [beams])
-            torch.testing.assert_close(model.logits(hidden), want[:, step + 1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                model.logits(hidden), want[:, step + 1], atol=1e-5, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (8, 20), (4, 3), (64, 1000)])
@@ -93,7 +101,9 @@ def t5_config(**changes: object) -> T5Config:
         ({"start_token": 9}, "start_token: 9 is not in the vocabulary of 9"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(change: dict[str, int], message: str) -> None:
+def test_a_configuration_without_a_meaning_is_rejected(
+    change: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         t5_config(**change)
 

@@ -1,4 +1,4 @@
-"""A checkpoint round trip changes nothing, and a damaged one is refused in words."""
+"""A checkpoint round trip changes nothing, and a damaged one is rejected in words."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.order import WEIGHTS, Order, save_order
+from npu_gr.model.blend import WEIGHTS, ScoreBlend, save_blend
 from npu_gr.model.weights import Checkpoint, digest, load, save
 from tests.models import Request, full, tiny_model
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Checkpoint, str]:
     ids = np.random.default_rng(0).permutation(10_000)[:300]
-    checkpoint = Checkpoint(model=tiny_model(dtype), item_ids=ids, name="tiny", metrics={"auc": 0.5})
+    checkpoint = Checkpoint(
+        model=tiny_model(dtype), item_ids=ids, name="tiny", metrics={"auc": 0.5}
+    )
     return checkpoint, save(checkpoint, folder)
 
 
@@ -38,7 +40,9 @@ def test_a_ranker_without_relative_bias_has_no_tables(tmp_path: Path) -> None:
     """In its checkpoint; loaded it computes the same."""
     model = tiny_model(relative_bias="none")
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")]
+    assert not [
+        name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")
+    ]
     again = load(tmp_path).model
     again.items.freeze()
     assert again.config.relative_bias == "none"
@@ -72,14 +76,14 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "name": "x", "version": "y"}'])
-def test_a_broken_manifest_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_broken_manifest_is_rejected(tmp_path: Path, text: str) -> None:
     saved(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError):
         load(tmp_path)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_rejected(tmp_path: Path) -> None:
     saved(tmp_path)
     manifest = tmp_path / "config.json"
     manifest.write_text(manifest.read_text().replace('"num_layers": 3', '"num_layers": 2'))
@@ -87,7 +91,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         saved(tmp_path / "file" / "under")
@@ -106,7 +110,7 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
         ({"max_history_tokens": 10**12, "positions": "start"}, "no tensor position"),
     ],
 )
-def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
+def test_a_configuration_that_asks_for_too_much_is_rejected_before_it_is_built(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     """The model would take memory that there is not, or hours."""
@@ -119,7 +123,7 @@ def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
         load(tmp_path)
 
 
-def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_whole_numbers_are_rejected(tmp_path: Path) -> None:
     saved(tmp_path)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
@@ -133,7 +137,7 @@ def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path) -> None:
 
 def with_order(num_items: int = 300, **changes: Any) -> Checkpoint:
     empty = np.empty((num_items, 0))
-    order = Order(
+    order = ScoreBlend(
         task=str(changes.pop("task", "click")),
         weights=dict.fromkeys(WEIGHTS, 1.0),
         successors=empty.astype(np.int32),
@@ -150,7 +154,7 @@ def test_the_order_is_part_of_the_version_and_goes_with_its_model(tmp_path: Path
     again = load(tmp_path)
     assert again.version == version
     assert again.order is not None
-    save_order(dataclasses.replace(again.order, weights=dict.fromkeys(WEIGHTS, 0.5)), tmp_path)
+    save_blend(dataclasses.replace(again.order, weights=dict.fromkeys(WEIGHTS, 0.5)), tmp_path)
     refitted = load(tmp_path)
     assert refitted.version != version
     assert refitted.order is not None
@@ -168,7 +172,9 @@ def test_the_order_is_part_of_the_version_and_goes_with_its_model(tmp_path: Path
         (with_order(task="buy"), "no task 'buy' among click"),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused(tmp_path: Path, checkpoint: Checkpoint, words: str) -> None:
+def test_an_order_that_does_not_fit_is_rejected(
+    tmp_path: Path, checkpoint: Checkpoint, words: str
+) -> None:
     save(checkpoint, tmp_path)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)

@@ -1,4 +1,7 @@
-"""Inputs for every Ascend op: Hypothesis draws sizes, values, machines. Small palettes of values make ties the rule."""
+"""Inputs for every Ascend op: Hypothesis draws sizes, values, machines.
+
+Small palettes of values make ties the rule.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.ops import hstu_fixed
-from tests.ops.ascend_twin import Machine
+from tests.ops.ascend_emulator import Machine
 from tests.ops.fixed import ODD, spread
 from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
 from tests.ops.oracle import BeamFork, Case, CsrGatherTopk, MaskedTopk
@@ -59,7 +62,9 @@ def csr_gather_topk(draw: st.DrawFn) -> CsrGatherTopk:
         lo=lo,
         degree=degree,
         code=code,
-        allowed=(random.random(edges) < draw(kept)).astype(np.uint8) if draw(st.booleans()) else None,
+        allowed=(random.random(edges) < draw(kept)).astype(np.uint8)
+        if draw(st.booleans())
+        else None,
         k=draw(st.one_of(st.integers(1, 40), st.integers(1, 700))),
         dtype=draw(st.sampled_from(DTYPES)),
         on=Machine(
@@ -104,20 +109,28 @@ def _batch(draw: st.DrawFn) -> Batch:
         "heads": draw(st.integers(1, 4)), "qk_dim": unit * draw(st.integers(1, 3)), "dtype": dtype,
         "v_dim": unit * draw(st.integers(1, 5)), "page_tokens": draw(st.sampled_from([1, 7, 16, 64])),
     }  # fmt: skip
-    return hstu_fixed.batch(draw(seeds), *draw(st.lists(_request(), min_size=1, max_size=8)), cores=draw(cores), **more)
+    return hstu_fixed.batch(
+        draw(seeds), *draw(st.lists(_request(), min_size=1, max_size=8)), cores=draw(cores), **more
+    )
 
 
 @st.composite
 def hstu_rows(draw: st.DrawFn) -> Rows:
     made = draw(_batch())
-    on = Machine(made.on.cores, tile=draw(st.sampled_from([0, 3, 16])), splits=draw(st.sampled_from([0, 1, 5])))
+    on = Machine(
+        made.on.cores,
+        tile=draw(st.sampled_from([0, 3, 16])),
+        splits=draw(st.sampled_from([0, 1, 5])),
+    )
     return Rows(made._replace(on=on), draw(st.booleans()), draw(st.sampled_from([1.0, -0.25, 0.3])))
 
 
 @st.composite
 def hstu_scores(draw: st.DrawFn) -> Scores:
     made = draw(_batch())
-    gaps = draw(st.lists(st.sampled_from([0, 1, 2, 50, 3600, 10**6, 10**8]), min_size=1, max_size=4))
+    gaps = draw(
+        st.lists(st.sampled_from([0, 1, 2, 50, 3600, 10**6, 10**8]), min_size=1, max_size=4)
+    )
     return Scores(
         made._replace(on=Machine(made.on.cores, tile=draw(st.sampled_from([0, 8, 16])))),
         draw(st.sampled_from([1, 2, 16, 256, 300])),
@@ -132,7 +145,9 @@ def hstu_scores(draw: st.DrawFn) -> Scores:
 def hstu_finish(draw: st.DrawFn) -> Finish:
     made = draw(_batch())
     made = made._replace(on=Machine(made.on.cores, tile=draw(st.sampled_from([0, 3]))))
-    return Finish(made, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([-0.125, 3.0])))
+    return Finish(
+        made, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([-0.125, 3.0]))
+    )
 
 
 STRATEGIES: dict[str, st.SearchStrategy[Case]] = {

@@ -1,4 +1,4 @@
-"""The twin, compiled once: a build is kept under its sources' hash and serves every worker and every later run."""
+"""The emulator, compiled once: a build is kept under its sources' hash and serves every worker and every later run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 
 
 @pytest.fixture(scope="session")
-def twin() -> Twin:
+def emulator() -> Emulator:
     if shutil.which("g++") is None:
-        pytest.skip("no g++ here: the CPU twin of the Ascend C kernels cannot be built")
-    return Twin()
+        pytest.skip("no g++ here: the CPU emulator of the Ascend C kernels cannot be built")
+    return Emulator()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -22,4 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if item.get_closest_marker("mutation"):
-            item.add_marker(pytest.mark.skip(reason="minutes of mutants: ask for them with -m mutation"))
+            item.add_marker(
+                pytest.mark.skip(reason="minutes of mutants: ask for them with -m mutation")
+            )

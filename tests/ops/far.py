@@ -1,7 +1,7 @@
 """Cases whose tensors have more than 2^32 elements: an offset of 32 bits is a wrong answer here, and nowhere else.
 
-No machine has the memory. The arrays are pages that nobody has touched, and the twin runs the first and the last cores
-of a launch of millions.
+No machine has the memory. The arrays are pages that nobody has touched, and the emulator runs the
+first and the last cores of a launch of millions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.ops.ascend_twin import I32, Machine, Twin
+from tests.ops.ascend_emulator import I32, Emulator, Machine
 from tests.ops.oracle import best, same
 
 MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
@@ -31,7 +31,7 @@ class FarTopk(NamedTuple):
     rows: int
     biased: bool
 
-    def check(self, twin: Twin) -> None:
+    def check(self, emulator: Emulator) -> None:
         n = k = 64
         logits = untouched(self.rows, n)
         mask = untouched(self.rows, n // 8, dtype=np.uint8)
@@ -45,7 +45,17 @@ class FarTopk(NamedTuple):
             if bias is not None:
                 bias[row] = row % 7
         shape = (self.rows, n, k, n // 8)
-        twin.call("twin_masked_topk", (self.rows, 0, 0, 1), 0, logits, mask, bias, value, index, *shape)
+        emulator.call(
+            "emulator_masked_topk",
+            (self.rows, 0, 0, 1),
+            0,
+            logits,
+            mask,
+            bias,
+            value,
+            index,
+            *shape,
+        )
         allowed = np.unpackbits(mask[0], bitorder="little") != 0
         for row in seen:
             scores = np.where(allowed, logits[row], np.float32(-np.inf))
@@ -62,14 +72,18 @@ class FarFork(NamedTuple):
     parent: I32
     on: Machine
 
-    def check(self, twin: Twin) -> None:
+    def check(self, emulator: Emulator) -> None:
         layers, held = 3, len(self.parent)
         planes = [untouched(layers, held, self.row_bytes, dtype=np.uint8) for _ in range(2)]
         random = np.random.default_rng(self.row_bytes)
         for plane in planes:
-            plane[:, :, : self.used_bytes] = random.integers(1, 256, (layers, held, self.used_bytes))
+            plane[:, :, : self.used_bytes] = random.integers(
+                1, 256, (layers, held, self.used_bytes)
+            )
         want = [plane[:, self.parent, : self.used_bytes].copy() for plane in planes]
         sizes = layers, held, held, self.row_bytes, self.used_bytes
-        twin.call("twin_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes)
+        emulator.call(
+            "emulator_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes
+        )
         for plane, rows in zip(planes, want, strict=True):
             assert np.array_equal(plane[:, :, : self.used_bytes], rows)

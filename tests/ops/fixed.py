@@ -1,6 +1,7 @@
 """Inputs for every Ascend op that are the same for ever: the mutants of ops/ascendc/mutate.py must fall to them.
 
-`python -m tests.ops.fixed LIBRARY OP ...` runs them on a library of the twin; exit status 1 at the first wrong answer.
+`python -m tests.ops.fixed LIBRARY OP ...` runs them on a library of the emulator; exit status 1 at
+the first wrong answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.ops import hstu_fixed
-from tests.ops.ascend_twin import F32, Machine, Twin
+from tests.ops.ascend_emulator import F32, Emulator, Machine
 from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 
@@ -26,13 +27,20 @@ def spread(seed: int, shape: tuple[int, ...], palette: list[float]) -> F32:
     return random.normal(size=shape).astype(np.float32)
 
 
-def _masked(seed: int, rows: int, n: int, k: int, palette: list[float], keep: float, **more: object) -> MaskedTopk:
-    values, mask = spread(seed, (rows, n), palette), np.random.default_rng(seed).random((rows, n)) < keep
+def _masked(
+    seed: int, rows: int, n: int, k: int, palette: list[float], keep: float, **more: object
+) -> MaskedTopk:
+    values, mask = (
+        spread(seed, (rows, n), palette),
+        np.random.default_rng(seed).random((rows, n)) < keep,
+    )
     known = {"bias": None, "dtype": "float32", "on": Machine(3)} | more
     return MaskedTopk(values=values, mask=mask, k=k, **known)  # type: ignore[arg-type]
 
 
-def _csr(seed: int, rows: int, codes: int, degree: int, k: int, palette: list[float], **more: object) -> CsrGatherTopk:
+def _csr(
+    seed: int, rows: int, codes: int, degree: int, k: int, palette: list[float], **more: object
+) -> CsrGatherTopk:
     random = np.random.default_rng(seed)
     degrees = random.integers(degree // 2, degree + 1, rows).astype(np.int32)
     if more.pop("exact", False):
@@ -52,7 +60,9 @@ def _csr(seed: int, rows: int, codes: int, degree: int, k: int, palette: list[fl
     return CsrGatherTopk(values=values, acc=acc, lo=lo, degree=degrees, code=code, k=k, **known)  # type: ignore[arg-type]
 
 
-def _fork(seed: int, layers: int, held: int, rows: int, width: int, slots: int, **more: object) -> BeamFork:
+def _fork(
+    seed: int, layers: int, held: int, rows: int, width: int, slots: int, **more: object
+) -> BeamFork:
     random = np.random.default_rng(seed)
     keys, values = random.integers(0, 65536, (2, layers, held, 3, width)).astype(np.uint16)
     known = {"parent": random.integers(-1, held, rows).astype(np.int32), "on": Machine(5)} | more
@@ -62,7 +72,11 @@ def _fork(seed: int, layers: int, held: int, rows: int, width: int, slots: int, 
 def _stopped(values: F32, k: int, groups: int) -> Cost:
     """A row of which the filter must let `groups` groups of 32 through in tiles of 256, and no more."""
     mask = np.ones((1, len(values)), bool)
-    return Cost(MaskedTopk(values[None], mask, k, None, "float32", Machine(1, tile=256)), "sort32_groups", groups)
+    return Cost(
+        MaskedTopk(values[None], mask, k, None, "float32", Machine(1, tile=256)),
+        "sort32_groups",
+        groups,
+    )
 
 
 TIES = [0.0, 1.0, 2.0, 3.0]
@@ -87,8 +101,19 @@ FIXED: dict[str, list[Case]] = {
         _masked(17, 1, 600, 32, [], 1.0, on=Machine(1, ub_bytes=20_200)),
         FarTopk((1 << 26) + 3, biased=True),
         _stopped(np.zeros(3000, np.float32), 40, 8),
-        _stopped(np.concatenate([np.ones(40), np.zeros(216), np.full(500, 0.5)]).astype(np.float32), 40, 8),
-        MaskedTopk(np.arange(5000, dtype=np.float32)[None], np.ones((1, 5000), bool), 50, None, "float32", Machine(1)),
+        _stopped(
+            np.concatenate([np.ones(40), np.zeros(216), np.full(500, 0.5)]).astype(np.float32),
+            40,
+            8,
+        ),
+        MaskedTopk(
+            np.arange(5000, dtype=np.float32)[None],
+            np.ones((1, 5000), bool),
+            50,
+            None,
+            "float32",
+            Machine(1),
+        ),
     ],
     "csr_gather_topk": [
         _csr(1, 20, 300, 30, 64, []),
@@ -111,7 +136,15 @@ FIXED: dict[str, list[Case]] = {
         _fork(1, 3, 20, 20, 10, 2),
         _fork(2, 2, 33, 30, 70, 3, on=Machine(6, chunk=64)),
         _fork(3, 1, 8, 8, 5, 1, parent=np.array([0, 1, 2, 3, 4, 5, 6, 7], np.int32)),
-        _fork(4, 4, 16, 16, 33, 2, parent=np.sort(np.random.default_rng(4).integers(0, 16, 16)).astype(np.int32)),
+        _fork(
+            4,
+            4,
+            16,
+            16,
+            33,
+            2,
+            parent=np.sort(np.random.default_rng(4).integers(0, 16, 16)).astype(np.int32),
+        ),
         _fork(5, 2, 9, 5, 40, 3, parent=np.array([8, 8, 9, -1, 0], np.int32), on=Machine(1)),
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
@@ -132,10 +165,10 @@ FIXED: dict[str, list[Case]] = {
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    twin = Twin(Path(arguments[0]))
+    emulator = Emulator(Path(arguments[0]))
     for op in arguments[1:]:
         for case in FIXED[op]:
-            case.check(twin)
+            case.check(emulator)
 
 
 if __name__ == "__main__":

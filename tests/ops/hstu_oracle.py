@@ -1,7 +1,7 @@
-"""What the HSTU kernels must give, number by number; `check` compares the twin's answer bit for bit.
+"""What the HSTU kernels must give, number by number; `check` compares the emulator's answer bit for bit.
 
-No torch here: the sanitised run imports this file. The tables that a host makes are made here again, from what they
-stand for.
+No torch here: the sanitised run imports this file. The tables that a host makes are made here
+again, from what they stand for.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.ops.ascend_twin import F32, I32, Machine, Twin, TwinReport
+from tests.ops.ascend_emulator import F32, I32, Emulator, EmulatorReport, Machine
 from tests.ops.far import untouched
-from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 Array = npt.NDArray[Any]
 KINDS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -75,7 +75,13 @@ class Batch(NamedTuple):
     @property
     def sizes(self) -> HstuSizes:
         return HstuSizes(
-            len(self.requests), self.row_slots, self.key_slots, self.heads, self.qk_dim, self.v_dim, self.dtype
+            len(self.requests),
+            self.row_slots,
+            self.key_slots,
+            self.heads,
+            self.qk_dim,
+            self.v_dim,
+            self.dtype,
         )
 
     @property
@@ -106,7 +112,8 @@ class Batch(NamedTuple):
         if odd and values.size:
             at = random.integers(0, values.size, max(1, values.size // 50))
             values.ravel()[at] = random.choice(
-                np.array([np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30, 90.0, -90.0, 1e-40], np.float32), len(at)
+                np.array([np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30, 90.0, -90.0, 1e-40], np.float32),
+                len(at),
             )
         return narrow(values, self.dtype)
 
@@ -122,14 +129,15 @@ class Rows(NamedTuple):
     silu_all: bool = False
     q_scale: float = 1.0
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         uv, qk = b.heads * b.v_dim, b.heads * b.qk_dim
         mixed = b.numbers(1, b.num_rows, 2 * (uv + qk))
         num_pages = sum(map(b.pages, b.requests))
         ids = np.random.default_rng(b.seed).permutation(num_pages + 3)[:num_pages].astype(np.int32)
         planes = tuple(
-            b.numbers(2 + i, num_pages + 3, b.page_tokens, b.heads, (b.qk_dim, b.v_dim)[i]) for i in range(2)
+            b.numbers(2 + i, num_pages + 3, b.page_tokens, b.heads, (b.qk_dim, b.v_dim)[i])
+            for i in range(2)
         )
         written = planes[0].copy(), planes[1].copy()
         n = len(b.requests)
@@ -142,11 +150,11 @@ class Rows(NamedTuple):
         u = np.full((b.num_queries, uv), 7, mixed.dtype)
         want = [x.copy() for x in (q, k, v, u)]
         report = hstu_rows(
-            twin, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
+            emulator, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
             on=b.on,
         )  # fmt: skip
         kept = [plane.copy() for plane in planes]
-        self._define(want, kept, mixed, ids, planes, twin)
+        self._define(want, kept, mixed, ids, planes, emulator)
         for name, got, right in zip("qkvu", (q, k, v, u), want, strict=True):
             equal(got, right, name)
         for got, right in zip(written, kept, strict=True):
@@ -154,26 +162,40 @@ class Rows(NamedTuple):
         return report
 
     def _define(
-        self, want: list[Array], kept: list[Array], mixed: Array, ids: I32, planes: tuple[Array, ...], twin: Twin
+        self,
+        want: list[Array],
+        kept: list[Array],
+        mixed: Array,
+        ids: I32,
+        planes: tuple[Array, ...],
+        emulator: Emulator,
     ) -> None:
         b = self.batch
         q, k, v, u = want
         uv, qk = b.heads * b.v_dim, b.heads * b.qk_dim
-        for n, (rows, keys, cached, targets, page, first_row, query, keeps) in enumerate(b.meta().tolist()):
+        for n, (rows, keys, cached, targets, page, first_row, query, keeps) in enumerate(
+            b.meta().tolist()
+        ):
             new = keys - cached
             parts = np.split(mixed[first_row : first_row + new], [uv, 2 * uv, 2 * uv + qk], axis=1)
             wide = [widen(part) for part in parts]
-            active = [silu(x, twin.exp) if i == 0 or self.silu_all else x for i, x in enumerate(wide)]
+            active = [
+                silu(x, emulator.exp) if i == 0 or self.silu_all else x for i, x in enumerate(wide)
+            ]
             with np.errstate(invalid="ignore", over="ignore"):
                 active[2] = active[2] * np.float32(self.q_scale)
             gate, values, queries, own = (narrow(x, b.dtype) for x in active)
             if rows:
                 u[query : query + rows] = gate[new - rows :]
-                q[n, :, :rows] = queries[new - rows :].reshape(rows, b.heads, b.qk_dim).transpose(1, 0, 2)
+                q[n, :, :rows] = (
+                    queries[new - rows :].reshape(rows, b.heads, b.qk_dim).transpose(1, 0, 2)
+                )
                 for into, plane, added in ((k, planes[0], own), (v, planes[1], values)):
                     into[n] = 0
                     for token in range(cached):
-                        into[n, :, token] = plane[ids[page + token // b.page_tokens], token % b.page_tokens]
+                        into[n, :, token] = plane[
+                            ids[page + token // b.page_tokens], token % b.page_tokens
+                        ]
                     into[n, :, cached:keys] = added.reshape(new, b.heads, -1).transpose(1, 0, 2)
             for row in range(new - targets if keeps else 0):
                 at = ids[page + (cached + row) // b.page_tokens], (cached + row) % b.page_tokens
@@ -189,7 +211,8 @@ class Scores(NamedTuple):
     odd: bool = False
     skew: bool = False  # times in no order
     jump_s: int = 0  # between the first 256 tokens and the others
-    is_far: bool = False  # more elements than a machine has memory for: rows without a query are not looked at
+    # more elements than a machine has memory for: rows without a query are not looked at
+    is_far: bool = False
 
     def times(self) -> tuple[list[I32], I32, I32, I32]:
         """Key times of each request, then row times, key times and bounds in slots."""
@@ -223,7 +246,7 @@ class Scores(NamedTuple):
                     found[n, first + i] = part.min(), part.max()
         return found
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         random = np.random.default_rng(b.seed + 9)
         position = random.normal(size=(b.heads, self.positions)).astype(np.float32)
@@ -234,7 +257,9 @@ class Scores(NamedTuple):
         near = np.empty((b.heads, 8, width), np.float32)
         for shift in range(8):
             for x in range(width):
-                near[:, 7 - shift, x] = position[:, np.clip(287 + self.positions - x - shift, 0, self.positions - 1)]
+                near[:, 7 - shift, x] = position[
+                    :, np.clip(287 + self.positions - x - shift, 0, self.positions - 1)
+                ]
         shape = len(b.requests), b.heads, b.row_slots, b.key_slots
         if self.is_far:
             got = untouched(*shape, dtype=KINDS[b.dtype])
@@ -242,9 +267,21 @@ class Scores(NamedTuple):
                 got[n, :, : r.rows] = b.numbers(5 + n, b.heads, r.rows, b.key_slots)
         else:
             got = b.numbers(5, *shape, odd=self.odd)
-        stored = [got[n, :, : r.rows if self.is_far else None].copy() for n, r in enumerate(b.requests)]
+        stored = [
+            got[n, :, : r.rows if self.is_far else None].copy() for n, r in enumerate(b.requests)
+        ]
         report = hstu_scores(
-            twin, b.sizes, got, b.meta(), bounds, row_times, key_times, tables, near, alpha=self.alpha, on=b.on
+            emulator,
+            b.sizes,
+            got,
+            b.meta(),
+            bounds,
+            row_times,
+            key_times,
+            tables,
+            near,
+            alpha=self.alpha,
+            on=b.on,
         )
         for n, r in enumerate(b.requests):
             want = stored[n].copy()
@@ -252,7 +289,7 @@ class Scores(NamedTuple):
                 seen, bias = self._row(r, i, row_times[n, i], key_times[n], position, time)
                 with np.errstate(invalid="ignore", over="ignore"):
                     y = np.float32(self.alpha) * widen(stored[n][:, i]) + bias
-                    weights = y / (np.float32(1.0) + twin.exp(np.ascontiguousarray(y)))
+                    weights = y / (np.float32(1.0) + emulator.exp(np.ascontiguousarray(y)))
                 want[:, i] = np.where(seen, narrow(weights, b.dtype), np.zeros((), KINDS[b.dtype]))
             equal(got[n, :, : want.shape[1]], want, f"scores of request {n}")
         return report
@@ -277,7 +314,7 @@ class Finish(NamedTuple):
     scale: float = -0.125
     eps: float = 1e-6
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         width = b.heads * b.v_dim
         group = width if self.over_row else b.v_dim
@@ -286,9 +323,22 @@ class Finish(NamedTuple):
         norm = np.random.default_rng(b.seed).normal(size=(2, group)).astype(np.float32)
         got = np.full((b.num_queries, 3 if self.joined else 1, width), 7, u.dtype)
         want = got.copy()
-        report = hstu_finish(twin, b.sizes, attention, u, norm, b.meta(), got, scale=self.scale, eps=self.eps, on=b.on)
+        report = hstu_finish(
+            emulator,
+            b.sizes,
+            attention,
+            u,
+            norm,
+            b.meta(),
+            got,
+            scale=self.scale,
+            eps=self.eps,
+            on=b.on,
+        )
         for n, (rows, _, _, _, _, _, query, _) in enumerate(b.meta().tolist()):
-            a = widen(attention[n, :, :rows]).transpose(1, 0, 2).reshape(rows, width) * np.float32(self.scale)
+            a = widen(attention[n, :, :rows]).transpose(1, 0, 2).reshape(rows, width) * np.float32(
+                self.scale
+            )
             y = self._norm(a.reshape(-1, group), norm).reshape(rows, width)
             mine = u[query : query + rows]
             gated = narrow(widen(mine) * y, b.dtype)

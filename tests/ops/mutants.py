@@ -1,7 +1,8 @@
 """The fixed cases on a build of ops/ascendc/mutate.py, one mutant after the other, each in a process of its own.
 
-`python -m tests.ops.mutants LIBRARY` reads [[number, [op, ..]], ..] from its input, and writes a line of JSON for each:
-"survived", or "fell: " and why. The processes are forks of one that has everything imported.
+`python -m tests.ops.mutants LIBRARY` reads [[number, [op, ..]], ..] from its input, and writes a
+line of JSON for each: "survived", or "fell: " and why. The processes are forks of one that has
+everything imported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 from tests.ops.fixed import FIXED
 
 HANGS_S = 60.0  # of the processor: all fixed cases take seconds
@@ -46,10 +47,10 @@ def _run(library: Path, number: int, ops: Sequence[str], writes: int) -> NoRetur
     signal.setitimer(signal.ITIMER_REAL, STUCK_S)
     try:
         ctypes.CDLL(str(library)).npu_gr_mutate(number)
-        twin = Twin(library)
+        emulator = Emulator(library)
         for op in ops:
             for case in FIXED[op]:
-                case.check(twin)
+                case.check(emulator)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the mutant fell)
         os.write(writes, f"{type(error).__name__}: {error}".encode())
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What each Ascend op must give, in plain numpy and nothing clever; `check` compares the twin's answer bit for bit.
+"""What each Ascend op must give, in plain numpy and nothing clever; `check` compares the emulator's answer bit for bit.
 
 No torch here: the sanitised run imports this file.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tests.ops.ascend_twin import F32, I32, U8, Machine, Twin, TwinReport, packed
+from tests.ops.ascend_emulator import F32, I32, U8, Emulator, EmulatorReport, Machine, packed
 
 Array = npt.NDArray[Any]
 NEG_INF = np.float32(-np.inf)
@@ -29,7 +29,10 @@ def narrowed(values: F32, dtype: str) -> tuple[Array, F32]:
 
 
 def best(scores: F32, k: int) -> tuple[F32, I32]:
-    """The k best of a list and where they stand: descending, ties by position, no NaN, no -inf; then (-inf, -1)."""
+    """The k best of a list and where they stand: descending, ties by position, no NaN, no -inf.
+
+    Then (-inf, -1).
+    """
     usable = np.flatnonzero(scores > NEG_INF)  # False for NaN
     order = usable[np.argsort(-scores[usable], kind="stable")][:k]
     value, index = np.full(k, NEG_INF, np.float32), np.full(k, -1, np.int32)
@@ -41,7 +44,9 @@ def same(got: Array, want: Array, what: str) -> None:
     assert got.shape == want.shape, what
     assert got.dtype == want.dtype, what
     wrong = np.flatnonzero(got.view(np.uint32).ravel() != want.view(np.uint32).ravel())
-    assert not len(wrong), f"{what}: at {wrong[:5]} got {got.ravel()[wrong[:5]]}, want {want.ravel()[wrong[:5]]}"
+    assert not len(wrong), (
+        f"{what}: at {wrong[:5]} got {got.ravel()[wrong[:5]]}, want {want.ravel()[wrong[:5]]}"
+    )
 
 
 class MaskedTopk(NamedTuple):
@@ -52,12 +57,14 @@ class MaskedTopk(NamedTuple):
     dtype: str
     on: Machine
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         stored, held = narrowed(self.values, self.dtype)
         bits = packed(self.mask)
         if self.mask.shape[1] % 8:  # what stands in the last byte behind the row must not matter
             bits[:, -1] |= np.uint8(0xFF << self.mask.shape[1] % 8 & 0xFF)
-        value, index, report = twin.masked_topk(stored, bits, self.k, self.bias, on=self.on, dtype=self.dtype)
+        value, index, report = emulator.masked_topk(
+            stored, bits, self.k, self.bias, on=self.on, dtype=self.dtype
+        )
         for row in range(len(held)):
             scores = np.where(self.mask[row], held[row], NEG_INF)
             if self.bias is not None:
@@ -76,8 +83,8 @@ class Cost(NamedTuple):
     counter: str
     most: int
 
-    def check(self, twin: Twin) -> None:
-        assert self.case.check(twin).total[self.counter] <= self.most
+    def check(self, emulator: Emulator) -> None:
+        assert self.case.check(emulator).total[self.counter] <= self.most
 
 
 class CsrGatherTopk(NamedTuple):
@@ -92,10 +99,10 @@ class CsrGatherTopk(NamedTuple):
     dtype: str
     on: Machine
 
-    def check(self, twin: Twin) -> None:
+    def check(self, emulator: Emulator) -> None:
         stored, held = narrowed(self.values, self.dtype)
         tables = self.lo, self.degree, self.code, self.allowed
-        score, parent, edge, norm, _ = twin.csr_gather_topk(
+        score, parent, edge, norm, _ = emulator.csr_gather_topk(
             stored, self.norm, self.acc, *tables, self.k, on=self.on, dtype=self.dtype
         )
         if self.norm is None:
@@ -112,11 +119,18 @@ class CsrGatherTopk(NamedTuple):
 
     def _norms(self, held: F32) -> F32:
         with np.errstate(divide="ignore"):
-            children = [held[row, self.code[self._children(row)]].astype(np.float64) for row in range(len(held))]
+            children = [
+                held[row, self.code[self._children(row)]].astype(np.float64)
+                for row in range(len(held))
+            ]
             return np.array([np.log(np.exp(values).sum()) for values in children], np.float32)
 
     def _candidates(self, held: F32, norm: F32) -> tuple[F32, I32, I32]:
-        scores, rows, edges = [np.empty(0, np.float32)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        scores, rows, edges = (
+            [np.empty(0, np.float32)],
+            [np.empty(0, np.int32)],
+            [np.empty(0, np.int32)],
+        )
         for row in range(len(held)):
             if not (norm[row] > NEG_INF and self.acc[row] > NEG_INF):
                 continue
@@ -135,9 +149,9 @@ class BeamFork(NamedTuple):
     num_slots: int
     on: Machine
 
-    def check(self, twin: Twin) -> None:
+    def check(self, emulator: Emulator) -> None:
         planes = self.keys.copy(), self.values.copy()
-        twin.beam_fork(*planes, self.parent, self.num_slots, on=self.on)
+        emulator.beam_fork(*planes, self.parent, self.num_slots, on=self.on)
         for got, before in zip(planes, (self.keys, self.values), strict=True):
             want = before.copy()
             for i, row in enumerate(self.parent):
@@ -149,6 +163,6 @@ class BeamFork(NamedTuple):
 class Case(Protocol):
     """An input of one op, with what it must give."""
 
-    def check(self, twin: Twin) -> object:
-        """Run it on the twin; raise where the answer is wrong or the twin complains."""
+    def check(self, emulator: Emulator) -> object:
+        """Run it on the emulator; raise where the answer is wrong or the emulator complains."""
         ...

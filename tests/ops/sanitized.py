@@ -1,4 +1,6 @@
-"""`python -m tests.ops.sanitized LIBRARY`: fixed cases and Hypothesis's on a sanitized twin; prints `clean`.
+"""`python -m tests.ops.sanitized LIBRARY`: fixed cases and Hypothesis's on a sanitized emulator.
+
+Prints `clean`.
 
 Run with the sanitizers' libraries in LD_PRELOAD: numpy's arrays then have red zones around them.
 """
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 from tests.ops.cases import STRATEGIES
 from tests.ops.fixed import FIXED
 from tests.ops.oracle import Case
@@ -18,15 +20,15 @@ from tests.ops.oracle import Case
 
 def main(library: Path) -> None:
     """A finding ends the process."""
-    twin = Twin(library)
+    emulator = Emulator(library)
     for op, strategy in STRATEGIES.items():
         for case in FIXED[op]:
-            case.check(twin)
+            case.check(emulator)
 
         @settings(deadline=None, derandomize=True, max_examples=25, database=None)
         @given(case=strategy)
         def check(case: Case) -> None:
-            case.check(twin)
+            case.check(emulator)
 
         check()
     sys.stdout.write("clean\n")

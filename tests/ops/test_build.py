@@ -1,4 +1,7 @@
-"""build.sh stops early and says what is missing; the binding fits torch's and torch_npu's headers."""
+"""build.sh stops early and says what is missing.
+
+The binding fits torch's and torch_npu's headers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from npu_gr.backend.npu.ops import SCHEMAS
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
 pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="the Ascend C sources are not here")
@@ -33,7 +36,11 @@ def build(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         ({"SOC_VERSION": "ascend310p3"}, 3, "310P has no Sort32"),
         ({"SOC_VERSION": "Ascend910A"}, 3, "no native ops for ascend910a"),
         ({"SOC_VERSION": "ascend910b1"}, 2, "ASCEND_HOME_PATH is not set"),
-        ({"SOC_VERSION": "Ascend910_9392", "ASCEND_HOME_PATH": "/nowhere"}, 2, "/nowhere, which is no folder"),
+        (
+            {"SOC_VERSION": "Ascend910_9392", "ASCEND_HOME_PATH": "/nowhere"},
+            2,
+            "/nowhere, which is no folder",
+        ),
     ],
 )
 def test_stops_early(tmp_path: Path, variables: dict[str, str], status: int, says: str) -> None:
@@ -48,7 +55,13 @@ def test_stops_without_torch_npu(tmp_path: Path) -> None:
     (tmp_path / "cmake").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "cmake").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = build(tmp_path, SOC_VERSION="ascend910b1", ASCEND_HOME_PATH=str(tmp_path), PATH=path, PYTHON=sys.executable)
+    done = build(
+        tmp_path,
+        SOC_VERSION="ascend910b1",
+        ASCEND_HOME_PATH=str(tmp_path),
+        PATH=path,
+        PYTHON=sys.executable,
+    )
     assert done.returncode == 2
     assert "has no torch_npu: pip install 'npu_gr[npu]'" in done.stderr
 
@@ -56,8 +69,17 @@ def test_stops_without_torch_npu(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
 def test_cmake_stops_without_the_toolkit(tmp_path: Path) -> None:
     def configure(**defines: str) -> str:
-        command = ["cmake", "-S", str(SOURCES), "-B", str(tmp_path / "b"), *(f"-D{k}={v}" for k, v in defines.items())]
-        environment = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
+        command = [
+            "cmake",
+            "-S",
+            str(SOURCES),
+            "-B",
+            str(tmp_path / "b"),
+            *(f"-D{k}={v}" for k, v in defines.items()),
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode != 0
         return " ".join(done.stderr.split())
@@ -71,7 +93,9 @@ def test_cmake_stops_without_the_toolkit(tmp_path: Path) -> None:
         "TORCH_NPU_PATH": "/n",
         "CANN": "80500",
     }
-    assert "install the CANN toolkit, not only its runtime" in configure(ASCEND_HOME_PATH=str(tmp_path), **known)
+    assert ("install the CANN toolkit, not only its runtime") in configure(
+        ASCEND_HOME_PATH=str(tmp_path), **known
+    )
 
 
 def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
@@ -86,7 +110,9 @@ def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
     assert set(re.findall(r"NPU_GR_LAUNCH_OF\([cs]\.dtype, (\w+),", launched)) == typed
     names = plain | {f"{name}_{dtype}" for name in typed for dtype in ("f32", "f16", "bf16")}
     assert set(re.findall(r'"aclrtlaunch_(\w+)\.h"', declared)) == names
-    assert set(re.findall(r'm\.impl\("(\w+)"', bound)) == {schema.split("(")[0] for schema in SCHEMAS}
+    assert set(re.findall(r'm\.impl\("(\w+)"', bound)) == {
+        schema.split("(")[0] for schema in SCHEMAS
+    }
 
 
 @pytest.mark.npu_headers
@@ -107,7 +133,9 @@ def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path:
         "-fsyntax-only",
         *(f"-I{folder}" for folder in folders),
     ]
-    done = subprocess.run([*command, str(SOURCES / "torch/binding.cpp")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, str(SOURCES / "torch/binding.cpp")], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[:3000]
 
 
@@ -133,7 +161,9 @@ def npu_headers(factory: pytest.TempPathFactory) -> Path:
         "-d",
         str(folder),
     ]
-    done = subprocess.run([*command, f"torch-npu=={minor}.*"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, f"torch-npu=={minor}.*"], capture_output=True, text=True, check=False
+    )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         pytest.skip(f"no torch_npu {minor} wheel can be had here: {done.stderr.strip()[-200:]}")

@@ -14,9 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: no mutant can be built")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here: no mutant can be built"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,10 @@ def mutate() -> Iterator[ModuleType]:
 
 
 def test_there_are_enough(mutate: ModuleType) -> None:
-    """At least twenty of each kernel, its shared parts included; nothing is called equivalent that is not there."""
+    """At least twenty of each kernel, its shared parts included.
+
+    Nothing is called equivalent that is not there.
+    """
     mutants = [mutant for rule in range(len(mutate.RULES)) for mutant in mutate.planted(rule)]
     of_ops = Counter(op for mutant in mutants for op in mutate.KERNELS[mutant.file])
     assert len(of_ops) == 6
@@ -46,13 +51,18 @@ def test_what_a_person_would_do_wrong_falls(mutate: ModuleType, tmp_path: Path) 
     survived = {name for name, verdict in told.items() if verdict == "survived"}
     assert survived == {str(fault) for fault in mutate.FAULTS if fault.equivalent}, told
     assert sum(str(fault) in told for fault in mutate.HSTU_FAULTS) >= 30
-    assert "ids of V_MTE2 are in use" in told["kernels/children.h: more buffers of VECIN than there are events"]
+    assert (
+        "ids of V_MTE2 are in use"
+        in told["kernels/children.h: more buffers of VECIN than there are events"]
+    )
     assert "UB overflow" in told["tiling.h: the plan forgets 16 bytes a pair"]
 
 
 @pytest.mark.mutants
 @pytest.mark.parametrize(("name", "every"), [("plus: minus", 5)])
-def test_a_sample_of_the_rules_falls(mutate: ModuleType, tmp_path: Path, name: str, every: int) -> None:
+def test_a_sample_of_the_rules_falls(
+    mutate: ModuleType, tmp_path: Path, name: str, every: int
+) -> None:
     """Of the HSTU kernels; a rule that does not compile any more fails too."""
     (rule,) = (rule for rule in range(len(mutate.RULES)) if mutate.RULES[rule].name == name)
     mutants = [mutant for mutant in mutate.planted(rule) if "hstu" in mutant.file][::every]

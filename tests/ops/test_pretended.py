@@ -1,7 +1,8 @@
 """build.sh, CMakeLists.txt, the binding and the platform query run end to end, on a machine that is pretended.
 
-The kernels are the real ones, compiled through our CMakeLists.txt by a toolkit of our own with the CPU twin; the
-tensors are on a device `npu`, and what `npu-gr doctor` runs there is run here. See `tests/ops/pretended/toolkit.py`.
+The kernels are the real ones, compiled through our CMakeLists.txt by a toolkit of our own with the
+CPU emulator; the tensors are on a device `npu`, and what `npu-gr doctor` runs there is run here.
+See `tests/ops/pretended/toolkit.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
 SMALL = """#include "kernel_operator.h"
@@ -37,10 +38,17 @@ def built() -> Path:
 
 def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
     done = on_device("tests.ops.pretended.on_device", str(built()), "-1", NPU_GR_TRACE_LAUNCHES="1")
-    assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_refused": {}}]
+    assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_rejected": {}}]
     note = json.loads(built().with_suffix(".json").read_text())
     assert (note["cann"], note["torch_npu"], note["soc"]) == (90100, toolkit.VERSION, toolkit.SOC)
-    for kernel in ("csr_norm_bf16", "csr_select_f16", "csr_merge", "beam_fork", "masked_topk_f32", "merge_rows"):
+    for kernel in (
+        "csr_norm_bf16",
+        "csr_select_f16",
+        "csr_merge",
+        "beam_fork",
+        "masked_topk_f32",
+        "merge_rows",
+    ):
         assert f"npu_gr: {kernel} on " in done.stderr
         assert f"npu_gr: {kernel} ended with 0" in done.stderr
 
@@ -48,7 +56,9 @@ def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
 def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
     """`NPUBackend` over torch_npu's names, each op against its definition: through the binding, to the kernels."""
     libraries = {"PRETENDED_LIBRARIES": str(built().parent)}
-    answer = json.loads(on_device("npu_gr", "doctor", "--backend", "npu", "--json", **libraries).stdout)
+    answer = json.loads(
+        on_device("npu_gr", "doctor", "--backend", "npu", "--json", **libraries).stdout
+    )
     checks = {check["name"]: check for check in answer["checks"]}
     assert answer["ok"]
     assert checks["NPU: device"]["found"] == "Ascend910B3, npu:0"
@@ -61,7 +71,9 @@ def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
     assert missing - {"CUDA: torch", "CUDA: device"} == {"Ascend driver"}  # a GPU is no matter here
 
 
-def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mistake_of_the_host_code_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Swapped arguments, a workspace that is freed too early, strides that nobody checks, memory that is Select's."""
     monkeypatch.syspath_prepend(SOURCES)
     faults, mutate = importlib.import_module("faults"), importlib.import_module("mutate")
@@ -76,8 +88,13 @@ def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pyte
         done = on_device("tests.ops.pretended.on_device", str(library), numbers)
         told += json.loads(done.stdout.splitlines()[-1])
     each = zip(faults.HOST_FAULTS, told, strict=True)
-    seen = {fault.name: [*found["wrong"].values(), *found["not_refused"].values()] for fault, found in each}
-    assert "csr_" in seen["lo and degree swapped"][0] or "differs" in seen["lo and degree swapped"][0]
+    seen = {
+        fault.name: [*found["wrong"].values(), *found["not_rejected"].values()]
+        for fault, found in each
+    }
+    assert (
+        "csr_" in seen["lo and degree swapped"][0] or "differs" in seen["lo and degree swapped"][0]
+    )
     assert "GM that is no longer allocated" in seen["the workspace is not kept until the launch"][0]
     assert "taken" in seen["any strides are taken"]
     assert "UB overflow" in seen["the 8 KB of Select are planned with"][0]
@@ -88,16 +105,32 @@ def small(tmp_path: Path, kernel: str = SMALL) -> tuple[Path, dict[str, str]]:
     sources = toolkit.tree(tmp_path)
     (sources / "kernels" / "entries.cpp").write_text(kernel)
     home = toolkit.installed().home
-    defines = {"SOC_VERSION": toolkit.SOC, "VARIANT": "ascend910b", "TORCH_PATH": "/t", "TORCH_NPU_PATH": "/n"}
+    defines = {
+        "SOC_VERSION": toolkit.SOC,
+        "VARIANT": "ascend910b",
+        "TORCH_PATH": "/t",
+        "TORCH_NPU_PATH": "/n",
+    }
     return sources, defines | {"CANN": "90100", "ASCEND_HOME_PATH": str(home)}
 
 
 def make(sources: Path, defines: dict[str, str]) -> subprocess.CompletedProcess[str]:
     build = sources / "b"
-    configure = ["cmake", "-S", str(sources), "-B", str(build), *(f"-D{k}={v}" for k, v in defines.items())]
+    configure = [
+        "cmake",
+        "-S",
+        str(sources),
+        "-B",
+        str(build),
+        *(f"-D{k}={v}" for k, v in defines.items()),
+    ]
     compile_ = ["cmake", "--build", str(build), "--target", "npu_gr_kernels"]
     done = subprocess.run(configure, capture_output=True, text=True, check=False)
-    return done if done.returncode else subprocess.run(compile_, capture_output=True, text=True, check=False)
+    return (
+        done
+        if done.returncode
+        else subprocess.run(compile_, capture_output=True, text=True, check=False)
+    )
 
 
 def test_the_merge_wants_a_build_type_which_our_cmake_sets(tmp_path: Path) -> None:
@@ -105,9 +138,9 @@ def test_the_merge_wants_a_build_type_which_our_cmake_sets(tmp_path: Path) -> No
     done = make(sources, defines)
     assert done.returncode == 0, done.stderr
     header = sources / "b" / "include" / "npu_gr_kernels" / "aclrtlaunch_nothing.h"
-    assert "uint32_t aclrtlaunch_nothing(uint32_t blockDim, aclrtStream stream, void *x, uint32_t n);" in (
-        header.read_text()
-    )
+    assert (
+        "uint32_t aclrtlaunch_nothing(uint32_t blockDim, aclrtStream stream, void *x, uint32_t n);"
+    ) in (header.read_text())
     lists = sources / "CMakeLists.txt"
     text = lists.read_text()
     assert "if(NOT CMAKE_BUILD_TYPE)" in text
@@ -119,7 +152,10 @@ def test_the_merge_wants_a_build_type_which_our_cmake_sets(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kernel", "why"),
     [
-        (SMALL.replace("KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);", ""), "nothing: kernel type not declared"),
+        (
+            SMALL.replace("KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);", ""),
+            "nothing: kernel type not declared",
+        ),
         (SMALL.replace("uint32_t n", "uint64_t n"), "a launch takes addresses and uint32_t"),
     ],
 )
@@ -128,13 +164,18 @@ def test_entry_points_that_cannot_be_launched(tmp_path: Path, kernel: str, why: 
 
 
 @pytest.mark.parametrize(
-    ("version", "why"), [("8.3.RC1", "CANN 8.3.RC1: the kernels need 8.5.0 or later"), ("", "says which CANN it is")]
+    ("version", "why"),
+    [("8.3.RC1", "CANN 8.3.RC1: the kernels need 8.5.0 or later"), ("", "says which CANN it is")],
 )
-def test_build_sh_stops_at_a_toolkit_that_is_too_old(tmp_path: Path, version: str, why: str) -> None:
+def test_build_sh_stops_at_a_toolkit_that_is_too_old(
+    tmp_path: Path, version: str, why: str
+) -> None:
     home = tmp_path / "cann"
     home.mkdir()
     (home / "version.info").write_text(f"Version={version}\n")
-    done = toolkit.installed().build(toolkit.tree(tmp_path / "tree"), tmp_path / "out", ASCEND_HOME_PATH=str(home))
+    done = toolkit.installed().build(
+        toolkit.tree(tmp_path / "tree"), tmp_path / "out", ASCEND_HOME_PATH=str(home)
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("build.sh: ")
     assert why in done.stderr

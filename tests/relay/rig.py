@@ -15,18 +15,18 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, UserKey
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 from tests.models import events, tiny_config, tiny_model
 
 USER = UserKey("", "u")
@@ -40,7 +40,9 @@ def tokens(num: int, seed: int = 0) -> Tokens:
 
 
 def tokenized(history: Events) -> Tokens:
-    return tokenize(history, VOCABULARY, 3, max_tokens=2000, cut_step_tokens=16, refuse_unknown=True)
+    return tokenize(
+        history, VOCABULARY, 3, max_tokens=2000, cut_step_tokens=16, reject_unknown=True
+    )
 
 
 @dataclass
@@ -53,15 +55,26 @@ class Bench:
     dram: DramStore | None
     errors: list[str]
 
-    async def rank(self, history: Tokens, user: UserKey = USER, budget_s: float = 30.0) -> tuple[Lease, F32]:
+    async def rank(
+        self, history: Tokens, user: UserKey = USER, budget_s: float = 30.0
+    ) -> tuple[Lease, F32]:
         deadline_at = time.monotonic() + budget_s
         async with self.relay.lease(user, history, len(CANDIDATES), deadline_at) as lease:
-            work = RankPass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
+            work = RankPass(
+                history,
+                lease.first_token,
+                CANDIDATES,
+                1_700_000_000,
+                cached=lease.cached,
+                keep=lease.keep,
+            )
             scored = await self.engine.rank(work, deadline_at)
         return lease, scored.logits
 
     async def cold(self, history: Tokens) -> F32:
-        return (await self.engine.rank(RankPass(history, 0, CANDIDATES, 1_700_000_000), float("inf"))).logits
+        return (
+            await self.engine.rank(RankPass(history, 0, CANDIDATES, 1_700_000_000), float("inf"))
+        ).logits
 
     async def idle(self) -> None:
         """Every producer and spill has ended."""
@@ -92,21 +105,34 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    num_pages: int = 32, dram_pages: int = 32, max_inflight: int = 8, streams: int = 1, **config: object
+    num_pages: int = 32,
+    dram_pages: int = 32,
+    max_inflight: int = 8,
+    streams: int = 1,
+    **config: object,
 ) -> AsyncIterator[Bench]:
     shape = tiny_config()
-    layout = KVLayout(num_layers=shape.num_layers, num_heads=2, qk_dim=8, v_dim=16, page_tokens=PAGE_TOKENS)
+    layout = KVLayout(
+        num_layers=shape.num_layers, num_heads=2, qk_dim=8, v_dim=16, page_tokens=PAGE_TOKENS
+    )
     cpu = torch.device("cpu")
     arena = KVArena(layout, num_pages, cpu)
     engine = RankEngine(
-        tiny_model(), CPUBackend(), Scheduler(SchedulerConfig(streams=streams, prefill_chunk_tokens=64)), arena
+        tiny_model(),
+        CPUBackend(),
+        Scheduler(SchedulerConfig(streams=streams, prefill_chunk_tokens=64)),
+        arena,
     )
     relay_config = RelayConfig(**config)  # type: ignore[arg-type]
     pool = PrefixPool(arena, num_pages * layout.page_bytes, relay_config.t_life_s, time.monotonic)
     dram = None
     if dram_pages:
         dram = DramStore(
-            KVArena(layout, dram_pages, cpu), ttl_s=60.0, ttl_jitter_ratio=0.1, seed=0, clock=time.monotonic
+            KVArena(layout, dram_pages, cpu),
+            ttl_s=60.0,
+            ttl_jitter_ratio=0.1,
+            seed=0,
+            clock=time.monotonic,
         )
     trigger = TriggerConfig(min_prefix_tokens=4, max_inflight=max_inflight, policy="always")
     relay = Relay(relay_config, trigger, engine, Tiers(pool, dram), "v1")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason, Verdict
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.lookup import (
@@ -36,7 +36,7 @@ from npu_gr.relay.lookup import (
     longest,
     longest_producer,
 )
-from npu_gr.relay.producers import Producer, ProducerKind, ProducerState
+from npu_gr.relay.prefill_manager import PrefillJob, PrefillKind, PrefillState
 from tests.relay.rig import bench, tokens
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
@@ -48,7 +48,9 @@ def key(num_tokens: int, seed: int = 0) -> PrefixKey:
 
 
 def resident(num_tokens: int, seed: int = 0) -> PrefixEntry:
-    pool = PrefixPool(KVArena(LAYOUT, 64, torch.device("cpu")), 64 * LAYOUT.page_bytes, 1.0, lambda: 0.0)
+    pool = PrefixPool(
+        KVArena(LAYOUT, 64, torch.device("cpu")), 64 * LAYOUT.page_bytes, 1.0, lambda: 0.0
+    )
     return pool.reserve(key(num_tokens, seed), num_tokens)
 
 
@@ -60,14 +62,14 @@ def copied(num_tokens: int) -> DramEntry:
 
 def producer(
     num_tokens: int = 100,
-    kind: ProducerKind = ProducerKind.PREFILL,
-    state: ProducerState = ProducerState.RUNNING,
+    kind: PrefillKind = PrefillKind.PREFILL,
+    state: PrefillState = PrefillState.RUNNING,
     joiners: int = 0,
-) -> Producer:
-    async def fill(_: Producer) -> None:
+) -> PrefillJob:
+    async def fill(_: PrefillJob) -> None:
         raise AssertionError("it is not run")
 
-    made = Producer(resident(num_tokens), kind, fill, JobOrder(0.0), state)
+    made = PrefillJob(resident(num_tokens), kind, fill, JobOrder(0.0), state)
     made.joiners = joiners
     return made
 
@@ -78,7 +80,9 @@ ENTRY, COPY = resident(60), copied(70)
 def test_what_is_nearer_wins() -> None:
     running = producer()
     for entry, each, copy in itertools.product((ENTRY, None), (running, None), (COPY, None)):
-        got = choose(Existing(entry, each, copy, copy_pays=True, why_missing=Reason.EXPIRED), 100, 64)
+        got = choose(
+            Existing(entry, each, copy, copy_pays=True, why_missing=Reason.EXPIRED), 100, 64
+        )
         if entry is not None:
             assert got == UseResident(ENTRY)
         elif each is not None:
@@ -91,22 +95,24 @@ def test_a_copy_that_does_not_pay_is_left() -> None:
     assert choose(Existing(copy=COPY), 100, 64) == ComputeAll(Reason.RELOAD_SLOWER)
 
 
-@pytest.mark.parametrize("state", [ProducerState.RUNNING, ProducerState.DESERTED])
-def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: ProducerState) -> None:
+@pytest.mark.parametrize("state", [PrefillState.RUNNING, PrefillState.DESERTED])
+def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: PrefillState) -> None:
     adoptable = producer(state=state)
     assert choose(Existing(producer=adoptable), 100, 64) == AdoptPrefill(adoptable)
     for other in (
         producer(60, state=state),  # of the beginning of the history
-        producer(kind=ProducerKind.RELOAD, state=state),
-        producer(state=ProducerState.STOPPING),  # for another rank
-        producer(state=ProducerState.ADOPTED),
+        producer(kind=PrefillKind.RELOAD, state=state),
+        producer(state=PrefillState.STOPPING),  # for another rank
+        producer(state=PrefillState.ADOPTED),
         producer(state=state, joiners=1),
     ):
         assert choose(Existing(producer=other), 100, 64) == JoinProducer(other)
 
 
 def test_a_producer_has_a_limited_number_of_joiners() -> None:
-    assert choose(Existing(producer=producer(joiners=64)), 100, 64) == ComputeAll(Reason.REJECTED_LOAD)
+    assert choose(Existing(producer=producer(joiners=64)), 100, 64) == ComputeAll(
+        Reason.REJECTED_LOAD
+    )
 
 
 def test_the_longest_usable_prefix_counts() -> None:
@@ -140,7 +146,8 @@ async def test_what_a_rank_has_time_for() -> None:
         assert time(10.5).order_at == pytest.approx(10.05)  # its objective
         assert time(10.02).order_at == pytest.approx(10.02)  # or its deadline
         assert time(10.5).patience_s == pytest.approx(0.5 - 0.1 - 2 * MARGIN_S)
-        assert time(10.08).patience_s == pytest.approx(0.08 - MARGIN_S)  # no time to do without: until the end
+        # no time to do without: until the end
+        assert time(10.08).patience_s == pytest.approx(0.08 - MARGIN_S)
         assert time(9.0).patience_s == 0.0
         assert time(10.5).first_token == 0
         assert time(10.05).first_token == 60  # 40 ms for 40 tokens
@@ -152,7 +159,9 @@ async def test_what_a_rank_has_time_for() -> None:
 
 
 @given(left=st.floats(0, 2), a1=st.floats(0, 0.01))
-def test_after_waiting_there_is_time_to_do_without_or_no_time_was_there(left: float, a1: float) -> None:
+def test_after_waiting_there_is_time_to_do_without_or_no_time_was_there(
+    left: float, a1: float
+) -> None:
     class Idle:
         cost = CostModel(0.0, a1, 0.0, 0.0, 0.0)
         queue_s = 0.0
@@ -195,7 +204,11 @@ def test_the_oldest_is_forgotten_and_a_reload_changes_the_limit() -> None:
     signals = LastSignals(settings)
     for user in (A, B, A, C):  # A came again after B
         signals.remember(user, Verdict.PREINFER, 0.0)
-    assert [signals.why_missing(user) for user in (A, B, C)] == [Reason.EXPIRED, Reason.NO_SIGNAL, Reason.EXPIRED]
+    assert [signals.why_missing(user) for user in (A, B, C)] == [
+        Reason.EXPIRED,
+        Reason.NO_SIGNAL,
+        Reason.EXPIRED,
+    ]
     settings.relay = RelayConfig(max_remembered=100)
     signals.remember(B, Verdict.PREINFER, 0.0)
     assert signals.why_missing(A) is Reason.EXPIRED

@@ -14,7 +14,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Brownout, Outcome, Reason, Verdict
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 
@@ -32,7 +32,11 @@ async def test_every_outcome_gives_the_cold_scores() -> None:
         assert b.relay.signal(USER, history) is Verdict.PREINFER
         assert b.relay.signal(USER, history) is Verdict.ALREADY_RUNNING
         lease, scores = await b.rank(history)
-        assert (lease.outcome, lease.reason, lease.cached) == (Outcome.MISS_FULL, Reason.NOT_BEGUN, None)
+        assert (lease.outcome, lease.reason, lease.cached) == (
+            Outcome.MISS_FULL,
+            Reason.NOT_BEGUN,
+            None,
+        )
         assert same(scores, want)
 
         assert b.relay.signal(USER, history) is Verdict.ALREADY_RESIDENT
@@ -123,7 +127,8 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
             await asyncio.sleep(0.01)
             own = asyncio.create_task(b.rank(long, budget_s=60.0))
             await asyncio.sleep(0.05)
-            later = asyncio.create_task(b.rank(other, UserKey("", "w")))  # must be done sooner, is wanted later
+            # must be done sooner, is wanted later
+            later = asyncio.create_task(b.rank(other, UserKey("", "w")))
             await asyncio.sleep(0.01)
         assert (await own)[0].reason is Reason.NOT_BEGUN
         await later
@@ -181,7 +186,9 @@ async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None
                 rank.cancel()
             await asyncio.sleep(0.01)
         results = await asyncio.gather(*ranks, return_exceptions=True)
-        assert [isinstance(r, asyncio.CancelledError) for r in results] == [True] * num_gone + [False] * (20 - num_gone)
+        assert [isinstance(r, asyncio.CancelledError) for r in results] == [True] * num_gone + [
+            False
+        ] * (20 - num_gone)
         assert sum(encoded) == len(history)
         want, outcomes = await b.cold(history), Counter[Outcome]()
         for result in results[num_gone:]:
@@ -195,7 +202,10 @@ async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None
 
 
 async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
-    """It comes while the second chunk of four runs; what follows is one pass, whose prefix the next rank reads."""
+    """It comes while the second chunk of four runs.
+
+    What follows is one pass, whose prefix the next rank reads.
+    """
     async with bench(dram_pages=0) as b:
         history, ran, run = tokens(230), list[tuple[int, int]](), b.engine.forward
         reached, go = threading.Event(), threading.Event()
@@ -279,7 +289,11 @@ async def test_switched_off_it_only_ranks() -> None:
         history = tokens(50)
         assert b.relay.signal(USER, history) is Verdict.SKIP_DISABLED
         lease, scores = await b.rank(history)
-        assert (lease.outcome, lease.reason, lease.keep) == (Outcome.MISS_FULL, Reason.DISABLED, None)
+        assert (lease.outcome, lease.reason, lease.keep) == (
+            Outcome.MISS_FULL,
+            Reason.DISABLED,
+            None,
+        )
         assert same(scores, await b.cold(history))
 
 
@@ -287,7 +301,9 @@ async def test_switched_off_it_only_ranks() -> None:
     ("signal", "reason"),
     [(lambda: tokens(3), Reason.NOT_AT_RISK), (lambda: tokens(600), Reason.REJECTED_FOOTPRINT)],
 )
-async def test_a_refused_signal_explains_the_miss(signal: Callable[[], Tokens], reason: Reason) -> None:
+async def test_a_rejected_signal_explains_the_miss(
+    signal: Callable[[], Tokens], reason: Reason
+) -> None:
     async with bench() as b:
         history = signal()
         b.relay.signal(USER, history)

@@ -1,4 +1,7 @@
-"""What a signal was promised holds; and whoever has fewer pre-infers at work than its share gets its turn."""
+"""What a signal was promised holds.
+
+And whoever has fewer pre-infers at work than its share gets its turn.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from hypothesis import strategies as st
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.instance import SimulatedInstance
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-4, b0_s=1e-5, kv_token_bytes=64)
 PREFIX = SimulatedPrefix(100, 1000, 64)  # takes 11 ms
@@ -35,7 +38,9 @@ async def instance(prefixes: int, **trigger: object) -> AsyncIterator[SimulatedI
             device=DEVICE,
             trigger=TriggerConfig(policy="always", min_prefix_tokens=1, **trigger),  # type: ignore[arg-type]
             brownout=BrownoutConfig(enabled=False),
-            kv=KVConfig(hbm_bytes=prefixes * PAGES_OF_ONE * 64 * 64, dram_bytes=4 * PAGES_OF_ONE * 64 * 64),
+            kv=KVConfig(
+                hbm_bytes=prefixes * PAGES_OF_ONE * 64 * 64, dram_bytes=4 * PAGES_OF_ONE * 64 * 64
+            ),
         ),
         DEVICE,
         "one",
@@ -46,14 +51,20 @@ async def instance(prefixes: int, **trigger: object) -> AsyncIterator[SimulatedI
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["signal", "signal", "rank"]), st.integers(0, 7), st.sampled_from([0.0, 0.1, 4.0])),
+    st.tuples(
+        st.sampled_from(["signal", "signal", "rank"]),
+        st.integers(0, 7),
+        st.sampled_from([0.0, 0.1, 4.0]),
+    ),
     max_size=60,
 )
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(STEPS)
-def test_a_signal_that_promises_a_prefix_keeps_it_for_as_long_as_it_says(steps: list[tuple[str, int, float]]) -> None:
+def test_a_signal_that_promises_a_prefix_keeps_it_for_as_long_as_it_says(
+    steps: list[tuple[str, int, float]],
+) -> None:
     """Alone on the instance: until its rank comes, or the time is up, whoever else signals or ranks."""
 
     async def work() -> None:
@@ -73,12 +84,16 @@ def test_a_signal_that_promises_a_prefix_keeps_it_for_as_long_as_it_says(steps: 
                 await asyncio.sleep(after_s)
                 for user, until_at in promised.items():
                     if loop.time() < until_at:
-                        assert one.tiers.pool.find(user, "simulated", one.tiers.pool.arena.layout.layout_id)
+                        assert one.tiers.pool.find(
+                            user, "simulated", one.tiers.pool.arena.layout.layout_id
+                        )
 
     clock.run(work())
 
 
-def test_a_tenant_with_fewer_at_work_than_its_share_starts_one_and_the_other_s_youngest_gives_way() -> None:
+def test_a_tenant_with_fewer_at_work_than_its_share_starts_one_and_the_other_s_youngest_gives_way() -> (
+    None
+):
     async def work() -> None:
         async with instance(640, max_inflight=4) as one:
             flood = [one.relay.signal(UserKey("e", str(n)), PREFIX) for n in range(5)]
@@ -114,7 +129,9 @@ def test_a_pre_infer_that_a_rank_waits_for_does_not_give_way() -> None:
             longer = SimulatedPrefix(110, 1000, 64)  # it continues the prefix, so it joins
 
             async def rank() -> Outcome:
-                async with one.relay.lease(UserKey("e", "1"), longer, 100, loop.time() + 1.0) as lease:
+                async with one.relay.lease(
+                    UserKey("e", "1"), longer, 100, loop.time() + 1.0
+                ) as lease:
                     return lease.outcome
 
             joined = loop.create_task(rank())
@@ -140,6 +157,8 @@ def test_the_device_takes_the_prefills_of_tenants_in_turn(tenant: str) -> None:
             user = UserKey(tenant, "late")
             assert one.relay.signal(user, PREFIX) is Verdict.PREINFER
             await asyncio.sleep(0.03)  # enough for the one that runs, and for its own
-            return bool(one.tiers.pool.find(user, "simulated", one.tiers.pool.arena.layout.layout_id))
+            return bool(
+                one.tiers.pool.find(user, "simulated", one.tiers.pool.arena.layout.layout_id)
+            )
 
     assert clock.run(work()) == (tenant == "v")

@@ -1,6 +1,7 @@
 """The trigger is arithmetic: one cause a verdict, in a fixed order, monotone in what is left, and within its rate.
 
-Together the tenants never exceed the rate; one alone has all of it; one within its share is never refused.
+Together the tenants never exceed the rate; one alone has all of it; one within its share is never
+rejected.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ seconds = st.floats(0, 0.2)
 
 
 def verdict(
-    tokens: int = 10, forecast: Forecast = LATE, room: Headroom = ROOMY, config: TriggerConfig = CONFIG
+    tokens: int = 10,
+    forecast: Forecast = LATE,
+    room: Headroom = ROOMY,
+    config: TriggerConfig = CONFIG,
 ) -> Verdict:
     return decide(tokens, forecast, room, config, None, "")
 
@@ -53,7 +57,10 @@ def test_one_cause_each() -> None:
     assert verdict() is Verdict.PREINFER
     assert verdict(9) is Verdict.SKIP_NOT_AT_RISK
     assert verdict(forecast=IN_TIME) is Verdict.SKIP_NOT_AT_RISK
-    assert verdict(forecast=IN_TIME, config=TriggerConfig(min_prefix_tokens=10, policy="always")) is Verdict.PREINFER
+    assert (
+        verdict(forecast=IN_TIME, config=TriggerConfig(min_prefix_tokens=10, policy="always"))
+        is Verdict.PREINFER
+    )
     assert verdict(room=ROOMY._replace(inflight=2)) is Verdict.SKIP_LOAD
     assert verdict(room=ROOMY._replace(available_bytes=99)) is Verdict.SKIP_FOOTPRINT
     empty = OneBucket()
@@ -70,20 +77,30 @@ def test_who_has_its_share_of_what_is_used_up_is_told_so() -> None:
     assert verdict(room=whole) is Verdict.PREINFER  # a share is no limit where nothing is used up
 
 
-def test_what_is_refused_for_another_reason_takes_nothing_from_the_rate() -> None:
+def test_what_is_rejected_for_another_reason_takes_nothing_from_the_rate() -> None:
     bucket = OneBucket()
     assert decide(10, LATE, ROOMY._replace(inflight=2), CONFIG, bucket, "") is Verdict.SKIP_LOAD
     assert decide(10, LATE, ROOMY, CONFIG, bucket, "") is Verdict.PREINFER
 
 
-@given(tokens=st.integers(0, 30), inflight=st.integers(0, 4), free=st.integers(0, 50), need=st.integers(0, 50))
+@given(
+    tokens=st.integers(0, 30),
+    inflight=st.integers(0, 4),
+    free=st.integers(0, 50),
+    need=st.integers(0, 50),
+)
 def test_more_room_never_takes_a_yes_back(tokens: int, inflight: int, free: int, need: int) -> None:
     if verdict(tokens, room=Headroom(inflight, free, need)) is Verdict.PREINFER:
-        assert verdict(tokens + 1, room=Headroom(max(0, inflight - 1), free + 1, need)) is Verdict.PREINFER
+        assert (
+            verdict(tokens + 1, room=Headroom(max(0, inflight - 1), free + 1, need))
+            is Verdict.PREINFER
+        )
 
 
 @given(queue=seconds, full=seconds, residual=seconds, more=seconds)
-def test_risk_grows_with_whatever_takes_time(queue: float, full: float, residual: float, more: float) -> None:
+def test_risk_grows_with_whatever_takes_time(
+    queue: float, full: float, residual: float, more: float
+) -> None:
     if at_risk(Forecast(queue, full, residual), 0.05, 0.005):
         assert at_risk(Forecast(queue + more, full, residual), 0.05, 0.005)
         assert at_risk(Forecast(queue, full + more, residual), 0.05, 0.005)
@@ -98,7 +115,12 @@ def test_the_paper_s_example() -> None:
     assert admitted_rate(l_max, 0.3, 200.0) == 200.0
 
 
-@given(hbm=st.integers(1, 10**9), kv=st.integers(1, 10**6), t_life=st.floats(0.01, 10), q_m=st.floats(0.1, 1e4))
+@given(
+    hbm=st.integers(1, 10**9),
+    kv=st.integers(1, 10**6),
+    t_life=st.floats(0.01, 10),
+    q_m=st.floats(0.1, 1e4),
+)
 def test_more_memory_or_smaller_prefixes_never_lower_what_is_admitted(
     hbm: int, kv: int, t_life: float, q_m: float
 ) -> None:
@@ -108,8 +130,14 @@ def test_more_memory_or_smaller_prefixes_never_lower_what_is_admitted(
     assert admitted_rate(live_limit(hbm, max(1, kv // 2)), t_life, q_m) >= rate
 
 
-@given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=200), rate=st.floats(0.5, 50), burst=st.floats(0, 10))
-def test_a_bucket_never_gives_more_than_its_rate_and_burst(gaps: list[float], rate: float, burst: float) -> None:
+@given(
+    gaps=st.lists(st.floats(0, 1), min_size=1, max_size=200),
+    rate=st.floats(0.5, 50),
+    burst=st.floats(0, 10),
+)
+def test_a_bucket_never_gives_more_than_its_rate_and_burst(
+    gaps: list[float], rate: float, burst: float
+) -> None:
     bucket, now_at, taken = TokenBucket(rate, burst), 0.0, 0
     for gap in gaps:
         now_at += gap
@@ -120,14 +148,22 @@ def test_a_bucket_never_gives_more_than_its_rate_and_burst(gaps: list[float], ra
 
 
 @given(copy=st.floats(0, 1), compute=st.floats(0, 1), budget=st.floats(-1, 1))
-def test_a_reload_never_costs_more_than_it_saves(copy: float, compute: float, budget: float) -> None:
+def test_a_reload_never_costs_more_than_it_saves(
+    copy: float, compute: float, budget: float
+) -> None:
     assert reload_pays(copy, compute, budget) == (copy <= compute and copy <= budget)
 
 
-def taken(rates: TenantRates, clock: Clock, seconds: float, every_s: dict[str, float]) -> dict[str, tuple[int, int]]:
+def taken(
+    rates: TenantRates, clock: Clock, seconds: float, every_s: dict[str, float]
+) -> dict[str, tuple[int, int]]:
     """Let each tenant ask at its pace; returns how often each asked, and how often it got one."""
     counts = dict.fromkeys(every_s, (0, 0))
-    due = sorted((n * gap_s, tenant) for tenant, gap_s in every_s.items() for n in range(int(seconds / gap_s)))
+    due = sorted(
+        (n * gap_s, tenant)
+        for tenant, gap_s in every_s.items()
+        for n in range(int(seconds / gap_s))
+    )
     began_at = clock.now_at
     for at, tenant in due:
         clock.now_at = began_at + at
@@ -166,7 +202,9 @@ def test_the_rate_is_shared_by_weight() -> None:
     st.floats(0.5, 50),
     st.floats(0, 10),
 )
-def test_all_together_never_exceed_the_rate(asks: list[tuple[int, float]], rate: float, burst: float) -> None:
+def test_all_together_never_exceed_the_rate(
+    asks: list[tuple[int, float]], rate: float, burst: float
+) -> None:
     clock = Clock()
     rates = TenantRates(rate, burst, clock)
     count = 0

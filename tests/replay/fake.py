@@ -33,7 +33,10 @@ def ranked(body: dict[str, Any], **values: Any) -> web.Response:
 def plain(body: dict[str, Any]) -> dict[str, Any]:
     """The body with its raw columns as lists."""
     for name in body.keys() & {"history", "events"}:
-        body[name] = {key: _read(value, "<i2" if key == "actions" else "<i8") for key, value in body[name].items()}
+        body[name] = {
+            key: _read(value, "<i2" if key == "actions" else "<i8")
+            for key, value in body[name].items()
+        }
     for name in body.keys() & {"candidates", "allow_items", "deny_items"}:
         body[name] = _read(body[name])
     return body

@@ -19,7 +19,13 @@ SLO_S = 0.05
 
 
 def run(
-    folder: Path, *, slower: float = 1.0, shift: float = 0.0, num: int = 4000, seed: int = 0, values: bool = True
+    folder: Path,
+    *,
+    slower: float = 1.0,
+    shift: float = 0.0,
+    num: int = 4000,
+    seed: int = 0,
+    values: bool = True,
 ) -> Path:
     """Answers whose latencies are noise of the run's own times what is hard in the log."""
     log, own = np.random.default_rng(7), np.random.default_rng(seed)
@@ -51,7 +57,11 @@ def test_a_run_against_itself_differs_in_nothing(tmp_path: Path) -> None:
     assert found.is_paired
     assert all((row.ratio, row.low, row.high) == (1.0, 1.0, 1.0) for row in found.ratios)
     assert (found.drift.num_compared, found.drift.num_same_digest) == (3920, 3920)
-    assert (found.drift.max_drift, found.drift.same_first_ratio, found.drift.top_overlap) == (0.0, 1.0, 1.0)
+    assert (found.drift.max_drift, found.drift.same_first_ratio, found.drift.top_overlap) == (
+        0.0,
+        1.0,
+        1.0,
+    )
 
 
 def test_a_slowdown_is_found_with_an_interval_that_does_not_reach_one(tmp_path: Path) -> None:
@@ -96,7 +106,10 @@ def test_drift_is_in_standard_deviations_of_the_request(tmp_path: Path) -> None:
 
 
 def test_the_command_fails_where_it_was_asked_to(tmp_path: Path) -> None:
-    a, b = run(tmp_path / "a", num=300), run(tmp_path / "b", shift=1e-2, slower=2.0, num=300, seed=1)
+    a, b = (
+        run(tmp_path / "a", num=300),
+        run(tmp_path / "b", shift=1e-2, slower=2.0, num=300, seed=1),
+    )
 
     def code(*words: str) -> int:
         return CliRunner().invoke(main, ["replay", "compare", str(a), *words]).exit_code
@@ -110,8 +123,14 @@ def test_the_command_fails_where_it_was_asked_to(tmp_path: Path) -> None:
 
 def test_digests_tell_answers_apart() -> None:
     base = digest({"a": [1.0, None], "b": [2.0]})
-    assert base == digest({"b": np.array([2.0], np.float32), "a": np.array([1.0, np.nan], np.float32)})
-    others: list[TaskScores] = [{"a": [1.0], "b": [2.0]}, {"a": [1.0, 0.0], "b": [2.0]}, {"a": [1.0, None], "c": [2.0]}]
+    assert base == digest(
+        {"b": np.array([2.0], np.float32), "a": np.array([1.0, np.nan], np.float32)}
+    )
+    others: list[TaskScores] = [
+        {"a": [1.0], "b": [2.0]},
+        {"a": [1.0, 0.0], "b": [2.0]},
+        {"a": [1.0, None], "c": [2.0]},
+    ]
     assert base not in [digest(scores) for scores in others]
     assert digest({"": [1.0]}, [5]) != digest({"": [1.0]}, [6])
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import read, write
 
@@ -28,7 +28,9 @@ def ratings() -> Interactions:
     )
 
 
-CATALOGUE = ModelVocabulary(item_ids=np.arange(NUM_ITEMS, dtype=np.int64), action_values=(1.0, 2.0, 3.0, 4.0, 5.0))
+CATALOGUE = ModelVocabulary(
+    item_ids=np.arange(NUM_ITEMS, dtype=np.int64), action_values=(1.0, 2.0, 3.0, 4.0, 5.0)
+)
 
 
 def test_ratings_become_ranks_with_events_that_follow(tmp_path: Path) -> None:
@@ -45,7 +47,11 @@ def test_ratings_become_ranks_with_events_that_follow(tmp_path: Path) -> None:
         for rank, event in zip(own[::2], own[1::2], strict=True):
             assert event.events is not None
             items = event.events.events().items.tolist()
-            clicked = [item for item, label in zip(rank.candidate_ids(), rank.labels["click"], strict=True) if label]
+            clicked = [
+                item
+                for item, label in zip(rank.candidate_ids(), rank.labels["click"], strict=True)
+                if label
+            ]
             assert sorted(items) == sorted(clicked)
             assert len(rank.candidate_ids()) == 100
             happened += items

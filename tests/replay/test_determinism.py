@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
@@ -37,7 +37,9 @@ def log() -> list[QueryRecord]:
                     ts=len(records) * 0.01,
                     kind="rank",
                     user_id=f"u{user}",
-                    history=LoggedHistory.of(replace(history, items=history.items + FIRST_ID)[:length]),
+                    history=LoggedHistory.of(
+                        replace(history, items=history.items + FIRST_ID)[:length]
+                    ),
                     candidates=(random.choice(40, 12, replace=False) + FIRST_ID).tolist(),
                     timestamp=2_000_000_000,
                 )
@@ -48,14 +50,16 @@ def log() -> list[QueryRecord]:
 async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any) -> Report:
     """One run on a fresh service; its answers are in folder / name."""
     (folder / name).mkdir()
-    sections = {"slo": {"rank_s": 10.0}, **sections}  # a slow machine refuses nothing
+    sections = {"slo": {"rank_s": 10.0}, **sections}  # a slow machine rejects nothing
     async with serving(folder, watched=False, **sections) as (client, service):
         service.versions.ranker().engine.copy_bytes_per_s = float(
             "inf"
         )  # on a busy machine a reload may not seem to pay
         serve = service.serve
 
-        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
+        async def spilled(
+            kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
+        ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
             answer = await serve(kind, request, budget_s, permit)
             await service.versions.ranker().relay.settled()
@@ -72,7 +76,8 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
 async def test_scores_are_the_same_on_every_path_and_in_every_run(tmp_path: Path) -> None:
     paths: dict[str, dict[str, Any]] = {"cold": COLD, "hbm": HBM, "dram": DRAM}
     for name, sections in paths.items():
-        lead = {"signal_lead_s": 0.0} if name == "hbm" else {}  # a signal would bring it back to HBM first
+        # a signal would bring it back to HBM first
+        lead = {"signal_lead_s": 0.0} if name == "hbm" else {}
         reports = [await run(tmp_path, f"{name}{again}", sections, **lead) for again in (1, 2)]
         outcomes = reports[0].outcomes
         if name == "cold":
@@ -80,7 +85,10 @@ async def test_scores_are_the_same_on_every_path_and_in_every_run(tmp_path: Path
         else:
             assert outcomes.get(f"{name}_hit", 0) >= USERS, (outcomes, reports[0].reasons)
         twice = compare(tmp_path / f"{name}1", tmp_path / f"{name}2", 1.0).drift
-        assert (twice.num_compared, twice.max_drift) == (USERS * VISITS, 0.0) or twice.max_drift < 1e-5
+        assert (twice.num_compared, twice.max_drift) == (
+            USERS * VISITS,
+            0.0,
+        ) or twice.max_drift < 1e-5
     for name in ("hbm", "dram"):
         drift = compare(tmp_path / "cold1", tmp_path / f"{name}1", 1.0).drift
         assert drift.num_compared == drift.num_with_values == USERS * VISITS

@@ -29,7 +29,8 @@ def unpacked(folder: Path) -> bytes:
     """All files of a folder, whatever packs them."""
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return b"\n".join(
-        b"\n".join(raw_lines(path)) if path.name.startswith("traffic-") else path.read_bytes() for path in found
+        b"\n".join(raw_lines(path)) if path.name.startswith("traffic-") else path.read_bytes()
+        for path in found
     )
 
 
@@ -110,7 +111,9 @@ def test_a_file_with_nobody_else_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_is_no_record_is_removed_because_nobody_knows_whose_it_is(tmp_path: Path, suffix: str) -> None:
+def test_what_is_no_record_is_removed_because_nobody_knows_whose_it_is(
+    tmp_path: Path, suffix: str
+) -> None:
     path = recorded(tmp_path, users="clear", suffix=suffix)
     if suffix == ".jsonl":
         path.write_bytes(path.read_bytes() + b'{"user_id": "anna", "ts')
@@ -124,16 +127,18 @@ def test_what_is_no_record_is_removed_because_nobody_knows_whose_it_is(tmp_path:
     assert {record.user_id for record in read(path)} <= {"bert", "carl"}
 
 
-def test_a_full_disk_leaves_the_file_whole_and_the_user_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_whole_and_the_user_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = recorded(tmp_path, users="clear", suffix=".jsonl")
     before = path.read_bytes()
     erase(tmp_path, "anna")
 
-    def refuse(_: int) -> None:
+    def reject(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", refuse)
+        full.setattr(os, "fsync", reject)
         done = purge.purge(tmp_path)
     assert len(done.failed) == 1
     assert "No space left" in done.failed[0]
@@ -144,19 +149,23 @@ def test_a_full_disk_leaves_the_file_whole_and_the_user_hidden(tmp_path: Path, m
     assert purge.purge(tmp_path).num_removed == 3
 
 
-async def test_an_erasure_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_erasure_that_cannot_be_listed_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded(tmp_path, users="clear")
     one = Recorder(RecordConfig(folder=str(tmp_path), users="clear"))
 
-    def refuse(_: int) -> None:
+    def reject(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", reject)
     with pytest.raises(Unavailable, match=r"cannot forget the user.*No space left.*ask again"):
         await one.erase(UserKey("", "anna"))
 
 
-def test_a_list_that_was_cut_counts_what_was_acknowledged_and_a_damaged_one_hides_everything(tmp_path: Path) -> None:
+def test_a_list_that_was_cut_counts_what_was_acknowledged_and_a_damaged_one_hides_everything(
+    tmp_path: Path,
+) -> None:
     path = recorded(tmp_path, users="clear")
     erase(tmp_path, "anna", "bert")
     listed = tmp_path / erased.LIST
@@ -208,7 +217,9 @@ def test_one_purge_at_a_time_and_what_a_killed_one_left_goes(tmp_path: Path) -> 
     assert not list(tmp_path.glob(".purge-traffic*"))
 
 
-async def test_an_instance_purges_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_purges_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded(tmp_path)
     with Recorder(RecordConfig(folder=str(tmp_path))) as one:
         assert await one.erase(UserKey("", "anna"))
@@ -264,7 +275,9 @@ def test_a_file_that_is_being_written_is_its_owners_alone(tmp_path: Path) -> Non
 
 def test_the_process_says_how_it_ended(tmp_path: Path) -> None:
     def ended() -> int:
-        return subprocess.run([sys.executable, "-m", "npu_gr.replay.purge", str(tmp_path)]).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "npu_gr.replay.purge", str(tmp_path)]
+        ).returncode
 
     path = recorded(tmp_path, users="clear")
     erase(tmp_path, "anna")
@@ -274,7 +287,9 @@ def test_the_process_says_how_it_ended(tmp_path: Path) -> None:
     assert ended() == 1
 
 
-async def test_a_list_that_somebody_holds_is_no_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_list_that_somebody_holds_is_no_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded(tmp_path)
     monkeypatch.setattr(erased, "_TRIES", 2)
     one = Recorder(RecordConfig(folder=str(tmp_path)))

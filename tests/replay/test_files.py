@@ -20,7 +20,14 @@ from npu_gr.replay.plan import ReplayOptions, plan
 HISTORY = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
 RECORDS = [
     QueryRecord(ts=0.0, kind="signal", user_id="a", tenant="t", history=HISTORY),
-    QueryRecord(ts=0.5, kind="rank", user_id="a", candidates=[4, 9], labels={"click": [1, None]}, deadline_ms=50.0),
+    QueryRecord(
+        ts=0.5,
+        kind="rank",
+        user_id="a",
+        candidates=[4, 9],
+        labels={"click": [1, None]},
+        deadline_ms=50.0,
+    ),
     QueryRecord(ts=0.5, kind="events", user_id="a", events=HISTORY),
 ]
 
@@ -59,7 +66,9 @@ def test_a_file_keeps_every_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(tmp_path: Path, suffix: str) -> None:
+def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(
+    tmp_path: Path, suffix: str
+) -> None:
     lines = [b'{"ts": %d, "kind": "signal", "user_id": "u%d"}' % (i, i * i) for i in range(3000)]
     lines[1] = lines[1][:20]
     lines[7] = b"\xff\xfe"
@@ -82,7 +91,9 @@ def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(tmp_path: P
         assert "end" in cut.bad[-1]
 
 
-def test_what_is_a_little_late_is_put_in_order_and_what_is_very_late_refused(tmp_path: Path) -> None:
+def test_what_is_a_little_late_is_put_in_order_and_what_is_very_late_rejected(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log.jsonl"
     order = [(i // 100) * 100 + (99 - i % 100) for i in range(10_000)]
     write(path, (QueryRecord(ts=float(i), kind="signal", user_id="a") for i in order))
@@ -98,7 +109,13 @@ def test_a_log_of_any_length_is_planned_and_written_in_the_same_memory(tmp_path:
         path = tmp_path / f"{num}.jsonl.gz"
         record = QueryRecord(ts=0.0, kind="rank", user_id="a", candidates=[1], history=HISTORY)
         tracemalloc.start()
-        write(path, (msgspec.structs.replace(record, ts=i * 0.01, user_id=f"u{i % 1000}") for i in range(num)))
+        write(
+            path,
+            (
+                msgspec.structs.replace(record, ts=i * 0.01, user_id=f"u{i % 1000}")
+                for i in range(num)
+            ),
+        )
         options = ReplayOptions(base_url="http://127.0.0.1:1", signal_lead_s=0.05)
         assert sum(1 for _ in plan(read(path), options)) == 2 * num
         peak = tracemalloc.get_traced_memory()[1]
@@ -131,8 +148,14 @@ def test_records_are_read_in_time_order_and_ties_in_file_order(tmp_path: Path) -
         ('{"ts": 1, "kind": "events", "user_id": "a"}', "events: missing"),
         ('{"ts": 1, "kind": "look", "user_id": "a"}', "look"),
         ('{"ts": 1, "kind": "signal", "user_id": "a", "colour": 1}', "colour"),
-        ('{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": []}}', "labels.x"),
-        ('{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": [2]}}', "<= 1"),
+        (
+            '{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": []}}',
+            "labels.x",
+        ),
+        (
+            '{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": [2]}}',
+            "<= 1",
+        ),
         (
             '{"ts":1,"kind":"signal","user_id":"a","history":{"items":[1],"actions":[],"timestamps":[1]}}',
             "1, 0 and 1 entries",
@@ -141,7 +164,9 @@ def test_records_are_read_in_time_order_and_ties_in_file_order(tmp_path: Path) -
         ('{"ts": 1, "kind": "signal", "user_id": "\udcff"}', "utf-8"),
     ],
 )
-def test_a_bad_record_is_named_by_file_line_and_reason(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_bad_record_is_named_by_file_line_and_reason(
+    tmp_path: Path, line: str, reason: str
+) -> None:
     path = tmp_path / "log.jsonl"
     good = '{"ts": 0, "kind": "signal", "user_id": "a"}\n\n'
     path.write_bytes((good + line).encode(errors="surrogateescape"))
@@ -159,9 +184,13 @@ def test_a_missing_file_and_an_unknown_suffix_are_data_errors(tmp_path: Path) ->
 
 @pytest.mark.parametrize("cut", [0.3, 0.9])
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_file_that_was_cut_short_is_not_taken_for_the_whole(tmp_path: Path, suffix: str, cut: float) -> None:
+def test_a_file_that_was_cut_short_is_not_taken_for_the_whole(
+    tmp_path: Path, suffix: str, cut: float
+) -> None:
     path = tmp_path / f"log.jsonl{suffix}"
-    lines = b"".join(b'{"ts": %d, "kind": "signal", "user_id": "u%d"}\n' % (i, i * i) for i in range(20_000))
+    lines = b"".join(
+        b'{"ts": %d, "kind": "signal", "user_id": "u%d"}\n' % (i, i * i) for i in range(20_000)
+    )
     packed = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
     path.write_bytes(packed[: int(len(packed) * cut)])
     with pytest.raises(DataError, match=path.name):
@@ -172,11 +201,15 @@ def test_a_file_that_was_cut_short_is_not_taken_for_the_whole(tmp_path: Path, su
 def test_logs_that_were_packed_apart_and_joined_are_read_whole(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"log.jsonl{suffix}"
     pack = gzip.compress if suffix == ".gz" else zstandard.compress
-    path.write_bytes(b"".join(pack(b'{"ts": %d, "kind": "signal", "user_id": "a"}\n' % i) for i in range(3)))
+    path.write_bytes(
+        b"".join(pack(b'{"ts": %d, "kind": "signal", "user_id": "a"}\n' % i) for i in range(3))
+    )
     assert [record.ts for record in read(path)] == [0, 1, 2]
 
 
-def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def absent(name: str) -> None:
         raise ImportError(name)
 

@@ -48,7 +48,9 @@ EXAMPLES: tuple[tuple[str, Request, Answer], ...] = (
     (
         "signal",
         SignalRequest(user=USER, history=HISTORY, num_candidates=7),
-        SignalAnswer(verdict=Verdict.PREINFER, model_version="v", history=REPORT, resident_for_s=1.0),
+        SignalAnswer(
+            verdict=Verdict.PREINFER, model_version="v", history=REPORT, resident_for_s=1.0
+        ),
     ),
     (
         "rank",
@@ -102,7 +104,12 @@ EXAMPLES: tuple[tuple[str, Request, Answer], ...] = (
     (
         "recommend",
         RecommendRequest(
-            user=USER, history=HISTORY, num_items=4, num_candidates=20, exclude_seen=True, context={"page": "home"}
+            user=USER,
+            history=HISTORY,
+            num_items=4,
+            num_candidates=20,
+            exclude_seen=True,
+            context={"page": "home"},
         ),
         RecommendAnswer(
             model_version="v",
@@ -122,7 +129,11 @@ EXAMPLES: tuple[tuple[str, Request, Answer], ...] = (
 
 
 def written(
-    kind: str, request: Request, answer: Answer | None, key: bytes | None = None, keep_scores: bool = True
+    kind: str,
+    request: Request,
+    answer: Answer | None,
+    key: bytes | None = None,
+    keep_scores: bool = True,
 ) -> bytes:
     over = RecordedRequest(
         kind=kind,
@@ -153,7 +164,9 @@ def test_old_lines_read_back_the_same() -> None:
 
 
 def test_a_line_of_answers_keeps_its_names() -> None:
-    text = b'{"number":1,"kind":"rank","due_s":0.5,"latency_ms":2.0,"outcome":"hbm_hit","digest":"d"}'
+    text = (
+        b'{"number":1,"kind":"rank","due_s":0.5,"latency_ms":2.0,"outcome":"hbm_hit","digest":"d"}'
+    )
     line = msgspec.json.decode(text, type=AnswerLine)
     assert line.due_at == 0.5
     assert msgspec.json.encode(line) == text

@@ -20,15 +20,23 @@ from npu_gr.core.request import (
     Request,
     SignalRequest,
 )
-from npu_gr.matching.vectors import save
 from npu_gr.replay.files import read, write
-from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, REQUEST_FIELDS, SCORED, LoggedHistory, QueryRecord
+from npu_gr.replay.log import (
+    NOT_LOGGED,
+    OPTIONS,
+    RECORDED,
+    REQUEST_FIELDS,
+    SCORED,
+    LoggedHistory,
+    QueryRecord,
+)
 from npu_gr.replay.recorder import RecordedRequest, record_of
 from npu_gr.replay.requests import encode, read_answer
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 COLUMNS = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
 USER = UserKey("t", "ü")
@@ -48,7 +56,9 @@ WHOLE = HistoryRef(events=history())
 # One request of each kind, every field that a log keeps set.
 EXAMPLES: dict[str, Request] = {
     "signal": SignalRequest(user=USER, history=WHOLE, num_candidates=7),
-    "rank": RankRequest(user=USER, history=WHOLE, candidates=ids(FIRST_ID, FIRST_ID + 3), timestamp=5, top_k=1),
+    "rank": RankRequest(
+        user=USER, history=WHOLE, candidates=ids(FIRST_ID, FIRST_ID + 3), timestamp=5, top_k=1
+    ),
     "generate": GenerateRequest(
         user=USER,
         history=WHOLE,
@@ -84,7 +94,13 @@ EXAMPLES: dict[str, Request] = {
 def recorded(kind: str, request: Request) -> QueryRecord:
     """The record of a request, after a trip through the line of a log."""
     over = RecordedRequest(
-        kind=kind, arrived_at=ARRIVED_AT, took_s=0.01, budget_s=5.0, user=request.user, status=200, request=request
+        kind=kind,
+        arrived_at=ARRIVED_AT,
+        took_s=0.01,
+        budget_s=5.0,
+        user=request.user,
+        status=200,
+        request=request,
     )
     return msgspec.json.decode(msgspec.json.encode(record_of(over, None, False)), type=QueryRecord)
 
@@ -99,8 +115,8 @@ def test_a_log_keeps_every_field_of_a_request_but_versions(kind: str) -> None:
     fields = set(RECORDED[kind].request.__struct_fields__)
     options = OPTIONS[kind].__struct_fields__ if kind in OPTIONS else ()
     assert set(options) <= fields
-    left_out = fields - set(options) - set(REQUEST_FIELDS[kind]) - set(NOT_LOGGED)
-    assert all(name.endswith("_version") for name in left_out), left_out
+    skipped = fields - set(options) - set(REQUEST_FIELDS[kind]) - set(NOT_LOGGED)
+    assert all(name.endswith("_version") for name in skipped), skipped
     assert (kind in SCORED) == (RECORDED[kind].scored is not Scored.NOTHING)
 
 
@@ -120,19 +136,29 @@ def test_a_history_is_sent_as_a_delta_where_the_kind_takes_one(kind: str) -> Non
 
 
 async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path) -> None:
-    """Each request is sent to an instance that records; what it recorded is what was sent, and is answered again."""
+    """Each request is sent to an instance that records.
+
+    What it recorded is what was sent, and is answered again.
+    """
     save(make_vectors(), tmp_path / "vectors")
     sections: dict[str, Any] = {
         **section(tmp_path),
         "match": {"vectors": str(tmp_path / "vectors")},
-        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"},
+        "record": {
+            "folder": str(tmp_path / "traffic"),
+            "enabled": True,
+            "suffix": ".jsonl",
+            "users": "clear",
+        },
     }
     sent = [recorded(kind, request) for kind, request in EXAMPLES.items()]
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         for record in sent:
             kind = RECORDED[record.kind]
             headers = {"Content-Type": "application/json", "X-Request-Timeout-Ms": "30000"}
-            async with client.request(kind.method, kind.path, data=encode(record), headers=headers) as response:
+            async with client.request(
+                kind.method, kind.path, data=encode(record), headers=headers
+            ) as response:
                 content = await response.read()
                 assert response.status == kind.status, content
             answer, fingerprint = read_answer(record, content)
@@ -142,7 +168,9 @@ async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path) ->
     log = tmp_path / "log.jsonl.zst"
     write(log, read(path))
     for record, again in zip(sent, read(log), strict=True):
-        assert encode(again) == encode(record) or msgspec.json.decode(encode(again)) == plain(record)
+        assert encode(again) == encode(record) or msgspec.json.decode(encode(again)) == plain(
+            record
+        )
         assert again.answer is not None
         assert bool(again.answer.digest) == (record.kind in SCORED)
         assert bool(again.answer.fingerprint) == RECORDED[record.kind].takes_delta

@@ -21,7 +21,9 @@ from npu_gr.replay.tally import MAX_POINTS, Tally
 from tests.replay.test_report import sample
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
+browser = pytest.mark.skipif(
+    BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)"
+)
 
 OUTCOMES = ("hbm_hit", "joined", "dram_hit", "miss_full")
 PLOTS = ("Goodput against offered load", "Latency over time", "Latency, cumulative", "Outcomes")
@@ -33,7 +35,14 @@ def run(rate: float, seed: int = 0) -> Report:
     for i in range(1500):
         latency_s = float(random.lognormal(-4, 0.6))
         error = "504" if random.random() < 0.01 else ""
-        tally.add(sample(due_at=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
+        tally.add(
+            sample(
+                due_at=i / rate,
+                latency_s=latency_s,
+                error=error,
+                outcome=str(random.choice(OUTCOMES)),
+            )
+        )
     settings = {"closed": None, "rate": rate, "arrival": "poisson", "speed": 1.0, "seed": seed}
     return summarise(tally, settings)
 
@@ -76,7 +85,9 @@ def test_the_page_is_well_formed_and_loads_nothing(text: str) -> None:
 
 
 def test_the_same_figures_are_the_same_bytes_and_nothing_in_a_name_is_markup() -> None:
-    drawn = [svg(lambda axes: axes.plot([1, 2], [2, 3], label="a <b> & $x$"), "x", "y") for _ in range(2)]
+    drawn = [
+        svg(lambda axes: axes.plot([1, 2], [2, 3], label="a <b> & $x$"), "x", "y") for _ in range(2)
+    ]
     assert drawn[0] == drawn[1]
     assert "a &lt;b&gt; &amp; $x$" in drawn[0]
 
@@ -161,8 +172,20 @@ document.body.append(out);
 def look(folder: Path, text: str, *words: str) -> str:
     assert BROWSER is not None
     (folder / "page.html").write_text(text)
-    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={folder / 'profile'}"]
+    quiet = (
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+    )
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        *quiet,
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     done = subprocess.run(
         [*command, "--window-size=1400,3000", *words, f"file://{folder / 'page.html'}"],
         capture_output=True,
@@ -174,9 +197,13 @@ def look(folder: Path, text: str, *words: str) -> str:
 
 
 @browser
-def test_a_browser_draws_every_plot_with_its_words_inside_and_apart(tmp_path: Path, text: str) -> None:
+def test_a_browser_draws_every_plot_with_its_words_inside_and_apart(
+    tmp_path: Path, text: str
+) -> None:
     shown = look(tmp_path, text.replace("</body>", _PROBE + "</body>"), "--dump-dom")
-    found: dict[str, Any] = json.loads(unescape(shown.split('<pre id="probe">')[1].split("</pre>")[0]))
+    found: dict[str, Any] = json.loads(
+        unescape(shown.split('<pre id="probe">')[1].split("</pre>")[0])
+    )
     assert found["title"] == "A <title> & more"
     assert (found["loads"], found["wider"]) == (0, False)
     assert len(found["svgs"]) == 1 + 3 * 3

@@ -21,7 +21,10 @@ def options(**values: Any) -> ReplayOptions:
 
 
 def record(kind: Any, ts: float, user: str = "a", tenant: str = "") -> QueryRecord:
-    fields: dict[str, dict[str, Any]] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}
+    fields: dict[str, dict[str, Any]] = {
+        "rank": {"candidates": [1, 2]},
+        "events": {"events": EVENTS},
+    }
     return QueryRecord(ts=ts, kind=kind, user_id=user, tenant=tenant, **fields.get(kind, {}))
 
 
@@ -41,10 +44,21 @@ def test_speed_scales_gaps_but_not_the_lead() -> None:
 
 def test_a_made_signal_has_the_ranks_user_history_and_number_of_candidates() -> None:
     rank = QueryRecord(
-        ts=0, kind="rank", user_id="a", tenant="t", candidates=[5, 6], history=EVENTS, labels={"x": [1, 0]}
+        ts=0,
+        kind="rank",
+        user_id="a",
+        tenant="t",
+        candidates=[5, 6],
+        history=EVENTS,
+        labels={"x": [1, 0]},
     )
     signal = all_of([rank], options(signal_lead_s=0.1))[0].record
-    assert (signal.kind, signal.user_id, signal.tenant, signal.history) == ("signal", "a", "t", EVENTS)
+    assert (signal.kind, signal.user_id, signal.tenant, signal.history) == (
+        "signal",
+        "a",
+        "t",
+        EVENTS,
+    )
     assert len(signal.candidates) == 2
 
 
@@ -55,7 +69,10 @@ def test_a_signal_of_the_log_is_used_as_it_is_and_keeps_its_gap() -> None:
 
 
 def test_without_a_lead_only_the_logs_own_signals_are_sent() -> None:
-    assert [a.record.kind for a in all_of([record("signal", 0), record("rank", 1)], options())] == ["signal", "rank"]
+    assert [a.record.kind for a in all_of([record("signal", 0), record("rank", 1)], options())] == [
+        "signal",
+        "rank",
+    ]
     assert [a.record.kind for a in all_of([record("rank", 1)], options())] == ["rank"]
 
 
@@ -64,8 +81,12 @@ def test_a_delay_makes_ts_the_arrival_signal_at_once_rank_after_it_also_under_sp
     assert shape(all_of([late, record("rank", 110.0, "b")], options(speed=10.0))) == [
         ("signal", 0.0), ("rank", 0.4), ("rank", 1.0),
     ]  # fmt: skip
-    modelled = all_of([record("rank", float(i), f"u{i}") for i in range(4000)], options(rank_delay_s=0.1, seed=1))
-    assert [a.due_at for a in modelled if a.record.kind == "rank"] == pytest.approx([i + 0.1 for i in range(4000)])
+    modelled = all_of(
+        [record("rank", float(i), f"u{i}") for i in range(4000)], options(rank_delay_s=0.1, seed=1)
+    )
+    assert [a.due_at for a in modelled if a.record.kind == "rank"] == pytest.approx(
+        [i + 0.1 for i in range(4000)]
+    )
 
 
 def test_modelled_delays_have_their_median_and_p99_and_leave_the_logs_own_signals_alone() -> None:
@@ -76,12 +97,17 @@ def test_modelled_delays_have_their_median_and_p99_and_leave_the_logs_own_signal
     delays_s = np.array([sent_at["rank", i] - sent_at["signal", i] for i in range(4000)])
     assert np.median(delays_s) == pytest.approx(0.05, rel=0.1)
     assert np.percentile(delays_s, 99) == pytest.approx(0.2, rel=0.15)
-    assert shape(all_of([record("signal", 10.0), record("rank", 10.2)], model)) == [("signal", 0.0), ("rank", 0.2)]
+    assert shape(all_of([record("signal", 10.0), record("rank", 10.2)], model)) == [
+        ("signal", 0.0),
+        ("rank", 0.2),
+    ]
 
 
 def test_a_users_ranks_and_events_stay_in_the_logs_order_however_long_a_delay() -> None:
     late = QueryRecord(ts=0.0, kind="rank", user_id="a", candidates=[1], delay_ms=3000.0)
-    actions = all_of([late, record("events", 1.0), record("rank", 1.0, "b"), record("rank", 4.0)], options())
+    actions = all_of(
+        [late, record("events", 1.0), record("rank", 1.0, "b"), record("rank", 4.0)], options()
+    )
     assert [(a.record.kind, a.record.user_id, a.due_at) for a in actions] == [
         ("signal", "a", 0.0), ("rank", "b", 1.0), ("rank", "a", 3.0), ("events", "a", 3.0), ("rank", "a", 4.0),
     ]  # fmt: skip
@@ -143,13 +169,19 @@ def test_an_empty_log_is_an_empty_plan() -> None:
 @settings(deadline=None, max_examples=150)
 @given(
     rows=st.lists(
-        st.tuples(st.sampled_from(["rank", "signal", "events"]), st.integers(0, 5), st.sampled_from("ab")),
+        st.tuples(
+            st.sampled_from(["rank", "signal", "events"]), st.integers(0, 5), st.sampled_from("ab")
+        ),
         max_size=25,
     ),
     lead_s=st.sampled_from([None, 0.0, 0.3, 9.0]),
-    pace=st.sampled_from([{"speed": 0.5}, {"speed": 8.0}, {"rate": 3.0}, {"rate": 3.0, "arrival": "constant"}]),
+    pace=st.sampled_from(
+        [{"speed": 0.5}, {"speed": 8.0}, {"rate": 3.0}, {"rate": 3.0, "arrival": "constant"}]
+    ),
 )
-def test_invariants(rows: list[tuple[str, int, str]], lead_s: float | None, pace: dict[str, Any]) -> None:
+def test_invariants(
+    rows: list[tuple[str, int, str]], lead_s: float | None, pace: dict[str, Any]
+) -> None:
     log = [record(kind, float(ts), user) for kind, ts, user in rows]
     actions = all_of(log, options(signal_lead_s=lead_s, **pace))
     due_at = [action.due_at for action in actions]
@@ -187,8 +219,10 @@ def test_bad_options_name_the_field(values: dict[str, Any], message: str) -> Non
         options(**values)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://me:key@x", "http://x?y=1"])
-def test_a_bad_base_url_is_refused_and_not_repeated(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "http://me:key@x", "http://x?y=1"]
+)
+def test_a_bad_base_url_is_rejected_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="base_url") as caught:
         ReplayOptions(base_url=url)
     assert "key@" not in str(caught.value)

@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 from npu_gr.replay.tally import ndcg_at
 
-CASES = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, float("nan")]), st.integers(0, 1)), min_size=1, max_size=6)
+CASES = st.lists(
+    st.tuples(st.sampled_from([-1.0, 0.0, 0.5, float("nan")]), st.integers(0, 1)),
+    min_size=1,
+    max_size=6,
+)
 
 
 def orders(scores: list[float]) -> list[tuple[int, ...]]:
     """Every order that sorts the scores, best first; NaN last."""
     value = [-np.inf if isnan(score) else score for score in scores]
-    return [o for o in permutations(range(len(value))) if all(value[a] >= value[b] for a, b in pairwise(o))]
+    return [
+        o
+        for o in permutations(range(len(value)))
+        if all(value[a] >= value[b] for a, b in pairwise(o))
+    ]
 
 
 @settings(deadline=None, max_examples=200)
@@ -43,4 +51,6 @@ def test_by_hand() -> None:
 def test_a_constant_scorer_earns_what_chance_earns_wherever_the_positive_stands() -> None:
     for place in (0, 50, 99):
         labels = np.eye(100, dtype=int)[place]
-        assert ndcg_at(10, np.zeros(100), labels) == pytest.approx(sum(1 / log2(i + 2) for i in range(10)) / 100)
+        assert ndcg_at(10, np.zeros(100), labels) == pytest.approx(
+            sum(1 / log2(i + 2) for i in range(10)) / 100
+        )

@@ -1,4 +1,7 @@
-"""What was recorded is what was asked and answered; nothing waits for the disk, and every record is counted once."""
+"""What was recorded is what was asked and answered.
+
+Nothing waits for the disk, and every record is counted once.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import SignalRequest
-from npu_gr.matching.vectors import save
 from npu_gr.replay.compare import compare
 from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.log import QueryRecord, digest
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
-from tests.matching.test_fold import make_folding
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
+from tests.vector_search.test_fold import make_folding
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 HISTORY = columns(events(60))
 
@@ -38,7 +41,13 @@ def over(user: str = "a", num_events: int = 10) -> RecordedRequest:
     key = UserKey("", user)
     request = SignalRequest(user=key, history=history)
     return RecordedRequest(
-        kind="signal", arrived_at=time.time(), took_s=0.001, budget_s=1.0, user=key, status=202, request=request
+        kind="signal",
+        arrived_at=time.time(),
+        took_s=0.001,
+        budget_s=1.0,
+        user=key,
+        status=202,
+        request=request,
     )
 
 
@@ -48,28 +57,55 @@ def config(folder: Path, **values: Any) -> RecordConfig:
 
 
 def recorded(folder: Path) -> list[QueryRecord]:
-    return [record for path in sorted((folder / "traffic").glob("traffic-*")) for record in read(path)]
+    return [
+        record for path in sorted((folder / "traffic").glob("traffic-*")) for record in read(path)
+    ]
 
 
-async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "scores": True, "users": "clear"}}
-    rank = {"user_id": "a", "tenant": "t", "candidates": [FIRST_ID, FIRST_ID + 5, 7], "history": HISTORY, "top_k": 1}
+async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_same(
+    tmp_path: Path,
+) -> None:
+    sections: dict[str, Any] = {
+        "record": {"folder": str(tmp_path / "traffic"), "scores": True, "users": "clear"}
+    }
+    rank = {
+        "user_id": "a",
+        "tenant": "t",
+        "candidates": [FIRST_ID, FIRST_ID + 5, 7],
+        "history": HISTORY,
+        "top_k": 1,
+    }
     async with serving(tmp_path, **sections) as (client, _):
         assert (await client.post("/v1/rank", json=rank)).status == 200  # not on yet
         switched = await client.post("/debug/record", json={"duration_s": None})
         assert (switched.status, (await switched.json())["recording"]) == (200, True)
         headers = {"X-Request-Timeout-Ms": "5000"}
-        assert (await client.post("/v1/signal", json={"user_id": "a", "history": HISTORY})).status == 202
+        assert (
+            await client.post("/v1/signal", json={"user_id": "a", "history": HISTORY})
+        ).status == 202
         answer = await (await client.post("/v1/rank", json=rank, headers=headers)).json()
-        delta = {**rank, "history": None, "base": answer["history"]["fingerprint"], "timestamp": 1_700_000_000}
+        delta = {
+            **rank,
+            "history": None,
+            "base": answer["history"]["fingerprint"],
+            "timestamp": 1_700_000_000,
+        }
         assert (await client.post("/v1/rank", json=delta)).status == 200
         assert (await client.post("/v1/rank", json={**delta, "base": "unknown"})).status == 409
-        assert (await client.post("/v1/events", json={"user_id": "a", "events": HISTORY})).status == 200
+        assert (
+            await client.post("/v1/events", json={"user_id": "a", "events": HISTORY})
+        ).status == 200
         assert (await client.get("/v1/models")).status == 200
         assert not (await (await client.delete("/debug/record")).json())["recording"]
         assert (await client.post("/v1/rank", json=rank)).status == 200  # not on any more
     signal, first, second, unknown, happened = recorded(tmp_path)
-    assert [r.kind for r in (signal, first, second, unknown, happened)] == ["signal", "rank", "rank", "rank", "events"]
+    assert [r.kind for r in (signal, first, second, unknown, happened)] == [
+        "signal",
+        "rank",
+        "rank",
+        "rank",
+        "events",
+    ]
     assert (first.user_id, first.tenant, first.top_k) == ("a", "t", 1)
     assert first.candidate_ids().tolist() == rank["candidates"]
     assert first.history is not None
@@ -77,7 +113,10 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert first.deadline_ms == pytest.approx(5000, abs=100)
     assert first.answer is not None
     assert first.answer.digest == digest(answer["scores"])
-    assert np.frombuffer(first.answer.scores["click"], "<f4")[:2].tolist() == answer["scores"]["click"][:2]
+    assert (
+        np.frombuffer(first.answer.scores["click"], "<f4")[:2].tolist()
+        == answer["scores"]["click"][:2]
+    )
     assert first.answer.fingerprint == answer["history"]["fingerprint"] == second.base
     assert unknown.answer is not None
     assert unknown.answer.status == 409
@@ -91,13 +130,19 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert report.errors == {"rank 409": 1}
     assert sum(report.logged_digests.values()) == 2
     drift = compare(path, tmp_path / "answers.jsonl.gz", 1.0).drift
-    assert (drift.num_with_values, drift.max_drift < 1e-5) == (2, True)  # bits may differ: one path was a hit
+    # bits may differ: one path was a hit
+    assert (drift.num_with_values, drift.max_drift < 1e-5) == (2, True)
 
 
 async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
     sections: dict[str, Any] = {
-        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+        "record": {
+            "folder": str(tmp_path / "traffic"),
+            "enabled": True,
+            "suffix": ".jsonl",
+            "users": "clear",
+        }
     }
     match = {"vectors": str(tmp_path / "vectors")}
     new = {"items": [102, 108], "actions": [1, 1], "timestamps": [1, 2]}  # a stranger's
@@ -118,8 +163,16 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
         assert record.answer is not None
         assert record.answer.status == status
         if status == 200:
-            told = answer["basis"], answer["vectors_version"], digest({"": answer["scores"]}, answer["items"])
-            assert (record.answer.outcome, record.answer.model_version, record.answer.digest) == told
+            told = (
+                answer["basis"],
+                answer["vectors_version"],
+                digest({"": answer["scores"]}, answer["items"]),
+            )
+            assert (
+                record.answer.outcome,
+                record.answer.model_version,
+                record.answer.digest,
+            ) == told
     log = tmp_path / "log.jsonl.zst"
     write(log, records)
     for mode in ("logged", "delta"):
@@ -140,7 +193,7 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])
-async def test_a_bad_order_is_refused(tmp_path: Path, body: str) -> None:
+async def test_a_bad_order_is_rejected(tmp_path: Path, body: str) -> None:
     async with serving(tmp_path, record={"folder": str(tmp_path / "traffic")}) as (client, _):
         json = {"Content-Type": "application/json"}
         async with client.post("/debug/record", data=body, headers=json) as answer:
@@ -161,7 +214,10 @@ def test_a_disk_that_stands_still_makes_nobody_wait_and_drops_are_counted(tmp_pa
             recorder.offer(over(f"u{i}"))
         status = recorder.status()
         assert status.queued_bytes <= 20_000
-        assert status.dropped == 100 - 20_000 // over().num_bytes or status.dropped == 99 - 20_000 // over().num_bytes
+        assert (
+            status.dropped == 100 - 20_000 // over().num_bytes
+            or status.dropped == 99 - 20_000 // over().num_bytes
+        )
         stuck.set()
     assert counts["written"] + counts["dropped"] == 100
     assert len(recorded(tmp_path)) == counts["written"]
@@ -198,7 +254,9 @@ def test_whole_users_are_sampled(tmp_path: Path) -> None:
     assert sum(wanted) == pytest.approx(500, rel=0.15)
 
 
-def test_with_a_key_identities_are_hashed_the_same_way_every_time_and_tenants_apart(tmp_path: Path) -> None:
+def test_with_a_key_identities_are_hashed_the_same_way_every_time_and_tenants_apart(
+    tmp_path: Path,
+) -> None:
     def names(key: bytes, tenant: str) -> tuple[str, str]:
         (tmp_path / "key").write_bytes(key)
         one = over("secret-name")
@@ -237,8 +295,14 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"abc")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"folder": str(tmp_path / "file")}, r"record\.folder"),
-        ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "none")}, "hash_key_file.*No such file"),
-        ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")}, "3 bytes, at least 16"),
+        (
+            {"folder": str(tmp_path), "hash_key_file": str(tmp_path / "none")},
+            "hash_key_file.*No such file",
+        ),
+        (
+            {"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")},
+            "3 bytes, at least 16",
+        ),
     )
     for values, field in cases:
         with pytest.raises(ConfigError, match=field):
@@ -252,7 +316,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         Recorder(config(tmp_path))
 
 
-def test_a_disk_that_refuses_is_counted_and_recording_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_rejects_is_counted_and_recording_goes_on(tmp_path: Path) -> None:
     with Recorder(config(tmp_path)) as recorder:
         (tmp_path / "traffic").rmdir()
         recorder.offer(over())

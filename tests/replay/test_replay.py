@@ -49,7 +49,9 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
         await all_came.wait()  # a closed loop would never send the second one
 
     async with service(stall) as fake:
-        samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, timeout_s=10)
+        samples = await played(
+            [rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, timeout_s=10
+        )
     assert not any(sample.error for sample in samples)
     for sample in samples:
         assert sample.latency_s >= (count - 1) * 0.02 - sample.due_at
@@ -117,14 +119,17 @@ async def test_closed_loop_keeps_so_many_in_flight_and_no_more() -> None:
 async def test_the_warm_up_is_sent_and_not_counted() -> None:
     async with service() as fake:
         report = await replay(
-            [rank(i * 0.05, f"u{i}") for i in range(10)], ReplayOptions(base_url=fake.url, warmup_s=0.24)
+            [rank(i * 0.05, f"u{i}") for i in range(10)],
+            ReplayOptions(base_url=fake.url, warmup_s=0.24),
         )
     assert len(fake.came) == 10
     assert (report.num_ranks, report.num_warmup) == (5, 5)
 
 
 async def test_a_generate_is_asked_and_counted_as_a_rank_is() -> None:
-    record = QueryRecord(ts=0, kind="generate", user_id="a", generate=LoggedGenerate(num_items=2, beam_width=8))
+    record = QueryRecord(
+        ts=0, kind="generate", user_id="a", generate=LoggedGenerate(num_items=2, beam_width=8)
+    )
     async with service() as fake:
         report = await replay([record], ReplayOptions(base_url=fake.url))
     assert fake.came[0][1]["beam_width"] == 8
@@ -141,7 +146,9 @@ async def test_deltas_go_out_on_what_the_service_knows_and_whole_where_it_forgot
         return None
 
     async with service(forget_once) as fake:
-        log = [rank(i * 0.1, history=grown(n)) for i, n in enumerate((3, 5, 9, 9))] + [rank(0.5, history=grown(2))]
+        log = [rank(i * 0.1, history=grown(n)) for i, n in enumerate((3, 5, 9, 9))] + [
+            rank(0.5, history=grown(2))
+        ]
         report = await replay(log, ReplayOptions(base_url=fake.url, histories="delta"))
     bodies = [body for _, body in fake.came]
     assert [body.get("base") for body in bodies] == [None, "f", "f", None, "f", None]
@@ -190,7 +197,9 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
         await play(plan(log, options), options, samples.append, start_at)
     samples.sort(key=lambda sample: sample.due_at)
     assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
-    assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx(
+        [0.0, 0.1, 0.2, 0.3]
+    )
     assert min(fake.came_at) >= start_at + samples[0].due_at
     assert max(fake.came_at) >= start_at + samples[-1].due_at
     history = {"items": [1], "actions": [0], "timestamps": [1]}
@@ -227,7 +236,9 @@ async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -
     async def fail(_fake: Fake, body: dict[str, Any]) -> web.Response | None:
         match body["user_id"] if body["kind"] == "rank" else "":
             case "busy":
-                return web.json_response({"status": 429}, status=429, content_type="application/problem+json")
+                return web.json_response(
+                    {"status": 429}, status=429, content_type="application/problem+json"
+                )
             case "silent":
                 await asyncio.Event().wait()
             case "odd":
@@ -273,7 +284,9 @@ async def test_a_stop_reports_what_was_answered_and_leaves_nothing_behind() -> N
 
     async with service(hold_the_third) as fake:
         log = [rank(i * 0.02, f"u{i}") for i in range(3)] + [rank(3600.0)]
-        report = await asyncio.wait_for(replay(log, ReplayOptions(base_url=fake.url), stop=stop), 20)
+        report = await asyncio.wait_for(
+            replay(log, ReplayOptions(base_url=fake.url), stop=stop), 20
+        )
     assert report.interrupted
     assert (report.num_ranks, report.errors) == (2, {})
     assert gc.isenabled()
@@ -302,10 +315,12 @@ async def test_cancelling_a_replay_cancels_it() -> None:
     assert gc.isenabled()
 
 
-async def test_a_log_file_is_read_and_an_empty_one_refused(tmp_path: Path) -> None:
+async def test_a_log_file_is_read_and_an_empty_one_rejected(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl", [rank(0)])
     write(tmp_path / "none.jsonl", [])
     async with service() as fake:
-        assert (await replay(tmp_path / "log.jsonl", ReplayOptions(base_url=fake.url))).num_ranks == 1
+        assert (
+            await replay(tmp_path / "log.jsonl", ReplayOptions(base_url=fake.url))
+        ).num_ranks == 1
         with pytest.raises(DataError, match=r"none\.jsonl: no records"):
             await replay(tmp_path / "none.jsonl", ReplayOptions(base_url=fake.url))

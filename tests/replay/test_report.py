@@ -1,4 +1,7 @@
-"""The report's numbers are those of the samples: percentiles, goodput, hits, quality; errors count against the SLO."""
+"""The report's numbers are those of the samples: percentiles, goodput, hits, quality.
+
+Errors count against the SLO.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ from npu_gr.replay.requests import ReplayedAnswer, Sample
 from npu_gr.replay.tally import Tally
 
 
-def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
+def report(
+    samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False
+) -> Report:
     tally = Tally(slo_s)
     for one in samples:
         tally.add(one)
     return summarise(tally, settings, interrupted)
 
 
-def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:
+def sample(
+    due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any
+) -> Sample:
     labels = values.pop("labels", {})
     answer: ReplayedAnswer = {
         "outcome": "hbm_hit", "reason": "", "scores": {"click": [3.0, 2.0, 1.0]}, "stages_s": {"device": 0.002},
@@ -44,13 +51,16 @@ def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s:
 def test_percentiles_are_of_the_answered_and_split_by_outcome() -> None:
     latencies_s = np.linspace(0.001, 0.1, 100)
     samples = [
-        sample(latency_s=float(s), outcome="hbm_hit" if i % 2 else "miss_full") for i, s in enumerate(latencies_s)
+        sample(latency_s=float(s), outcome="hbm_hit" if i % 2 else "miss_full")
+        for i, s in enumerate(latencies_s)
     ]
     table = report([*samples, sample(latency_s=9.0, error="timeout")], 0.05, {}).as_dict()
     total = table["latencies_ms"]["rank"]
     assert total["count"] == 100
     for p in (50, 95, 99, 99.9):
-        assert total[f"p{p:g}"] == pytest.approx(np.percentile(latencies_s, p, method="inverted_cdf") * 1e3, rel=1e-3)
+        assert total[f"p{p:g}"] == pytest.approx(
+            np.percentile(latencies_s, p, method="inverted_cdf") * 1e3, rel=1e-3
+        )
     assert table["latencies_ms"]["rank hbm_hit"]["p50"] == pytest.approx(
         np.percentile(latencies_s[1::2], 50, method="inverted_cdf") * 1e3, rel=1e-3
     )
@@ -81,7 +91,11 @@ def test_quality_is_pooled_auc_and_mean_ndcg_over_the_labelled() -> None:
 
 
 def test_reuse_stages_and_lateness() -> None:
-    found = report([sample(lag_s=0.02), sample(lag_s=0.02, prefix_tokens=0, stages_s={"device": 0.004})], 0.1, {})
+    found = report(
+        [sample(lag_s=0.02), sample(lag_s=0.02, prefix_tokens=0, stages_s={"device": 0.004})],
+        0.1,
+        {},
+    )
     assert found.prefix_tokens_ratio == 30 / 80
     assert found.stages_p50_ms == {"device": pytest.approx(2.0, rel=1e-3)}
     assert found.was_late

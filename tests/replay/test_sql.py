@@ -57,7 +57,12 @@ def test_json_lines_of_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
     Path("service-1.jsonl").write_text("\n".join(map(json.dumps, lines)))
     second, first = records(QUERIES["service"], ActionNames(["view", "cart"]))
-    assert (first.ts, first.kind, first.user_id, second.kind) == (AT_S + 1.5, "rank", "42", "recommend")
+    assert (first.ts, first.kind, first.user_id, second.kind) == (
+        AT_S + 1.5,
+        "rank",
+        "42",
+        "recommend",
+    )
     assert first.history is not None
     assert (first.history.items, first.history.actions) == (item_ids(["x", "y"]).tolist(), [1, 0])
     assert first.history.timestamps == [7, 9]
@@ -90,13 +95,22 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
             "has no candidate; did you mean candidates",
         ),
         ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "it gives no row"),
-        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id", "row 1 of the query: candidates: a rank needs at least one"),
+        (
+            "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id",
+            "row 1 of the query: candidates: a rank needs at least one",
+        ),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 7 AS user_id, [1] AS candidates",
             "row 1 of the query: Expected `str`, got `int`",
         ),
-        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, [-1] AS candidates", "row 1 of the query: candidates: "),
-        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, 'a,b' AS candidates", "'a,b' is no list of items"),
+        (
+            "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, [-1] AS candidates",
+            "row 1 of the query: candidates: ",
+        ),
+        (
+            "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, 'a,b' AS candidates",
+            "'a,b' is no list of items",
+        ),
         ("SELECT * FROM read_json('/nowhere.jsonl')", "the query: IO Error"),
     ],
 )
@@ -108,14 +122,17 @@ def test_what_is_wrong_is_said(query: str, says: str) -> None:
 def test_actions_that_the_model_lacks_are_named() -> None:
     query = """SELECT 1 AS ts, 'signal' AS kind, 'u' AS user_id,
         {'items': ['a'], 'actions': ['buy'], 'timestamps': [1]} AS history"""
-    with pytest.raises(DataError, match='row 1 of the query: history: actions: "buy" at index 0 is no action'):
+    with pytest.raises(
+        DataError, match='row 1 of the query: history: actions: "buy" at index 0 is no action'
+    ):
         records(query, ActionNames(["view"]))
 
 
 def test_the_command_writes_a_log_or_leaves_what_was_there(tmp_path: Path) -> None:
     query, out = tmp_path / "q.sql", tmp_path / "traffic.jsonl.gz"
     query.write_text(
-        "SELECT i / 2 AS ts, 'rank' AS kind, 'u' || i AS user_id, ['a'] AS candidates FROM range(4) AS t(i)"
+        "SELECT i / 2 AS ts, 'rank' AS kind, 'u' || i AS user_id, ['a'] AS candidates FROM "
+        "range(4) AS t(i)"
     )
     command = ["replay", "convert", "sql", str(query), "--out", str(out)]
     done = CliRunner().invoke(main, command)

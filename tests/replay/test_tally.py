@@ -28,11 +28,19 @@ def test_latency_percentiles_are_within_a_part_in_1000() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(
-    scores=st.lists(st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6, width=32)), min_size=1, max_size=40),
+    scores=st.lists(
+        st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6, width=32)),
+        min_size=1,
+        max_size=40,
+    ),
     data=st.data(),
 )
-def test_pooled_auc_is_the_exact_one_of_scores_rounded_to_11_bits(scores: list[float], data: st.DataObject) -> None:
-    labels = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
+def test_pooled_auc_is_the_exact_one_of_scores_rounded_to_11_bits(
+    scores: list[float], data: st.DataObject
+) -> None:
+    labels = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
+    )
     values = np.array(scores)
     pooled = PooledAuc()
     pooled.add(values, labels)
@@ -40,7 +48,11 @@ def test_pooled_auc_is_the_exact_one_of_scores_rounded_to_11_bits(scores: list[f
     rounded = np.ldexp(np.sign(mantissa) * np.floor(np.abs(mantissa) * 4096 + 0.5) / 4096, exponent)
     small = np.abs(values) < 1e-30  # subnormals lose bits of their own
     if not small[values != 0].any() and labels.any() and not labels.all():
-        wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p in rounded[labels] for n in rounded[~labels]]
+        wins = [
+            1.0 if p > n else 0.5 if p == n else 0.0
+            for p in rounded[labels]
+            for n in rounded[~labels]
+        ]
         assert pooled.value() == pytest.approx(np.mean(wins), abs=1e-9)
 
 
@@ -52,14 +64,20 @@ def test_slices_double_their_width_and_lose_nothing() -> None:
         part.latency.record(i * 1e-6)
     assert len(slices.slices) <= MAX_SLICES
     assert slices.width_s >= 1000 / MAX_SLICES
-    assert sum(part.num_due for part in slices.slices) == sum(len(part.latency) for part in slices.slices) == 10_000
+    assert (
+        sum(part.num_due for part in slices.slices)
+        == sum(len(part.latency) for part in slices.slices)
+        == 10_000
+    )
     width = round(slices.width_s / 0.1)
     assert slices.slices[3].num_due == pytest.approx(width, abs=1)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.permutations(range(20)), st.integers(1, 8))
-def test_a_sample_of_points_is_the_same_in_whatever_order_they_come(order: list[int], most: int) -> None:
+def test_a_sample_of_points_is_the_same_in_whatever_order_they_come(
+    order: list[int], most: int
+) -> None:
     ascending, mixed = Scatter(most), Scatter(most)
     for number in range(20):
         ascending.add(number, Point(number * 0.1, 0.01, "hbm_hit"))

@@ -71,7 +71,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """The time limits of a run. Those of the light run are long, as other work may load the machine."""
+    """The time limits of a run.
+
+    Those of the light run are long, as other work may load the machine.
+    """
 
     budget_s: float = 1.0  # of a request
     slack_s: float = 0.5  # an answer later than the deadline and that is none
@@ -95,7 +98,9 @@ class Fleet:
         self.instances: dict[str, Process] = {}
         self._ports: dict[str, int] = {}
         self._agents: dict[str, int] = {}
-        self.router = Process(folder / "router.log", "npu_gr", "route", "--config", str(folder / "router.yaml"))
+        self.router = Process(
+            folder / "router.log", "npu_gr", "route", "--config", str(folder / "router.yaml")
+        )
         if not is_light:
             write_checkpoint(folder / "old")
             write_checkpoint(folder / "new", seed=1)
@@ -130,7 +135,12 @@ class Fleet:
     def announce(self, *names: str) -> None:
         """Write the list of instances that the router reads."""
         rows = [
-            {"name": name, "host": "127.0.0.1", "port": self._ports[name], "agent_port": self._agents.get(name, 0)}
+            {
+                "name": name,
+                "host": "127.0.0.1",
+                "port": self._ports[name],
+                "agent_port": self._agents.get(name, 0),
+            }
             for name in names
         ]
         path = self._folder / "instances.yaml"
@@ -165,12 +175,20 @@ class Fleet:
         async with aiohttp.request("GET", f"http://127.0.0.1:{self.admin_port}/metrics") as answer:
             text = await answer.text()
         found = re.findall(
-            r'^haproxy_server_status\{proxy="users",server="(\w+)",state="(\w+)"\} 1$', text, re.MULTILINE
+            r'^haproxy_server_status\{proxy="users",server="(\w+)",state="(\w+)"\} '
+            r"1$",
+            text,
+            re.MULTILINE,
         )
         return dict(found)
 
-    async def until(self, claim: Callable[[dict[str, str]], bool], timeout_s: float = 60.0) -> float:
-        """Wait until the router's view of the instances fulfils the claim. Returns the seconds that it took."""
+    async def until(
+        self, claim: Callable[[dict[str, str]], bool], timeout_s: float = 60.0
+    ) -> float:
+        """Wait until the router's view of the instances fulfils the claim.
+
+        Returns the seconds that it took.
+        """
         began_at = time.monotonic()
         while True:
             with suppress(aiohttp.ClientError, OSError):
@@ -182,12 +200,16 @@ class Fleet:
 
     async def whole(self, num: int) -> float:
         """Wait until `num` instances are up."""
-        return await self.until(lambda states: sum(state == "UP" for state in states.values()) == num)
+        return await self.until(
+            lambda states: sum(state == "UP" for state in states.values()) == num
+        )
 
     def begun(self) -> Counter[str]:
         """How often light instances have begun each signal, by its id."""
         texts = [path.read_text() for path in self._folder.glob("?.log")]
-        return Counter(line for text in texts for line in text.splitlines() if line.startswith("signal-"))
+        return Counter(
+            line for text in texts for line in text.splitlines() if line.startswith("signal-")
+        )
 
     def end(self) -> None:
         for process in (self.router, *self.instances.values()):
@@ -209,7 +231,10 @@ async def fleet(folder: Path, *names: str, is_light: bool) -> AsyncIterator[Flee
 
 
 class Load:
-    """An open loop of pairs: a signal and, `LEAD_S` later, its rank. Each is sent when it is due."""
+    """An open loop of pairs: a signal and, `LEAD_S` later, its rank.
+
+    Each is sent when it is due.
+    """
 
     def __init__(self, port: int, pairs_per_s: float, times: Times) -> None:
         self._url = f"http://127.0.0.1:{port}/v1/"
@@ -264,14 +289,20 @@ class Load:
         body: dict[str, Any],
     ) -> None:
         budget_ms = f"{self._times.budget_s * 1e3:.0f}"
-        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": budget_ms, "X-Request-Id": f"{kind}-{due_at}"}
+        headers = {
+            "X-User-Id": user,
+            "X-Request-Timeout-Ms": budget_ms,
+            "X-Request-Id": f"{kind}-{due_at}",
+        }
         timeout = aiohttp.ClientTimeout(total=self._times.budget_s + self._times.slack_s)
         status = 0
         instance = ""
         answer: dict[str, Any] = {}
         try:
             url = self._url + kind
-            async with http.post(url, json={"user_id": user, **body}, headers=headers, timeout=timeout) as got:
+            async with http.post(
+                url, json={"user_id": user, **body}, headers=headers, timeout=timeout
+            ) as got:
                 status, instance = got.status, got.headers.get("X-NpuGr-Instance", "")
                 answer = await got.json(content_type=None) or {}
         except (aiohttp.ClientError, TimeoutError):
@@ -293,7 +324,9 @@ class Window:
     """The requests that were under way at any time between two instants."""
 
     def __init__(self, load: Load, from_at: float, to_at: float) -> None:
-        self.samples = [s for s in load.samples if from_at <= s.due_at + s.took_s and s.due_at < to_at]
+        self.samples = [
+            s for s in load.samples if from_at <= s.due_at + s.took_s and s.due_at < to_at
+        ]
 
     @property
     def lost(self) -> list[Sample]:
@@ -317,7 +350,8 @@ class Window:
         errors = Counter(f"{sample.kind} {sample.status}" for sample in self.errors)
         return (
             f"{name:<26} {len(self.samples):5d} requests, rank p50 {p50:6.1f} p99 {p99:6.1f} ms, "
-            f"hits {self.hit_ratio(set(USERS)):.3f}, errors {dict(errors)}, ranks at {dict(sorted(served.items()))}"
+            f"hits {self.hit_ratio(set(USERS)):.3f}, errors {dict(errors)}, ranks at "
+            f"{dict(sorted(served.items()))}"
         )
 
 

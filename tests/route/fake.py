@@ -41,7 +41,9 @@ class Fake:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/readyz", self._ready)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=tls).start()
 
@@ -99,7 +101,9 @@ class Fake:
 class Site:
     """Fake instances, the router in front of them, and an HTTP client."""
 
-    def __init__(self, fakes: list[Fake], table: dict[str, Any], trusts: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, fakes: list[Fake], table: dict[str, Any], trusts: ssl.SSLContext | None
+    ) -> None:
         self.fakes = fakes
         self.table = table
         self.trusts = trusts
@@ -113,11 +117,15 @@ class Site:
     def read(self) -> RouterConfig:
         return from_table(self.table, RouterConfig)
 
-    async def post(self, path: str, user: str | None = "u", **headers: str) -> tuple[int, dict[str, Any], Any]:
+    async def post(
+        self, path: str, user: str | None = "u", **headers: str
+    ) -> tuple[int, dict[str, Any], Any]:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if user is not None:
             given["X-User-Id"] = user
-        async with self.http.post(f"{self.url}/v1/{path}", data=b'{"a": 1}', headers=given) as answer:
+        async with self.http.post(
+            f"{self.url}/v1/{path}", data=b'{"a": 1}', headers=given
+        ) as answer:
             body = await answer.json(content_type=None) if answer.status < 500 else None
             return answer.status, body or {}, answer.headers
 
@@ -141,7 +149,11 @@ class Site:
         lines = (await self.proxy.command("show stat")).splitlines()
         names = lines[0].lstrip("# ").split(",")
         rows = [dict(zip(names, line.split(","), strict=False)) for line in lines[1:] if line]
-        servers = [one for one in rows if one["pxname"] == proxy and one["svname"] not in ("BACKEND", "FRONTEND")]
+        servers = [
+            one
+            for one in rows
+            if one["pxname"] == proxy and one["svname"] not in ("BACKEND", "FRONTEND")
+        ]
         return {one["svname"]: one["status"] for one in servers}
 
     async def until_up(self, *fakes: Fake) -> None:
@@ -173,7 +185,9 @@ def table_of(fakes: list[Fake], **sections: Any) -> dict[str, Any]:
         "shutdown_timeout_s": 1.0,
     }
     for name, section in sections.items():
-        settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
+        settings[name] = (
+            {**settings.get(name, {}), **section} if isinstance(section, dict) else section
+        )
     return settings
 
 

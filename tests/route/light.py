@@ -1,6 +1,7 @@
 """python -m tests.route.light NAME PORT VERSION: an instance without a model, for faults that need a process.
 
-It remembers for some seconds who was signalled, and drains as a real instance does. Ready in half a second.
+It remembers for some seconds who was signalled, and drains as a real instance does. Ready in half a
+second.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ async def main(name: str, port: int, version: str) -> None:
         await request.read()
         await asyncio.sleep(WORK_S)
         is_hit = prefixes.get(request.headers["X-User-Id"], 0.0) > time.monotonic()
-        return web.json_response({"model_version": version, "outcome": "hbm_hit" if is_hit else "miss_full"})
+        return web.json_response(
+            {"model_version": version, "outcome": "hbm_hit" if is_hit else "miss_full"}
+        )
 
     app = web.Application()
-    app.add_routes([web.get("/readyz", ready), web.post("/v1/signal", signal), web.post("/v1/rank", rank)])
+    app.add_routes(
+        [web.get("/readyz", ready), web.post("/v1/signal", signal), web.post("/v1/rank", rank)]
+    )
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

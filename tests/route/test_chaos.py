@@ -1,8 +1,8 @@
 """Whatever happens to an instance or to the router's file, every rank has an answer, and no signal is sent twice.
 
-They die, stop, slow down, join, roll, and HAProxy reloads; the fleet is whole again by itself, and the users of the
-others notice nothing. The short run has light instances; the long one (-m chaos) has three `npu-gr serve` and prints
-its figures (-s).
+They die, stop, slow down, join, roll, and HAProxy reloads; the fleet is whole again by itself, and
+the users of the others notice nothing. The short run has light instances; the long one (-m chaos)
+has three `npu-gr serve` and prints its figures (-s).
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Run:
         self.load = load
         self._settle_s = settle_s
         self.names: tuple[str, ...] = NAMES
-        self.homes: dict[str, str] = {}  # user -> the instance that had their signals while all was well
+        # user -> the instance that had their signals while all was well
+        self.homes: dict[str, str] = {}
 
     async def steady(self, what: str) -> None:
         """Wait until, for a while, nearly all ranks are hits."""
         async with asyncio.timeout(_STEADY_S):
-            await asyncio.sleep(RETURN_S)  # the users of an instance that is back come back over this time
+            # the users of an instance that is back come back over this time
+            await asyncio.sleep(RETURN_S)
             while True:
                 from_at = time.monotonic()
                 await asyncio.sleep(self._settle_s)
@@ -46,7 +48,9 @@ class Run:
                     break
         self.homes |= {s.user: s.instance for s in window.samples if s.kind == "signal"}
 
-    async def fault(self, what: str, victim: str | None, since_at: float, signals_may_fail: bool) -> None:
+    async def fault(
+        self, what: str, victim: str | None, since_at: float, signals_may_fail: bool
+    ) -> None:
         """Check after a fault that no rank has failed, and that only the users of the victim have noticed."""
         took_s = await self.fleet.whole(len(self.names))
         window = await self.load.window(since_at, time.monotonic())
@@ -59,7 +63,11 @@ class Run:
         assert {sample.user for sample in lost} <= theirs
         others = set(USERS) - theirs
         assert window.hit_ratio(others) > 0.97
-        moved = [s for s in window.of(others & set(self.homes)) if s.instance not in ("", self.homes[s.user])]
+        moved = [
+            s
+            for s in window.of(others & set(self.homes))
+            if s.instance not in ("", self.homes[s.user])
+        ]
         assert len(moved) <= 0.03 * len(window.samples), moved[:3]
 
 
@@ -122,7 +130,11 @@ async def roll(run: Run) -> None:
 
 
 async def go(
-    folder: Path, faults: list[Callable[[Run], Awaitable[None]]], is_light: bool, per_s: float, settle_s: float
+    folder: Path,
+    faults: list[Callable[[Run], Awaitable[None]]],
+    is_light: bool,
+    per_s: float,
+    settle_s: float,
 ) -> None:
     async with fleet(folder, *NAMES, is_light=is_light) as f:
         load = Load(f.port, per_s, f.times)
@@ -145,4 +157,6 @@ async def test_a_fleet_loses_no_rank(tmp_path: Path) -> None:
 @pytest.mark.chaos
 async def test_a_fleet_of_real_instances_loses_no_rank(tmp_path: Path) -> None:
     rate = float(os.environ.get("CHAOS_PAIRS_PER_S", "10"))
-    await go(tmp_path, [crash, freeze, reload, grow, roll], is_light=False, per_s=rate, settle_s=10.0)
+    await go(
+        tmp_path, [crash, freeze, reload, grow, roll], is_light=False, per_s=rate, settle_s=10.0
+    )

@@ -37,8 +37,18 @@ async def test_a_command_reaches_every_instance(tmp_path: Path) -> None:
     (tmp_path / "items.json").write_bytes(b'{"items": []}')
     try:
         for arguments, method, path, body in (
-            (("erase", "a/b.c", "--tenant", "t 1"), "DELETE", "/v1/users/a%2Fb%2Ec?tenant=t+1", b""),
-            (("items", str(tmp_path / "items.json")), "POST", "/v1/catalog/items", b'{"items": []}'),
+            (
+                ("erase", "a/b.c", "--tenant", "t 1"),
+                "DELETE",
+                "/v1/users/a%2Fb%2Ec?tenant=t+1",
+                b"",
+            ),
+            (
+                ("items", str(tmp_path / "items.json")),
+                "POST",
+                "/v1/catalog/items",
+                b'{"items": []}',
+            ),
             (("reload", "models"), "POST", "/v1/models/reload", b""),
             (("rollback", "match"), "POST", "/v1/match/rollback", b""),
         ):
@@ -72,18 +82,30 @@ async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> 
     ("change", "answers", "status", "body"),
     [
         (DELETE, {"a": (204, ""), "b": (204, "")}, 204, None),
-        (DELETE, {"a": (204, ""), "b": (202, "")}, 202, b'{"erased":["a","b"],"pending":["b"],"unreachable":[]}'),
+        (
+            DELETE,
+            {"a": (204, ""), "b": (202, "")},
+            202,
+            b'{"erased":["a","b"],"pending":["b"],"unreachable":[]}',
+        ),
         (
             DELETE,
             {"a": (204, ""), "b": (0, fan_out.UNREACHABLE)},
             200,
             b'{"erased":["a"],"pending":[],"unreachable":["b"]}',
         ),
-        (RELOAD, {"a": (200, '{"version":1}'), "b": (200, "no JSON")}, 200, b'{"a":{"version":1},"b":"no JSON"}'),
+        (
+            RELOAD,
+            {"a": (200, '{"version":1}'), "b": (200, "no JSON")},
+            200,
+            b'{"a":{"version":1},"b":"no JSON"}',
+        ),
         (DELETE, {"a": (403, ""), "b": (403, "")}, 403, None),
     ],
 )
-def test_the_verdict(change: Change, answers: dict[str, tuple[int, str]], status: int, body: bytes | None) -> None:
+def test_the_verdict(
+    change: Change, answers: dict[str, tuple[int, str]], status: int, body: bytes | None
+) -> None:
     response = verdict(change, {name: Answered(*one) for name, one in answers.items()})
     assert isinstance(response, web.Response)
     assert response.status == status

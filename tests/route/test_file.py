@@ -30,7 +30,12 @@ INSTANCES = [
 
 async def written(folder: Path, **table: Any) -> str:
     """Write the files, let HAProxy check them, and return the main one."""
-    given = {"port": free_port(), "admin_port": free_port(), "discovery": {"instances": INSTANCES}, **table}
+    given = {
+        "port": free_port(),
+        "admin_port": free_port(),
+        "discovery": {"instances": INSTANCES},
+        **table,
+    }
     config = from_table(given, RouterConfig)
     proxy = Proxy(folder)
     route = Route(lambda: config, proxy)
@@ -42,20 +47,35 @@ async def written(folder: Path, **table: Any) -> str:
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
-        ({}, ["hash-type consistent", "nbthread 1", "timeout queue 35ms", "maxconn 64 maxqueue 128"]),
+        (
+            {},
+            ["hash-type consistent", "nbthread 1", "timeout queue 35ms", "maxconn 64 maxqueue 128"],
+        ),
         ({"threads": 2}, ["nbthread 2"]),
-        ({"objective_s": 0.1}, ["timeout queue 70ms", "set-timeout server 500ms if { path /v1/rank"]),
+        (
+            {"objective_s": 0.1},
+            ["timeout queue 70ms", "set-timeout server 500ms if { path /v1/rank"],
+        ),
         ({"user_header": "x-uid"}, ["req.hdr(x-uid),url_dec"]),
         ({"max_budget_s": 7.0}, ["timeout server 7000ms"]),
         ({"header_timeout_s": 3.0}, ["timeout http-request 3000ms", "wait-for-body time 3000ms"]),
         ({"idle_s": 9.0}, ["timeout http-keep-alive 9000ms"]),
         ({"shutdown_timeout_s": 4.0}, ["hard-stop-after 4000ms"]),
         ({"host": "::", "allow_unauthenticated": True}, ["bind [::]:"]),
-        ({"health": {"interval_s": 0.2, "fall": 3, "rise": 2}}, ["check inter 200ms fall 3 rise 2"]),
-        ({"health": {"timeout_s": 0.3, "failures": 9, "return_s": 2.0}}, ["timeout check 300ms", "slowstart 2000ms"]),
+        (
+            {"health": {"interval_s": 0.2, "fall": 3, "rise": 2}},
+            ["check inter 200ms fall 3 rise 2"],
+        ),
+        (
+            {"health": {"timeout_s": 0.3, "failures": 9, "return_s": 2.0}},
+            ["timeout check 300ms", "slowstart 2000ms"],
+        ),
         ({"health": {"failures": 9}}, ["observe layer7 error-limit 9 on-error mark-down"]),
         ({"limits": {"max_connections": 77}}, ["  maxconn 77\n"]),
-        ({"limits": {"instance_inflight": 5, "instance_queue": 6}}, ["maxconn 5 maxqueue 12", "queue(users) gt 18"]),
+        (
+            {"limits": {"instance_inflight": 5, "instance_queue": 6}},
+            ["maxconn 5 maxqueue 12", "queue(users) gt 18"],
+        ),
         ({"limits": {"max_body_bytes": 1234}}, ["req.hdr_val(content-length) gt 1234"]),
         ({"limits": {"buffer_bytes": 32768}}, ["tune.bufsize 32768"]),
         ({"relay": {"t_life_s": 3.0, "max_remembered": 10}}, ["size 10 expire 3000ms"]),
@@ -94,7 +114,11 @@ async def test_files_that_hold_secrets_are_private(tmp_path: Path, authority: Au
         tmp_path,
         host="0.0.0.0",
         api_keys_file=write_keys(tmp_path / "keys", entry()),
-        tls={"certificate": str(pair.certificate), "key": str(pair.key), "client_ca": str(authority.ca)},
+        tls={
+            "certificate": str(pair.certificate),
+            "key": str(pair.key),
+            "client_ca": str(authority.ca),
+        },
         instances_tls={
             "ca": str(authority.ca),
             "certificate": str(own.certificate),
@@ -103,14 +127,19 @@ async def test_files_that_hold_secrets_are_private(tmp_path: Path, authority: Au
         },
     )
     assert (
-        f"ssl crt {tmp_path}/1/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv1.3 ca-file {authority.ca} verify required"
-        in text
+        f"ssl crt {tmp_path}/1/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv1.3 ca-file "
+        f"{authority.ca} verify required" in text
     )
     assert f"ssl verify required ca-file {authority.ca} crt {tmp_path}/1/call.pem" in text
     assert "verifyhost npu-gr sni str(npu-gr) check-sni npu-gr" in text
     assert text.count(f"map_str({tmp_path}/1/keys.map)") == 1
     folder = tmp_path / "current"
-    assert {path.name for path in folder.iterdir()} >= {"keys.map", "listen.pem", "call.pem", "haproxy.cfg"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "keys.map",
+        "listen.pem",
+        "call.pem",
+        "haproxy.cfg",
+    }
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
@@ -133,7 +162,11 @@ def test_no_kind_may_be_sent_twice_but_those_that_follow() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(names=st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,10}[a-z0-9]", fullmatch=True), min_size=1, unique=True))
+@given(
+    names=st.lists(
+        st.from_regex(r"[a-z][a-z0-9.-]{0,10}[a-z0-9]", fullmatch=True), min_size=1, unique=True
+    )
+)
 def test_the_numbers_of_instances_are_their_own(names: list[str]) -> None:
     """An instance that joins or leaves changes nobody else's number, so nobody else's users."""
     instances = [InstanceConfig(name=name, host="h", port=1) for name in names]

@@ -33,7 +33,9 @@ class Asked:
         self.fakes = fakes
         self.endpoints = {f"127.0.0.1:{fake.port}": fake for fake in fakes}
         self._process = channel.stream_stream(
-            f"/{picker.SERVICE}/Process", pb.ProcessingRequest.SerializeToString, pb.ProcessingResponse.FromString
+            f"/{picker.SERVICE}/Process",
+            pb.ProcessingRequest.SerializeToString,
+            pb.ProcessingResponse.FromString,
         )
         self._check = channel.unary_unary(
             HEALTH, pb.HealthCheckRequest.SerializeToString, pb.HealthCheckResponse.FromString
@@ -58,7 +60,9 @@ class Asked:
 
 
 @asynccontextmanager
-async def asked(credentials: grpc.ChannelCredentials | None = None, **sections: Any) -> AsyncIterator[Asked]:
+async def asked(
+    credentials: grpc.ChannelCredentials | None = None, **sections: Any
+) -> AsyncIterator[Asked]:
     fakes = [Fake(f"i{i}") for i in range(3)]
     for fake in fakes:
         await fake.start()
@@ -70,7 +74,11 @@ async def asked(credentials: grpc.ChannelCredentials | None = None, **sections: 
     try:
         async with picking(config, lambda: (way, listed, at)) as port:
             address = f"127.0.0.1:{port}"
-            made = grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+            made = (
+                grpc.aio.secure_channel(address, credentials)
+                if credentials
+                else grpc.aio.insecure_channel(address)
+            )
             async with made as channel:
                 yield Asked(fakes, channel)
     finally:
@@ -85,13 +93,21 @@ def headers(
     subset: list[str] | None = None,
 ) -> pb.ProcessingRequest:
     """The first message of a request, as Envoy writes it."""
-    pairs = {":method": "DELETE" if "users" in path else "POST", ":path": path, ":authority": "a", **given}
+    pairs = {
+        ":method": "DELETE" if "users" in path else "POST",
+        ":path": path,
+        ":authority": "a",
+        **given,
+    }
     modes = pb.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode)
     request = pb.ProcessingRequest(
-        request_headers=pb.HttpHeaders(headers=header_map(pairs.items())), protocol_config=modes.SerializeToString()
+        request_headers=pb.HttpHeaders(headers=header_map(pairs.items())),
+        protocol_config=modes.SerializeToString(),
     )
     if subset is not None:
-        request.metadata_context = metadata("envoy.lb.subset_hint", {"x-gateway-destination-endpoint-subset": subset})
+        request.metadata_context = metadata(
+            "envoy.lb.subset_hint", {"x-gateway-destination-endpoint-subset": subset}
+        )
     return request
 
 
@@ -115,7 +131,9 @@ def answer(status: int, served: str = "") -> pb.ProcessingRequest:
     head = header_map([(":status", str(status))])
     request = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=head))
     if served:
-        request.metadata_context = metadata("envoy.lb", {"x-gateway-destination-endpoint-served": served})
+        request.metadata_context = metadata(
+            "envoy.lb", {"x-gateway-destination-endpoint-served": served}
+        )
     return request
 
 
@@ -124,13 +142,18 @@ def choice(response: pb.ProcessingResponse) -> str:
     is_body = response.WhichOneof("response") == "request_body"
     common = response.request_body.response if is_body else response.request_headers.response
     (option,) = common.header_mutation.set_headers
-    value = response.dynamic_metadata.fields["envoy.lb"].struct_value["x-gateway-destination-endpoint"]
-    assert (option.header.key, option.header.raw_value.decode()) == ("x-gateway-destination-endpoint", value)
+    value = response.dynamic_metadata.fields["envoy.lb"].struct_value[
+        "x-gateway-destination-endpoint"
+    ]
+    assert (option.header.key, option.header.raw_value.decode()) == (
+        "x-gateway-destination-endpoint",
+        value,
+    )
     assert option.append_action == pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     return str(value)
 
 
-def refusal(response: pb.ProcessingResponse) -> int:
+def rejection(response: pb.ProcessingResponse) -> int:
     assert response.WhichOneof("response") == "immediate_response", response
     status: int = response.immediate_response.status.code
     return status
@@ -152,10 +175,16 @@ async def test_a_rank_follows_the_instance_that_took_its_signal() -> None:
     async with asked() as a:
         (home,) = await a.chosen("/v1/signal", "u")
         other = next(fake for fake in a.fakes if fake is not home)
-        said = headers({"x-user-id": "u"}, "/v1/signal"), answer(202, served=f"127.0.0.1:{other.port}")
+        said = (
+            headers({"x-user-id": "u"}, "/v1/signal"),
+            answer(202, served=f"127.0.0.1:{other.port}"),
+        )
         _, told = await a.process(*said)
         (option,) = told.response_headers.response.header_mutation.set_headers
-        assert (option.header.key, option.header.raw_value.decode()) == ("X-NpuGr-Instance", other.name)
+        assert (option.header.key, option.header.raw_value.decode()) == (
+            "X-NpuGr-Instance",
+            other.name,
+        )
         assert (await a.chosen("/v1/rank", "u"))[0] is other
 
 
@@ -165,7 +194,7 @@ async def test_a_subset_of_the_gateway_is_obeyed_and_a_user_outside_goes_to_the_
         rest = [f"127.0.0.1:{fake.port}" for fake in a.fakes if fake is not home]
         assert (await a.chosen("/v1/rank", "u", subset=rest))[0] is not home
         (nobody,) = await a.process(headers({"x-user-id": "u"}, subset=["10.0.0.1:1"]))
-        assert refusal(nobody) == 503
+        assert rejection(nobody) == 503
 
 
 async def test_an_instance_that_is_not_ready_gets_nothing() -> None:
@@ -192,7 +221,9 @@ async def test_a_body_names_the_user_and_is_passed_on_byte_for_byte(mode: pb.Bod
     async with asked() as a:
         (home,) = await a.chosen("/v1/signal", "7")
         body = b'{"user_id": 7, "x": "' + b"a" * 200_000 + b'"}'
-        pieces = [body[i : i + 50_000] for i in range(0, len(body), 50_000)] if mode == FULL else [body]
+        pieces = (
+            [body[i : i + 50_000] for i in range(0, len(body), 50_000)] if mode == FULL else [body]
+        )
         sent = [chunk(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
         responses = await a.process(headers({}, mode=mode), *sent)
         if mode == FULL:
@@ -208,9 +239,9 @@ async def test_a_body_names_the_user_and_is_passed_on_byte_for_byte(mode: pb.Bod
 async def test_what_the_picker_answers_itself() -> None:
     async with asked() as a:
         (erased,) = await a.process(headers({}, "/v1/users/u"))
-        assert refusal(erased) == 501
+        assert rejection(erased) == 501
         _, no_name = await a.process(headers({}, mode=pb.BUFFERED), chunk(b"{}", ends=True))
-        assert refusal(no_name) == 400
+        assert rejection(no_name) == 400
         whatever = await a.process(headers({}, "/v1/models"))
         assert choice(whatever[0])
 
@@ -220,10 +251,12 @@ async def test_what_is_too_large_or_no_message_ends_the_stream_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(picker, "MOST_BODY_BYTES", 1000)
     async with asked() as a:
-        *_, refused = await a.process(headers({}, mode=FULL), *[chunk(b"x" * 400)] * 3)
-        assert refusal(refused) == 413
+        *_, rejected = await a.process(headers({}, mode=FULL), *[chunk(b"x" * 400)] * 3)
+        assert rejection(rejected) == 413
         with pytest.raises(grpc.aio.AioRpcError) as told:
-            await a.process(headers({"x-user-id": "u"}), chunk(b"x" * (picker.MOST_MESSAGE_BYTES + 1)))
+            await a.process(
+                headers({"x-user-id": "u"}), chunk(b"x" * (picker.MOST_MESSAGE_BYTES + 1))
+            )
         assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         bad = headers({"x-user-id": "u"})
         bad.metadata_context = b"\xff\xff"
@@ -234,9 +267,15 @@ async def test_what_is_too_large_or_no_message_ends_the_stream_and_nothing_else(
 
 async def test_gateways_come_over_tls_with_a_certificate(authority: Authority) -> None:
     pair, own = authority.issue("127.0.0.1"), authority.issue("gateway")
-    tls = {"certificate": str(pair.certificate), "key": str(pair.key), "client_ca": str(authority.ca)}
+    tls = {
+        "certificate": str(pair.certificate),
+        "key": str(pair.key),
+        "client_ca": str(authority.ca),
+    }
     trusted = authority.ca.read_bytes()
-    shown = grpc.ssl_channel_credentials(trusted, own.key.read_bytes(), own.certificate.read_bytes())
+    shown = grpc.ssl_channel_credentials(
+        trusted, own.key.read_bytes(), own.certificate.read_bytes()
+    )
     async with asked(shown, picker={"tls": tls}) as a:
         assert len(await a.chosen("/v1/rank", "u")) == 2
     async with asked(grpc.ssl_channel_credentials(trusted), picker={"tls": tls}) as a:
@@ -255,7 +294,9 @@ async def test_the_list_of_instances_changes_and_moves_only_its_own_users() -> N
         homes = []
         for listed in (of[:3], of):
             await fleet.look(way, listed, await addresses(listed, {}))
-            homes.append([fleet.choose(Routing.SIGNAL, f"u{i}".encode(), None)[0] for i in range(200)])
+            homes.append(
+                [fleet.choose(Routing.SIGNAL, f"u{i}".encode(), None)[0] for i in range(200)]
+            )
         moved = {after for before, after in zip(*homes, strict=True) if before != after}
         assert moved == {"i3"}
     finally:

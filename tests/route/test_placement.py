@@ -10,12 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.kinds import Routing
-from npu_gr.route.placement import How, Member, Place, Ring, Signals, bound, order, place, routing_of
+from npu_gr.route.placement import (
+    How,
+    Member,
+    Place,
+    Ring,
+    Signals,
+    bound,
+    order,
+    place,
+    routing_of,
+)
 
 USERS = [f"user-{i}".encode() for i in range(2000)]
-NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9-]{0,10}[a-z0-9]", fullmatch=True), min_size=2, max_size=12, unique=True)
+NAMES = st.lists(
+    st.from_regex(r"[a-z][a-z0-9-]{0,10}[a-z0-9]", fullmatch=True),
+    min_size=2,
+    max_size=12,
+    unique=True,
+)
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0])
-MEMBERS = NAMES.flatmap(lambda names: st.tuples(*[st.builds(Member, st.just(name), WEIGHTS) for name in names]))
+MEMBERS = NAMES.flatmap(
+    lambda names: st.tuples(*[st.builds(Member, st.just(name), WEIGHTS) for name in names])
+)
 
 
 @settings(deadline=None, max_examples=15)
@@ -46,7 +63,9 @@ def test_losing_a_member_moves_its_users_and_no_others_each_to_its_successor(
 
 @settings(deadline=None, max_examples=15)
 @given(members=MEMBERS)
-def test_a_walk_meets_every_member_once_and_begins_at_the_owner(members: tuple[Member, ...]) -> None:
+def test_a_walk_meets_every_member_once_and_begins_at_the_owner(
+    members: tuple[Member, ...],
+) -> None:
     ring = Ring(members)
     for user in USERS[:100]:
         walk = list(ring.walk(user))
@@ -80,8 +99,14 @@ def test_an_empty_ring_owns_nobody() -> None:
         Ring(()).owner(b"u")
 
 
-@given(total=st.integers(0, 1000), factor=st.floats(1.01, 3), weights=st.lists(WEIGHTS, min_size=1, max_size=8))
-def test_the_bounds_always_leave_room_for_one_more(total: int, factor: float, weights: list[float]) -> None:
+@given(
+    total=st.integers(0, 1000),
+    factor=st.floats(1.01, 3),
+    weights=st.lists(WEIGHTS, min_size=1, max_size=8),
+)
+def test_the_bounds_always_leave_room_for_one_more(
+    total: int, factor: float, weights: list[float]
+) -> None:
     assert sum(bound(total, weight, sum(weights), factor) for weight in weights) > total
 
 
@@ -160,13 +185,19 @@ def test_a_request_is_tried_along_the_ring_after_the_instance_of_its_signal() ->
     assert followed == [walk[2], walk[0], walk[1], walk[3]]
     assert order(ring, Routing.FOLLOW, b"u", set(walk[1:]), busy.__getitem__, walk[0]) == walk[1:]
     assert order(ring, Routing.SIGNAL, b"u", walk, busy.__getitem__, walk[2]) == walk
-    spilled = order(ring, Routing.SIGNAL, b"u", walk, busy.__getitem__, has_room=lambda name: name == walk[3])
+    spilled = order(
+        ring, Routing.SIGNAL, b"u", walk, busy.__getitem__, has_room=lambda name: name == walk[3]
+    )
     assert spilled == [walk[3], *walk[:3]]
     assert order(ring, Routing.FOLLOW, b"u", (), busy.__getitem__) == []
 
 
-@pytest.mark.parametrize(("routing", "user"), [(Routing.BY_LOAD, b"u"), (None, b"u"), (Routing.FOLLOW, b"")])
-def test_what_is_no_users_goes_to_the_less_loaded_of_two(routing: Routing | None, user: bytes) -> None:
+@pytest.mark.parametrize(
+    ("routing", "user"), [(Routing.BY_LOAD, b"u"), (None, b"u"), (Routing.FOLLOW, b"")]
+)
+def test_what_is_no_users_goes_to_the_less_loaded_of_two(
+    routing: Routing | None, user: bytes
+) -> None:
     ring = Ring(map(Member, "abcd"))
     load = {"a": 9, "b": 1, "c": 5, "d": 7}
     first = Counter[str]()

@@ -22,7 +22,9 @@ class Base:
 
     def __init__(self) -> None:
         self.queues: dict[str, int] = {}
-        self.replica_queue_len_cache = SimpleNamespace(get=lambda replica_id: self.queues.get(replica_id.unique_id))
+        self.replica_queue_len_cache = SimpleNamespace(
+            get=lambda replica_id: self.queues.get(replica_id.unique_id)
+        )
         self.replicas: list[Any] = []
 
     def update_replicas(self, replicas: list[Any]) -> None:
@@ -39,7 +41,9 @@ class Base:
 
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch) -> Any:
-    ray, serve, module = (types.ModuleType(name) for name in ("ray", "ray.serve", "ray.serve.request_router"))
+    ray, serve, module = (
+        types.ModuleType(name) for name in ("ray", "ray.serve", "ray.serve.request_router")
+    )
     for name in ("PendingRequest", "ReplicaID", "RunningReplica"):
         setattr(module, name, object)
     module.RequestRouter = Base  # type: ignore[attr-defined]
@@ -61,14 +65,17 @@ def asked(path: str, user: str | None = "u%20v") -> Any:
     headers = [] if user is None else [(b"accept", b"*/*"), (b"x-user-id", user.encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     return SimpleNamespace(
-        args=[pickle.dumps(SimpleNamespace(asgi_scope=scope))], routing_context=SimpleNamespace(should_backoff=False)
+        args=[pickle.dumps(SimpleNamespace(asgi_scope=scope))],
+        routing_context=SimpleNamespace(should_backoff=False),
     )
 
 
 WALK = list(Ring(map(Member, NAMES)).walk(b"u v"))
 
 
-async def test_a_user_goes_to_its_owner_and_to_the_next_in_the_ring_where_that_is_full_or_gone(router: Any) -> None:
+async def test_a_user_goes_to_its_owner_and_to_the_next_in_the_ring_where_that_is_full_or_gone(
+    router: Any,
+) -> None:
     request = asked("/v1/rank")
     assert await router.send(request) == WALK[0]
     assert request.routing_context.should_backoff  # Ray waits before it asks again
@@ -78,7 +85,9 @@ async def test_a_user_goes_to_its_owner_and_to_the_next_in_the_ring_where_that_i
     assert await router.send(asked("/v1/rank")) == WALK[2]
 
 
-async def test_a_rank_follows_its_signal_after_the_owner_has_room_again_or_has_joined(router: Any) -> None:
+async def test_a_rank_follows_its_signal_after_the_owner_has_room_again_or_has_joined(
+    router: Any,
+) -> None:
     router.queues[WALK[0]] = FULL
     assert await router.send(asked("/v1/signal")) == WALK[1]
     router.queues.clear()
@@ -102,7 +111,9 @@ async def test_nobodys_request_goes_where_the_queue_is_short(router: Any, reques
 async def test_a_request_in_another_form_is_placed_by_load_and_said(
     router: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = SimpleNamespace(args=["call of a handle"], routing_context=SimpleNamespace(should_backoff=False))
+    other = SimpleNamespace(
+        args=["call of a handle"], routing_context=SimpleNamespace(should_backoff=False)
+    )
     assert await router.send(other) in NAMES
     assert "not a request of an HTTP proxy" in caplog.text
     assert await router.choose_replicas(router.replicas) == [router.replicas]

@@ -55,16 +55,21 @@ class Replica(RayReplica):
         """Do nothing: it is Ray that awaits a destructor."""
 
 
-async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics(tmp_path: Path) -> None:
+async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics(
+    tmp_path: Path,
+) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     replica = Replica.__new__(Replica)
     await replica.__init__(make_config(tmp_path, features={"kind": "none"}))  # type: ignore[misc]
     try:
         body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
-        shop = {"Host": "shop.example"}  # Ray's proxy alone reaches the socket, so any name is its callers'
+        # Ray's proxy alone reaches the socket, so any name is its callers'
+        shop = {"Host": "shop.example"}
         async with replica._http.post("/v1/rank", json=body, headers=shop) as answer:
             assert answer.status == 200
-        async with replica._http.post("/v1/rank", json=body, headers={**shop, "Origin": "http://evil"}) as answer:
+        async with replica._http.post(
+            "/v1/rank", json=body, headers={**shop, "Origin": "http://evil"}
+        ) as answer:
             assert answer.status == 403
         for path in ("/metrics", "/debug/config"):
             async with replica._http.get(path) as answer:
@@ -84,9 +89,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def broadcast(method: str, change: Change) -> Any:
         assert method == "do"
-        return SimpleNamespace(results_async=lambda timeout_s: gather(pickle.loads(pickle.dumps(change))))
+        return SimpleNamespace(
+            results_async=lambda timeout_s: gather(pickle.loads(pickle.dumps(change)))
+        )
 
-    serve = SimpleNamespace(get_deployment_handle=lambda name, app: SimpleNamespace(broadcast=broadcast))
+    serve = SimpleNamespace(
+        get_deployment_handle=lambda name, app: SimpleNamespace(broadcast=broadcast)
+    )
     modules: dict[str, dict[str, Any]] = {
         "ray": {"serve": serve},
         "ray.exceptions": {"RayError": type("RayError", (Exception,), {})},
@@ -106,7 +115,9 @@ async def knows(replica: Replica) -> bool:
         return any((await answer.json())["places"].values())
 
 
-async def test_an_erasure_is_done_when_every_replica_has_done_it(tmp_path: Path, told: list[Any]) -> None:
+async def test_an_erasure_is_done_when_every_replica_has_done_it(
+    tmp_path: Path, told: list[Any]
+) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     replica = Replica.__new__(Replica)
     await replica.__init__(make_config(tmp_path))  # type: ignore[misc]
@@ -120,10 +131,10 @@ async def test_an_erasure_is_done_when_every_replica_has_done_it(tmp_path: Path,
         assert (await replica._everywhere(erasure)).status == 204
         assert not await knows(replica)
 
-        async def refuse(_change: Change) -> tuple[str, Answered]:
+        async def reject(_change: Change) -> tuple[str, Answered]:
             return "other", Answered(503, "it starts")
 
-        told.append(SimpleNamespace(do=refuse))
+        told.append(SimpleNamespace(do=reject))
         told_no = await replica._everywhere(erasure)
         assert told_no.status == 503
         assert "not done at other (503)" in str(told_no.text)
@@ -141,23 +152,60 @@ async def test_an_erasure_is_done_when_every_replica_has_done_it(tmp_path: Path,
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'npu_gr[ray]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="ray is not installed: pip install 'npu_gr[ray]'",
+)
 async def test_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
-    sections = {"features": {"kind": "none"}, "service": {"selfcheck_ratio": 0.0}, "relay": {"t_life_s": 60.0}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_table(make_config(tmp_path, **sections))))
+    sections = {
+        "features": {"kind": "none"},
+        "service": {"selfcheck_ratio": 0.0},
+        "relay": {"t_life_s": 60.0},
+    }
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(to_table(make_config(tmp_path, **sections)))
+    )
     port = free_port()
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    environment |= {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_ms": "120000"}  # a busy machine
-    command = [sys.executable, "-m", "npu_gr", "fleet", "ray", "--config", str(tmp_path / "config.yaml")]
-    command += ["--instances", "2", "--max-instances", "3", "--resource", "NPU", "--port", str(port)]
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": os.getcwd(),
+        "OMP_NUM_THREADS": "1",
+    }
+    # a busy machine
+    environment |= {
+        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_agent_register_timeout_ms": "120000",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "npu_gr",
+        "fleet",
+        "ray",
+        "--config",
+        str(tmp_path / "config.yaml"),
+    ]
+    command += [
+        "--instances",
+        "2",
+        "--max-instances",
+        "3",
+        "--resource",
+        "NPU",
+        "--port",
+        str(port),
+    ]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: ASYNC220
     url, history = f"http://127.0.0.1:{port}/v1/", columns(events(48))
     try:
         async with aiohttp.ClientSession() as http:
 
-            async def post(kind: str, user: str, **more: object) -> tuple[int, dict[str, object], str]:
+            async def post(
+                kind: str, user: str, **more: object
+            ) -> tuple[int, dict[str, object], str]:
                 body = {"user_id": user, "history": history, **more}
                 async with http.post(url + kind, json=body, headers={"X-User-Id": user}) as answer:
                     found = await answer.json(content_type=None) if answer.status < 300 else {}

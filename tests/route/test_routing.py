@@ -36,11 +36,15 @@ async def test_a_body_names_the_user_where_no_header_does() -> None:
     async with site(3) as s:
         for user in ("u1", "u2", "a b/c"):
             home = await s.home(user)
-            async with s.http.post(f"{s.url}/v1/rank", json={"x": [{"user_id": "no"}], "user_id": user}) as answer:
+            async with s.http.post(
+                f"{s.url}/v1/rank", json={"x": [{"user_id": "no"}], "user_id": user}
+            ) as answer:
                 assert (await answer.json())["instance"] == home.name
         async with s.http.post(f"{s.url}/v1/rank", data=b"{}") as answer:
             assert answer.status == 400
-        async with s.http.post(f"{s.url}/v1/rank", data=b"{}", headers={"X-NpuGr-Service": "normal"}) as answer:
+        async with s.http.post(
+            f"{s.url}/v1/rank", data=b"{}", headers={"X-NpuGr-Service": "normal"}
+        ) as answer:
             assert answer.status == 200  # without a prefix, by load
 
 
@@ -82,7 +86,8 @@ async def test_a_signal_that_an_instance_has_begun_is_never_sent_twice() -> None
                 for fake in s.fakes:
                     fake.seen.clear()
                     setattr(fake, name, value)
-                with suppress(aiohttp.ServerDisconnectedError):  # what HAProxy makes of a connection it has kept
+                # what HAProxy makes of a connection it has kept
+                with suppress(aiohttp.ServerDisconnectedError):
                     assert (await s.post(path))[0] >= 500
                 assert sum(fake.asked(f"/v1/{path}") for fake in s.fakes) == 1
                 for fake in s.fakes:
@@ -90,7 +95,10 @@ async def test_a_signal_that_an_instance_has_begun_is_never_sent_twice() -> None
 
 
 async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
-    """L3. For what breaks off, for 503, for silence and where nobody listens; a refusal for load is passed on."""
+    """L3. For what breaks off, for 503, for silence and where nobody listens.
+
+    A rejection for load is passed on.
+    """
     async with site(3, objective_s=0.05, health={"failures": 1000}) as s:
         home = await s.home("u")
         for name, value in (("cuts", True), ("status", 503), ("delay_s", 3.0)):
@@ -107,7 +115,10 @@ async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
 
 
 async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() -> None:
-    """One holds the only place there, until its answer is late; the others wait out the queue, and none is refused."""
+    """One holds the only place there, until its answer is late.
+
+    The others wait out the queue, and none is rejected.
+    """
     inflight = {"instance_inflight": 1}
     async with site(3, objective_s=0.2, health={"failures": 1000}, limits=inflight) as s:
         users = [user for user in (f"u{i}" for i in range(60)) if (await s.home(user)).name == "i0"]
@@ -118,11 +129,14 @@ async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() 
         assert "i0" not in {headers["X-NpuGr-Instance"] for _, _, headers in answers}
         waits = asyncio.create_task(s.post("rank", users[0]))
         await until_inside(frozen)
-        assert (await s.post("signal", users[1]))[0] == 429  # one that has waited is not sent elsewhere
+        # one that has waited is not sent elsewhere
+        assert (await s.post("signal", users[1]))[0] == 429
         assert (await waits)[0] == 200
 
 
-async def test_a_rank_that_waits_for_an_instance_that_has_just_come_back_is_answered_by_another() -> None:
+async def test_a_rank_that_waits_for_an_instance_that_has_just_come_back_is_answered_by_another() -> (
+    None
+):
     """It takes less at first than it says; a rank is there because its signal was."""
     inflight = {"instance_inflight": 2}
     health, relay = {"return_s": 60.0, "failures": 1000}, {"t_life_s": 60.0}
@@ -160,10 +174,10 @@ async def test_the_queue_is_short_and_its_end_is_429_with_a_time_to_retry() -> N
         statuses = [status for status, _, _ in answers]
         assert set(statuses) == {200, 429}
         assert only.most_inside == 2
-        refused = next(headers for status, _, headers in answers if status == 429)
-        assert refused["Retry-After"] == "1"
-        assert 20 <= int(refused["Retry-After-Ms"]) < 100
-        assert refused["Content-Type"] == "application/problem+json"
+        rejected = next(headers for status, _, headers in answers if status == 429)
+        assert rejected["Retry-After"] == "1"
+        assert 20 <= int(rejected["Retry-After-Ms"]) < 100
+        assert rejected["Content-Type"] == "application/problem+json"
 
 
 async def test_without_an_instance_the_answer_is_503_and_the_router_is_not_ready() -> None:
@@ -202,7 +216,9 @@ async def test_what_is_more_important_leaves_the_queue_first() -> None:
         assert order[-1] == "signal"
 
 
-async def test_an_instance_that_drains_gets_no_new_users_and_keeps_the_ranks_of_its_signals() -> None:
+async def test_an_instance_that_drains_gets_no_new_users_and_keeps_the_ranks_of_its_signals() -> (
+    None
+):
     async with site(2, has_agent=True) as s:
         user = await s.user_of(s.fakes[0])
         s.fakes[0].agent = "drain"
@@ -219,7 +235,9 @@ async def test_an_instance_that_drains_gets_no_new_users_and_keeps_the_ranks_of_
 
 async def test_an_erasure_reaches_every_instance_or_says_which_it_did_not() -> None:
     async with site(3) as s:
-        async with s.http.delete(f"{s.url}/v1/users/a%2Fb", headers={"Authorization": "Bearer x"}) as answer:
+        async with s.http.delete(
+            f"{s.url}/v1/users/a%2Fb", headers={"Authorization": "Bearer x"}
+        ) as answer:
             assert answer.status == 204
         for fake in s.fakes:
             (seen,) = fake.seen
@@ -247,8 +265,17 @@ async def test_a_change_of_the_catalogue_reaches_every_instance_by_the_admin_add
 
 async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_instance() -> None:
     async with site(1) as s, aiohttp.ClientSession(skip_auto_headers=("Accept",)) as http:
-        wrong = [("POST", "/v1/%72ank"), ("GET", "/metrics"), ("GET", "/debug/config"), ("PUT", "/v1/rank")]
-        wrong += [("POST", "/v1/models/reload"), ("GET", "/v2/models/%2e%2e"), ("DELETE", "/v1/users/a/b")]
+        wrong = [
+            ("POST", "/v1/%72ank"),
+            ("GET", "/metrics"),
+            ("GET", "/debug/config"),
+            ("PUT", "/v1/rank"),
+        ]
+        wrong += [
+            ("POST", "/v1/models/reload"),
+            ("GET", "/v2/models/%2e%2e"),
+            ("DELETE", "/v1/users/a/b"),
+        ]
         for method, path in wrong:
             async with http.request(method, URL(s.url + path, encoded=True)) as answer:
                 assert answer.status == 404, path
@@ -274,17 +301,26 @@ async def test_no_page_of_another_site_reaches_an_instance() -> None:
             {"Sec-Fetch-Site": "cross-site"},
         ):
             for url in (f"{s.url}/v1/rank", f"{s.admin}/v1/catalog/reload"):
-                async with s.http.post(url, data=b"{}", headers={"X-User-Id": "u", **headers}) as answer:
+                async with s.http.post(
+                    url, data=b"{}", headers={"X-User-Id": "u", **headers}
+                ) as answer:
                     assert answer.status == 403
         own = {"Origin": s.url, "Sec-Fetch-Site": "same-origin"}
-        async with s.http.post(f"{s.url}/v1/rank", data=b"{}", headers={"X-User-Id": "u", **own}) as answer:
+        async with s.http.post(
+            f"{s.url}/v1/rank", data=b"{}", headers={"X-User-Id": "u", **own}
+        ) as answer:
             assert answer.status == 200
         assert len(s.fakes[0].seen) == 1
 
 
 def _keys(path: Path, *keys: tuple[str, list[Scope]]) -> None:
     rows = [
-        {"name": f"key{i}", "sha256": hash_of(key.encode()), "tenant": "*", "scopes": [scope.value for scope in scopes]}
+        {
+            "name": f"key{i}",
+            "sha256": hash_of(key.encode()),
+            "tenant": "*",
+            "scopes": [scope.value for scope in scopes],
+        }
         for i, (key, scopes) in enumerate(keys)
     ]
     path.write_text(yaml.safe_dump({"keys": rows}))
@@ -300,36 +336,47 @@ async def test_a_request_without_a_key_of_the_file_gets_no_further(tmp_path: Pat
         assert (await s.post("rank", Authorization=f"Bearer {KEY}"))[0] == 200
         assert s.fakes[0].seen[0].headers["Authorization"] == f"Bearer {KEY}"
         for method, path_ in (("GET", "/metrics"), ("POST", "/v1/catalog/reload")):
-            async with s.http.request(method, s.admin + path_, headers={"Authorization": f"Bearer {KEY}"}) as answer:
+            async with s.http.request(
+                method, s.admin + path_, headers={"Authorization": f"Bearer {KEY}"}
+            ) as answer:
                 assert answer.status == 401  # it has another scope
         _keys(path, (OTHER_KEY, [Scope.OBSERVE, Scope.ADMIN]))
         await s.route.look()
         assert (await s.post("rank", Authorization=f"Bearer {KEY}"))[0] == 401
-        async with s.http.get(f"{s.admin}/metrics", headers={"Authorization": f"Bearer {OTHER_KEY}"}) as answer:
+        async with s.http.get(
+            f"{s.admin}/metrics", headers={"Authorization": f"Bearer {OTHER_KEY}"}
+        ) as answer:
             assert 'haproxy_server_status{proxy="users",server="i0"' in await answer.text()
 
 
-async def test_a_body_over_the_limit_is_refused_by_what_its_head_says() -> None:
+async def test_a_body_over_the_limit_is_rejected_by_what_its_head_says() -> None:
     async with site(1, limits={"max_body_bytes": 100_000}) as s:
-        async with s.http.post(f"{s.url}/v1/rank", data=b"x" * 100_001, headers={"X-User-Id": "u"}) as answer:
+        async with s.http.post(
+            f"{s.url}/v1/rank", data=b"x" * 100_001, headers={"X-User-Id": "u"}
+        ) as answer:
             assert answer.status == 413
-        async with s.http.post(f"{s.url}/v1/rank", data=b"x" * 100_000, headers={"X-User-Id": "u"}) as answer:
+        async with s.http.post(
+            f"{s.url}/v1/rank", data=b"x" * 100_000, headers={"X-User-Id": "u"}
+        ) as answer:
             assert (await answer.json())["size"] == 100_000
 
 
 async def test_a_slow_sender_holds_no_instance() -> None:
     async with site(1, header_timeout_s=0.5) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.table["port"])
-        writer.write(b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nX-User-Id: u\r\nContent-Length: 50\r\n\r\n{")
+        writer.write(
+            b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nX-User-Id: "
+            b"u\r\nContent-Length: 50\r\n\r\n{"
+        )
         assert b"408" in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
         assert not s.fakes[0].seen
 
 
-async def test_what_haproxy_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_haproxy_rejects_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with site(1) as s:
         monkeypatch.setattr(haproxy, "QUEUE_SHARE", 1e9)  # a time that HAProxy does not take
-        with pytest.raises(ConfigError, match="haproxy refuses"):
+        with pytest.raises(ConfigError, match="haproxy rejects"):
             await s.route.look()
         assert (await s.post("rank"))[0] == 200
         monkeypatch.undo()

@@ -20,7 +20,9 @@ def listening(authority: Authority, *names: str) -> ssl.SSLContext:
     return context
 
 
-def sections(authority: Authority, public: Pair, shows: Pair | None, name: str = "npu-gr") -> dict[str, Any]:
+def sections(
+    authority: Authority, public: Pair, shows: Pair | None, name: str = "npu-gr"
+) -> dict[str, Any]:
     hop = {"ca": str(authority.ca), "server_name": name}
     if shows is not None:
         hop |= {"certificate": str(shows.certificate), "key": str(shows.key)}
@@ -30,7 +32,9 @@ def sections(authority: Authority, public: Pair, shows: Pair | None, name: str =
     }
 
 
-async def test_signals_ranks_and_erasures_reach_instances_that_know_the_router(authority: Authority) -> None:
+async def test_signals_ranks_and_erasures_reach_instances_that_know_the_router(
+    authority: Authority,
+) -> None:
     given = sections(authority, authority.issue("127.0.0.1"), authority.issue("router"))
     async with site(2, listening(authority, "npu-gr"), authority.client(), **given) as s:
         await s.until_up(*s.fakes)
@@ -47,7 +51,9 @@ async def test_an_instance_with_another_name_or_that_does_not_know_the_router_ge
     public = authority.issue("127.0.0.1")
     for name, shows in (("npu-gr", authority.issue("router")), ("other", None)):
         given = sections(authority, public, shows)
-        async with site(1, listening(authority, "other" if shows else "npu-gr"), authority.client(), **given) as s:
+        async with site(
+            1, listening(authority, "other" if shows else "npu-gr"), authority.client(), **given
+        ) as s:
 
             async def is_down(s: Site = s) -> bool:
                 return (await s.statuses())["i0"].startswith("DOWN")
@@ -66,7 +72,9 @@ async def test_a_new_certificate_is_in_force_without_a_restart(authority: Author
         await s.route.look()
 
         async def is_new() -> bool:
-            _, writer = await asyncio.open_connection("127.0.0.1", s.table["port"], ssl=authority.client())
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", s.table["port"], ssl=authority.client()
+            )
             shown = writer.get_extra_info("peercert")
             writer.close()
             return ("DNS", "renewed.example") in set(shown["subjectAltName"])

@@ -1,4 +1,7 @@
-"""One request and one answer of every kind. A new kind needs an entry here, and has every test of test_kinds.py."""
+"""One request and one answer of every kind.
+
+A new kind needs an entry here, and has every test of test_kinds.py.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ REPORT = HistoryReport(fingerprint="f" * 32, num_tokens=2, cut_tokens=1, unknown
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """`path`: with its variables filled in. `body`: None = no body. `log`: the answer's part of the access log."""
+    """`path`: with its variables filled in.
+
+    `body`: None = no body. `log`: the answer's part of the access log.
+    """
 
     path: str
     body: dict[str, Any] | None
@@ -144,7 +150,15 @@ EXAMPLES: dict[str, Example] = {
             scores=np.array([np.nan], np.float32),
             origins=("generate",),
             num_candidates=4,
-            stages=(StageReport(stage="rank", result=StageResult.OUT_OF_TIME, began_s=0.1, took_s=0.2, num_items=0),),
+            stages=(
+                StageReport(
+                    stage="rank",
+                    result=StageResult.OUT_OF_TIME,
+                    began_s=0.1,
+                    took_s=0.2,
+                    num_items=0,
+                ),
+            ),
             history=REPORT,
             stages_s={"history": 0.001, "retrieve": 0.1, "preprocess": 0.0, "rank": 0.2},
         ),
@@ -169,7 +183,9 @@ EXAMPLES: dict[str, Example] = {
     "ingest": Example(
         path="/v1/events/bulk",
         body={"tenant": USER.tenant, "users": [{"user_id": USER.user, "events": HISTORY}] * 2},
-        answer=IngestAnswer(results=(Written(2, 2), Unprocessable("events: no")), stages_s={"store": 0.003}),
+        answer=IngestAnswer(
+            results=(Written(2, 2), Unprocessable("events: no")), stages_s={"store": 0.003}
+        ),
         log={"num_users": 2, "num_failed": 1, "num_added": 2, "stages_s": {"store": 0.003}},
         user=UserKey(USER.tenant, ""),
     ),

@@ -18,7 +18,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
@@ -62,7 +62,10 @@ class FakeNames:
 
 
 class FakeService:
-    """A `ServiceProtocol`. `answers`: name of a kind -> what every request of it is answered, or the error raised."""
+    """A `ServiceProtocol`.
+
+    `answers`: name of a kind -> what every request of it is answered, or the error raised.
+    """
 
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self.answers = dict(answers)
@@ -72,7 +75,8 @@ class FakeService:
         )
         self.why_not_ready = ""
         self.names = FakeNames()
-        self.waits: asyncio.Event | None = None  # set as soon as a request waits, which it then does for ever
+        # set as soon as a request waits, which it then does for ever
+        self.waits: asyncio.Event | None = None
 
     def models(self) -> list[ModelInfo]:
         return [MODEL]
@@ -96,7 +100,9 @@ class FakeService:
             slots.enter_context(await self.admission.enter(RANK.name, "", time.monotonic(), 1.0))
         return slots
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
+    ) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:
             self.waits.set()
@@ -123,14 +129,21 @@ def metrics_of_all_kinds() -> Metrics:
     return Metrics(
         CollectorRegistry(),
         [
-            Objective(kind=kind.name, threshold_s=kind.objective_s, latency_ratio=0.99, availability_ratio=0.999)
+            Objective(
+                kind=kind.name,
+                threshold_s=kind.objective_s,
+                latency_ratio=0.99,
+                availability_ratio=0.999,
+            )
             for kind in KINDS.values()
         ],
     )
 
 
 @asynccontextmanager
-async def serving_fake(service: FakeService, **settings: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
+async def serving_fake(
+    service: FakeService, **settings: Any
+) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**settings), metrics)
     async with TestClient(InstanceServer(app)) as client:

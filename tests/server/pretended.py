@@ -1,7 +1,8 @@
 """A kind of request that does not exist, to show what a new one costs: one entry, one codec, and here one answer.
 
-`register()` must run before any module that derives from the table of kinds is imported, so such modules are imported
-within functions. As a program it serves the kind over HTTP with a fake service and prints what it found, as JSON.
+`register()` must run before any module that derives from the table of kinds is imported, so such
+modules are imported within functions. As a program it serves the kind over HTTP with a fake service
+and prints what it found, as JSON.
 """
 
 from __future__ import annotations
@@ -55,28 +56,39 @@ SHOUT: Kind[ShoutRequest, ShoutAnswer] = Kind(
 
 def register_shout() -> None:
     """Put the kind into the table, and its codec into the table of codecs."""
-    assert not [name for name in sys.modules if name.startswith(("npu_gr.server", "npu_gr.metrics"))]
+    assert not [
+        name for name in sys.modules if name.startswith(("npu_gr.server", "npu_gr.metrics"))
+    ]
     register(SHOUT)
 
     import msgspec
 
-    from npu_gr.server.codec import CODECS
-    from npu_gr.server.codec.fields import Codec
     from npu_gr.server.config import ServerConfig
+    from npu_gr.server.schemas import CODECS
+    from npu_gr.server.schemas.fields import Codec
 
     def parse(body: Any, _config: ServerConfig, _names: object) -> ShoutRequest:
         return ShoutRequest(user=body.user, word=body.word)
 
     def render(answer: ShoutAnswer, request_id: str, _media: str, _shown: object) -> msgspec.Struct:
-        shown: msgspec.Struct = out(request_id=request_id, echo=answer.echo, stages_s=answer.stages_s)
+        shown: msgspec.Struct = out(
+            request_id=request_id, echo=answer.echo, stages_s=answer.stages_s
+        )
         return shown
 
-    from npu_gr.server.codec.fields import UserBody
+    from npu_gr.server.schemas.fields import UserBody
 
     body = msgspec.defstruct(
-        "ShoutBody", [("word", str)], bases=(UserBody,), frozen=True, kw_only=True, forbid_unknown_fields=True
+        "ShoutBody",
+        [("word", str)],
+        bases=(UserBody,),
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
     )
-    out = msgspec.defstruct("ShoutOut", [("request_id", str), ("echo", str), ("stages_s", dict[str, float])])
+    out = msgspec.defstruct(
+        "ShoutOut", [("request_id", str), ("echo", str), ("stages_s", dict[str, float])]
+    )
     CODECS[SHOUT.name] = Codec(body=body, answer=out, parse=parse, render=render)
 
 
@@ -92,7 +104,7 @@ class _Lines(logging.Handler):
 
 
 async def main() -> dict[str, Any]:
-    """Serve one shout, refuse another, and gather what HTTP says about them."""
+    """Serve one shout, reject another, and gather what HTTP says about them."""
     register_shout()
     from tests.server.fake import FakeService, serving_fake
 
@@ -105,7 +117,10 @@ async def main() -> dict[str, Any]:
         async with client.post(SHOUT.path, json=body, headers={"X-Request-Id": "mine"}) as response:
             served = {"status": response.status, "body": await response.json()}
         async with client.post(SHOUT.path, json={"user_id": "u", "wordz": "hello"}) as response:
-            refused = {"status": response.status, "detail": (await response.json(content_type=None))["detail"]}
+            rejected = {
+                "status": response.status,
+                "detail": (await response.json(content_type=None))["detail"],
+            }
         status = await (await client.get("/debug/status")).json()
         documented = (await (await client.get("/openapi.json")).json())["paths"][SHOUT.path]["post"]
     ((kind, request, _),) = service.served
@@ -117,7 +132,7 @@ async def main() -> dict[str, Any]:
 
     return {
         "served": served,
-        "refused": refused,
+        "rejected": rejected,
         "documented": documented,
         "line": handler.lines[0],
         "counts": {

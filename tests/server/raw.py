@@ -32,7 +32,10 @@ class Raw:
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         async with asyncio.timeout(10):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+            headers = {
+                name.lower(): value
+                for name, _, value in (line.partition(": ") for line in head[1:] if line)
+            }
             body = await self.reader.readexactly(int(headers.get("content-length", 0)))
         return int(head[0].split()[1]), headers, body
 

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.features.embedded import GroupWriter
+from npu_gr.history_store.embedded import GroupWriter
 from npu_gr.server.access_log import MOST_DETAIL, AccessLog, Failure
 from npu_gr.server.config import ServerConfig
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving
 
 HISTORY = columns(events(40))
-RANK: dict[str, Any] = {"user_id": "somebody", "candidates": [FIRST_ID, FIRST_ID + 1], "history": HISTORY}
+RANK: dict[str, Any] = {
+    "user_id": "somebody",
+    "candidates": [FIRST_ID, FIRST_ID + 1],
+    "history": HISTORY,
+}
 STAGES = ["history", "lease", "queue", "device"]
 
 
@@ -46,13 +50,17 @@ async def test_every_request_has_its_line(tmp_path: Path, caplog: pytest.LogCapt
     assert sum(rank["stages_s"].values()) <= rank["duration_s"] + 1e-5
     assert (bad["status"], bad["error"], nowhere["route"]) == (422, "unprocessable request", "none")
     assert (late["status"], late["error"]) == (504, "deadline exceeded")
-    assert [r.levelname for r in caplog.records if r.name == "npu_gr.request"] == ["INFO"] * 4 + ["WARNING"]
+    assert [r.levelname for r in caplog.records if r.name == "npu_gr.request"] == ["INFO"] * 4 + [
+        "WARNING"
+    ]
     assert len({line["trace_id"] for line in lines(caplog)}) == 5
     assert "somebody" not in caplog.text
     assert str(FIRST_ID) not in caplog.text
 
 
-async def test_only_slow_and_failed_requests_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_slow_and_failed_requests_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "npu_gr.request"):
         async with serving(tmp_path, server={"log_requests": "slow"}) as (client, _):
             await client.get("/v1/models")
@@ -60,7 +68,9 @@ async def test_only_slow_and_failed_requests_are_logged(tmp_path: Path, caplog: 
     assert [line["status"] for line in lines(caplog)] == [504]
 
 
-async def test_a_failed_request_says_what_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_request_says_what_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A store whose disk is full: each line has what its caller was told, and the cause is a warning, not one each."""
 
     async def full(_self: object, _work: object, **_: object) -> None:
@@ -83,14 +93,22 @@ async def test_a_failed_request_says_what_failed(tmp_path: Path, caplog: pytest.
     assert told[0] == "the history store cannot be written: database or disk is full"
     assert bad["status"] == 422
     assert "detail" not in bad  # it names the field, which may be anything that the caller has
-    warned = [record.getMessage() for record in caplog.records if record.name == "npu_gr.server.access_log"]
+    warned = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "npu_gr.server.access_log"
+    ]
     assert 1 <= len(warned) < 20
-    assert warned[0] == f"requests fail: unavailable: {told[0]} (OperationalError: database or disk is full)"
+    assert warned[0] == (
+        f"requests fail: unavailable: {told[0]} (OperationalError: database or disk is full)"
+    )
     assert "somebody" not in caplog.text
 
 
 def test_a_detail_is_bounded_and_has_no_password() -> None:
-    failure = AccessLog(ServerConfig()).failed(Unavailable("redis://me:s3cret@db/0 is gone " + "x" * 1000))
+    failure = AccessLog(ServerConfig()).failed(
+        Unavailable("redis://me:s3cret@db/0 is gone " + "x" * 1000)
+    )
     assert failure is not None
     assert failure.detail is not None
     assert failure.detail.startswith("redis://***@db/0 is gone xxx")
@@ -124,7 +142,10 @@ async def test_a_user_is_a_keyed_hash(tmp_path: Path, caplog: pytest.LogCaptureF
         (tmp_path / "key").write_text(key)
         caplog.clear()
         with caplog.at_level(logging.INFO, "npu_gr.request"):
-            async with serving(tmp_path, server={"log_user_key_file": str(tmp_path / "key")}) as (client, _):
+            async with serving(tmp_path, server={"log_user_key_file": str(tmp_path / "key")}) as (
+                client,
+                _,
+            ):
                 for user in ({"user_id": "ab"}, {"user_id": "ab"}, {"user_id": "b", "tenant": "a"}):
                     await client.post("/v1/rank", json={**RANK, **user})
         first, again, other = (line["user"] for line in lines(caplog))

@@ -64,7 +64,9 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
     port, admin_port = ports.result()
     try:
         async with aiohttp.ClientSession() as http:
-            yield Site(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", service, http, app)
+            yield Site(
+                f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", service, http, app
+            )
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
@@ -73,7 +75,7 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
 def path_of(pattern: str) -> str:
     """A path of the route."""
     path = pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
-    return f"{path}?seconds=0" if path == "/debug/profile" else path  # refused, so quick
+    return f"{path}?seconds=0" if path == "/debug/profile" else path  # rejected, so quick
 
 
 def is_served(status: int, body: bytes) -> bool:
@@ -87,13 +89,18 @@ async def test_every_route_is_served_by_the_address_of_its_rule_alone() -> None:
             path = path_of(pattern)
             for url, expected in ((at.public, rule.is_public), (at.admin, rule.is_admin)):
                 async with at.http.request(method, url + path) as answer:
-                    assert is_served(answer.status, await answer.read()) == expected, (method, path, url)
+                    assert is_served(answer.status, await answer.read()) == expected, (
+                        method,
+                        path,
+                        url,
+                    )
             if not rule.is_public:  # nor does another method show that it is there
                 assert await at.status(at.public + path, "PUT") == 404
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics", "/%6detrics", "/debug/config", "/debug%2Fconfig", "//metrics", "/./metrics"]
+    "path",
+    ["/metrics", "/%6detrics", "/debug/config", "/debug%2Fconfig", "//metrics", "/./metrics"],
 )
 async def test_no_spelling_of_a_path_gets_around_the_address(path: str) -> None:
     from yarl import URL
@@ -126,27 +133,40 @@ async def test_the_same_address_named_twice_serves_everything() -> None:
 async def test_bodies_of_callers_take_no_room_from_operators() -> None:
     async with site(max_receiving_bytes=1000, max_body_bytes=1000) as at:
         _, writer = await asyncio.open_connection("127.0.0.1", int(at.public.rpartition(":")[2]))
-        writer.write(b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(
+            b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         writer.write(b"Content-Length: 950\r\n\r\n" + b" " * 900)
         await writer.drain()
         await until(lambda: at.app[PIPELINE]._admission.receiving_bytes == 900)
         json = {"Content-Type": "application/json"}
         assert await at.status(f"{at.public}/v1/rank", "POST", data=b" " * 200, headers=json) == 503
-        assert await at.status(f"{at.admin}/v1/catalog/items", "POST", data=b" " * 200, headers=json) == 400
+        assert (
+            await at.status(f"{at.admin}/v1/catalog/items", "POST", data=b" " * 200, headers=json)
+            == 400
+        )
         writer.close()
 
 
 async def test_a_taken_admin_port_is_an_error_that_names_it() -> None:
     async with site() as at:
         port = int(at.admin.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=rf"server\.admin_host, server\.admin_port: .* 127\.0\.0\.1:{port}"):
+        with pytest.raises(
+            ConfigError,
+            match=r"server\.admin_host, server\.admin_port: .* "
+            rf"127\.0\.0\.1:{port}",
+        ):
             async with site(admin_port=port):
                 pass
 
 
 def test_an_admin_address_beyond_loopback_needs_keys(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "10.0.0.1", "::"):
-        with pytest.raises(ValueError, match=rf"admin_host: {host} is not loopback: set api_keys_file"):
+        with pytest.raises(
+            ValueError,
+            match=rf"admin_host: {host} is not loopback: set "
+            r"api_keys_file",
+        ):
             ServerConfig(admin_host=host)
         ServerConfig(admin_host=host, allow_unauthenticated=True)
         ServerConfig(admin_host=host, api_keys_file=str(tmp_path / "keys"))
@@ -165,7 +185,10 @@ async def test_a_page_of_another_site_changes_and_reads_nothing(headers: dict[st
             expected = 200 if rule.scope is None and path not in PAGES else 403
             for url, serves in ((at.public, rule.is_public), (at.admin, rule.is_admin)):
                 if serves:
-                    assert await at.status(url + path, method, headers=headers) == expected, (method, path)
+                    assert await at.status(url + path, method, headers=headers) == expected, (
+                        method,
+                        path,
+                    )
         assert at.service.served == []
 
 
@@ -191,17 +214,22 @@ async def test_a_trusted_proxy_passes_the_names_of_its_callers_on() -> None:
 
 def test_names_are_checked_where_a_page_could_do_without_a_key() -> None:
     def checked(**settings: Any) -> list[bool]:
-        return [one.refuses_foreign_hosts for one in make_addresses(ServerConfig(**settings))]
+        return [one.rejects_foreign_hosts for one in make_addresses(ServerConfig(**settings))]
 
     assert checked() == [True, True]
     assert checked(api_keys_file="keys") == [False, True]
     assert checked(host="10.0.0.1", api_keys_file="keys") == [False, True]
-    assert checked(host="0.0.0.0", admin_host="0.0.0.0", allow_unauthenticated=True) == [False, False]
+    assert checked(host="0.0.0.0", admin_host="0.0.0.0", allow_unauthenticated=True) == [
+        False,
+        False,
+    ]
     assert checked(port=8080, admin_port=8080) == [True]
 
 
 @pytest.mark.browser
-async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_nothing(browser: Any) -> None:
+async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_nothing(
+    browser: Any,
+) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
     page = """<script>
@@ -229,32 +257,45 @@ async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_
             browser.get(f"{at.admin}/")
             script = "return document.getElementById('state')?.innerText"
             WebDriverWait(browser, 20).until(lambda _: browser.execute_script(script) == "ready")
-            script = "fetch('/v1/models/reload', {method: 'POST'}).then(answer => arguments[0](answer.status))"
+            script = (
+                "fetch('/v1/models/reload', {method: 'POST'}).then(answer => "
+                "arguments[0](answer.status))"
+            )
             return str(browser.execute_async_script(script))
 
         def attack(origin: str) -> None:
             browser.get(origin)
             browser.execute_script("attack(arguments[0])", at.admin)
             WebDriverWait(browser, 20).until(lambda _: browser.title == "done")
-            browser.execute_script("f.action = arguments[0] + '/v1/models/reload'; f.submit()", at.admin)
-            WebDriverWait(browser, 20).until(lambda _: "page of another site" in browser.page_source)
+            browser.execute_script(
+                "f.action = arguments[0] + '/v1/models/reload'; f.submit()", at.admin
+            )
+            WebDriverWait(browser, 20).until(
+                lambda _: "page of another site" in browser.page_source
+            )
 
         assert await asyncio.to_thread(own_page) == "200"
         assert reloads == ["reload"]
         for name in ("localhost", "127.0.0.1"):  # another site, and the same site at another port
             await asyncio.to_thread(attack, f"http://{name}:{server.port}/")
         # a name of the author's that has come to mean this machine
-        await asyncio.to_thread(browser.get, f"http://rebound.localhost:{at.admin.rpartition(':')[2]}/debug/config")
+        await asyncio.to_thread(
+            browser.get, f"http://rebound.localhost:{at.admin.rpartition(':')[2]}/debug/config"
+        )
         assert "is no loopback name" in await asyncio.to_thread(lambda: browser.page_source)
         assert reloads == ["reload"]
 
 
-@pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_a_body_of_another_type_is_refused_everywhere(media: str) -> None:
+@pytest.mark.parametrize(
+    "media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+async def test_a_body_of_another_type_is_rejected_everywhere(media: str) -> None:
     async with site() as at:
         for (method, path), rule in rules().items():
             # clients of the Open Inference Protocol name no type
             if method == "POST" and (media or not path.startswith("/v2/")):
                 url = at.public if rule.is_public else at.admin
-                status = await at.status(url + path, method, data=b"{}", headers={"Content-Type": media})
+                status = await at.status(
+                    url + path, method, data=b"{}", headers={"Content-Type": media}
+                )
                 assert status == 415, (path, status)

@@ -29,7 +29,10 @@ async def test_every_link_of_the_status_page_is_served_where_the_page_is() -> No
 
 async def test_the_page_needs_no_key_and_the_document_does(tmp_path: Path) -> None:
     port = free_port()
-    async with site(port=port, api_keys_file=write_keys(tmp_path / "keys")) as at, aiohttp.ClientSession() as http:
+    async with (
+        site(port=port, api_keys_file=write_keys(tmp_path / "keys")) as at,
+        aiohttp.ClientSession() as http,
+    ):
         async with http.get(f"{at.admin}/debug/console") as answer:
             text = await answer.text()
             assert f'"http://" + location.hostname + ":{port}"' in text, (
@@ -56,7 +59,10 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
 
     def pressed(route: str, button: str) -> None:
-        script = "[...document.querySelectorAll(arguments[0])].find(one => one.textContent === arguments[1]).click()"
+        script = (
+            "[...document.querySelectorAll(arguments[0])].find(one => one.textContent === "
+            "arguments[1]).click()"
+        )
         browser.execute_script(script, f"[data-route='{route}'] button", button)
 
     def answer(route: str) -> str:
@@ -70,14 +76,19 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         assert browser.execute_script("return document.getElementById('public').value") == at.public
         browser.find_element(By.CSS_SELECTOR, "#settings button").click()
         until(lambda: "routes" in shown("#state"))
-        routes = browser.execute_script("return [...document.querySelectorAll('details')].map(d => d.dataset.route)")
+        routes = browser.execute_script(
+            "return [...document.querySelectorAll('details')].map(d => d.dataset.route)"
+        )
         assert routes[0] == "POST /v1/signal", "what callers want, first"
         assert set(routes) == {f"{method} {path}" for method, path in rules()}
         pressed("GET /debug/config", "Send")
         assert answer("GET /debug/config").startswith("200 in ")
         buttons = "return [...document.querySelectorAll(arguments[0])].map(one => one.textContent)"
         assert browser.execute_script(buttons, "[data-route='POST /v1/rank'] button") == ["curl"]
-        unnamed = "return document.querySelectorAll('textarea:not([aria-label]), pre:not([aria-label])').length"
+        unnamed = (
+            "return document.querySelectorAll('textarea:not([aria-label]), "
+            "pre:not([aria-label])').length"
+        )
         assert browser.execute_script(unnamed) == 0
         pressed("POST /v1/rank", "curl")
         return answer("POST /v1/rank")
@@ -88,6 +99,10 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         if shutil.which("curl") is not None:
             words = shlex.split(typed.replace("$KEY", secret("all")))
             done = await asyncio.to_thread(
-                subprocess.run, [*words, "-s", "-w", "%{http_code}"], capture_output=True, text=True, timeout=30
+                subprocess.run,
+                [*words, "-s", "-w", "%{http_code}"],
+                capture_output=True,
+                text=True,
+                timeout=30,
             )
             assert done.stdout.endswith("200"), (typed, done.stdout, done.stderr)

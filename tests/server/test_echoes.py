@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from npu_gr.core.words import MOST, cut, quoted
+from npu_gr.core.text_format import MOST, cut, quoted
 from tests.server.raw import Site, site
 
 LONG = "z" * 60_000
@@ -17,9 +17,14 @@ RANK = {"user_id": "u", "candidates": [1]}
 
 def sent(path: str, body: Any, **headers: str) -> bytes:
     data = json.dumps(body).encode()
-    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    given = {
+        "Content-Type": "application/json",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(data)}\r\n\r\n".encode() + data
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(data)}\r\n\r\n"
+    ).encode() + data
 
 
 async def echoed(at: Site, message: bytes) -> tuple[int, str]:

@@ -12,14 +12,14 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import StoreFailed
 from npu_gr.core.history import UserKey
-from npu_gr.jobs.histories import Histories
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.histories import Histories
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.purge import purge
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.server.fake import FakeService, serving_fake
 from tests.serving import FIRST_ID, columns, encoded, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 USER = "anna.archer@example.com"
 
@@ -32,9 +32,18 @@ async def post(client: TestClient[Any, Any], path: str, **body: Any) -> None:
 async def use(client: TestClient[Any, Any], *users: str) -> None:
     for user in users:
         history = columns(events(40))
-        await post(client, "/v1/events", user_id=user, tenant="t", events=history, idempotency_key=f"{user}-1")
+        await post(
+            client,
+            "/v1/events",
+            user_id=user,
+            tenant="t",
+            events=history,
+            idempotency_key=f"{user}-1",
+        )
         await post(client, "/v1/signal", user_id=user, tenant="t", history=history)
-        await post(client, "/v1/rank", user_id=user, tenant="t", history=history, candidates=[FIRST_ID])
+        await post(
+            client, "/v1/rank", user_id=user, tenant="t", history=history, candidates=[FIRST_ID]
+        )
 
 
 async def erase(client: TestClient[Any, Any], user: str = USER) -> tuple[int, list[str]]:
@@ -67,7 +76,12 @@ async def test_without_recordings_no_byte_is_left(tmp_path: Path) -> None:
 
 
 async def test_with_recordings_the_answer_names_them(tmp_path: Path) -> None:
-    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    record = {
+        "folder": str(tmp_path / "traffic"),
+        "enabled": True,
+        "suffix": ".jsonl",
+        "users": "clear",
+    }
     async with serving(tmp_path, record=record) as (client, _):
         await use(client, USER, "bert")
         assert await erase(client) == (202, ["recordings"])
@@ -99,7 +113,12 @@ async def test_a_reader_of_the_store_is_named(tmp_path: Path) -> None:
 async def test_a_store_that_fails_does_not_keep_memory_and_recordings_from_forgetting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    record = {
+        "folder": str(tmp_path / "traffic"),
+        "enabled": True,
+        "suffix": ".jsonl",
+        "users": "clear",
+    }
 
     async def fail(*_: object) -> bool:
         raise StoreFailed("gone")
@@ -159,7 +178,7 @@ async def test_vectors_that_were_trained_with_the_user_are_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[", b'{"user_id": ""}', b'{"user_id": "a", "x": 1}'])
-async def test_a_question_about_nobody_is_refused(tmp_path: Path, body: bytes) -> None:
+async def test_a_question_about_nobody_is_rejected(tmp_path: Path, body: bytes) -> None:
     async with serving_fake(FakeService({})) as (client, _):
         headers = {"Content-Type": "application/json"}
         async with client.post("/debug/user", data=body, headers=headers) as response:

@@ -17,11 +17,11 @@ from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.replay.files import read
 from npu_gr.replay.requests import encode
-from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.schemas.media import MSGPACK
 from tests.features_of import random_features, values
 from tests.models import events
+from tests.server.grpc.rig import INFER, call
 from tests.server.oip.inputs import Input, infer_message, inputs_of
-from tests.server.rpc.rig import INFER, call
 from tests.serving import FIRST_ID, columns, free_port, serving, write_checkpoint
 
 SHOWN_AT = 1_700_000_000
@@ -43,7 +43,10 @@ class Sent:
     def lists(self, begin: int = 0, end: int | None = None) -> dict[str, Any]:
         part = slice(begin, end)
         of_events = {name: cells[part] for name, cells in self.cells.items()}
-        return {**{name: column[part] for name, column in self.plain.items()}, "features": of_events}
+        return {
+            **{name: column[part] for name, column in self.plain.items()},
+            "features": of_events,
+        }
 
     def raw(self, begin: int = 0, end: int | None = None) -> dict[str, Any]:
         of_events = self.columns.take(slice(begin, end)).given
@@ -76,7 +79,9 @@ def rank(user: str, **more: Any) -> dict[str, Any]:
     return {"user_id": user, "candidates": CANDIDATES, "timestamp": SHOWN_AT, **more}
 
 
-async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tuple[Feature, ...]) -> None:
+async def test_every_way_gives_the_same_bits(
+    http: tuple[Any, Any], features: tuple[Feature, ...]
+) -> None:
     client, channel = http
     sent = Sent(features, 31, 1)
     cut = 9
@@ -102,7 +107,10 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         assert told["scores"] == want["scores"]
         assert told["history"]["fingerprint"] == want["history"]["fingerprint"]
 
-    ways: list[tuple[Send, Callable[..., dict[str, Any]]]] = [(json_call, sent.lists), (packed_call, sent.raw)]
+    ways: list[tuple[Send, Callable[..., dict[str, Any]]]] = [
+        (json_call, sent.lists),
+        (packed_call, sent.raw),
+    ]
     for place, (send, part) in enumerate(ways):
         same(await send("/v1/rank", rank(f"raw{place}", history=part())))
         first = await send("/v1/signal", {"user_id": f"base{place}", "history": part(0, cut)})
@@ -112,12 +120,18 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
             await send("/v1/events", {"user_id": f"stored{place}", "events": part(begin, end)})
         await send("/v1/signal", {"user_id": f"stored{place}"})
         same(await send("/v1/rank", rank(f"stored{place}")))
-        users = [{"user_id": f"merged{place}", "events": part(*ends)} for ends in ((cut, None), (0, cut + 3))]
+        users = [
+            {"user_id": f"merged{place}", "events": part(*ends)}
+            for ends in ((cut, None), (0, cut + 3))
+        ]
         told = await send("/v1/events/bulk", {"mode": "merge", "users": users})
         assert (told["num_added"], told["num_failed"]) == (sent.num, 0)
         same(await send("/v1/rank", rank(f"merged{place}")))
 
-    inputs = [*inputs_of(rank("oip", history=bare)), Input("history.features", "BYTES", [json.dumps(sent.cells)])]
+    inputs = [
+        *inputs_of(rank("oip", history=bare)),
+        Input("history.features", "BYTES", [json.dumps(sent.cells)]),
+    ]
     told = await call(channel, INFER, infer_message("rank", inputs), "inference.ModelInferResponse")
     raws = dict(zip((one.name for one in told.outputs), told.raw_output_contents, strict=True))
     for task, scores in want["scores"].items():
@@ -129,18 +143,29 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         assert {task: scores.tolist() for task, scores in ranked.scores.items()} == want["scores"]
 
 
-async def test_recorded_events_fill_another_store_the_same(tmp_path: Path, features: tuple[Feature, ...]) -> None:
+async def test_recorded_events_fill_another_store_the_same(
+    tmp_path: Path, features: tuple[Feature, ...]
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=features)
-    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    record = {
+        "folder": str(tmp_path / "traffic"),
+        "enabled": True,
+        "suffix": ".jsonl",
+        "users": "clear",
+    }
     async with serving(tmp_path, record=record) as (client, _):
         given: Any = {"user_id": "a", "events": Sent(features, 15, 8).lists()}
         assert (await client.post("/v1/events", json=given)).status == 200
         want = await (await client.post("/v1/rank", json=rank("a"))).json()
     (log,) = (tmp_path / "traffic").glob("traffic-*")
-    async with serving(tmp_path, watched=False, features={"path": str(tmp_path / "other.db")}) as (client, _):
+    async with serving(tmp_path, watched=False, features={"path": str(tmp_path / "other.db")}) as (
+        client,
+        _,
+    ):
         headers = {"Content-Type": "application/json"}
         kept, ranked = [
-            await (await client.post(f"/v1/{one.kind}", data=encode(one), headers=headers)).json() for one in read(log)
+            await (await client.post(f"/v1/{one.kind}", data=encode(one), headers=headers)).json()
+            for one in read(log)
         ]
         assert kept["num_events"] == 15
         assert ranked["scores"] == want["scores"]
@@ -152,7 +177,11 @@ HOSTILE: tuple[tuple[int, Cells, str], ...] = (
     (422, {"e0": [{}] * 4}, "events.features[...]"),
     (422, {"e0": ["x" * 2000] * 4}, "events.features[...][0]: Expected `str` of length <= 1024"),
     (422, {"e0": ["x"] * 4}, "events.features.e0: row 0 is a text"),
-    (422, {f"e{place}": [1] * 4 for place in range(300)}, "events.features: Expected `object` of length <= 256"),
+    (
+        422,
+        {f"e{place}": [1] * 4 for place in range(300)},
+        "events.features: Expected `object` of length <= 256",
+    ),
     (413, {f"e{place}": [1] * 99_999 for place in range(3)}, "the limit is 262144"),
 )
 
@@ -165,10 +194,20 @@ async def test_what_the_store_cannot_keep_is_named(http: tuple[Any, Any]) -> Non
             told = await answer.json()
             assert answer.status == status, told
             assert said in told["detail"], told
-    for lost, said in ((float("nan"), "what is missing is null"), (float("inf"), "no number that float32 holds")):
-        body = {"user_id": "bad", "events": {**columns(events(4)), "features": {"e0": [1.0, lost, 2.0, 3.0]}}}
+    for lost, said in (
+        (float("nan"), "what is missing is null"),
+        (float("inf"), "no number that float32 holds"),
+    ):
+        body = {
+            "user_id": "bad",
+            "events": {**columns(events(4)), "features": {"e0": [1.0, lost, 2.0, 3.0]}},
+        }
         packed = msgspec.msgpack.encode(body)
-        async with client.post("/v1/events", data=packed, headers={"Content-Type": MSGPACK}) as answer:
+        async with client.post(
+            "/v1/events", data=packed, headers={"Content-Type": MSGPACK}
+        ) as answer:
             assert said in (await answer.json())["detail"]
-    async with client.post("/v1/events", json={"user_id": "bad", "events": columns(events(1))}) as answer:
+    async with client.post(
+        "/v1/events", json={"user_id": "bad", "events": columns(events(1))}
+    ) as answer:
         assert (await answer.json())["num_events"] == 1, "nothing of all that was kept"

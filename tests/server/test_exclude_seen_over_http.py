@@ -22,7 +22,10 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
         (folder / "decoder").mkdir()
         saved(folder / "decoder", **VARIANTS["qwen3 g2 tied"])
         sids = np.random.default_rng(0).integers(0, 4, (NUM_ITEMS, 3)).tolist()
-        rows = [{"item_id": item, "sid": sid, "attributes": {"kind": item % 3}} for item, sid in enumerate(sids)]
+        rows = [
+            {"item_id": item, "sid": sid, "attributes": {"kind": item % 3}}
+            for item, sid in enumerate(sids)
+        ]
         (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "checkpoint": str(folder / "decoder"),
@@ -41,7 +44,9 @@ def history(items: list[int]) -> dict[str, list[int]]:
     return {"items": items, "actions": [1] * len(items), "timestamps": list(range(len(items)))}
 
 
-async def test_it_is_brute_force_over_the_catalogue_without_the_items_of_the_history(tmp_path: Path) -> None:
+async def test_it_is_brute_force_over_the_catalogue_without_the_items_of_the_history(
+    tmp_path: Path,
+) -> None:
     random = np.random.default_rng(1)
     async with serving(tmp_path, checkpoint=None, generate=section(tmp_path)) as (client, _):
         withdrawn = [7, 8, 9]
@@ -67,23 +72,34 @@ async def test_it_is_brute_force_over_the_catalogue_without_the_items_of_the_his
             num_items = int(random.integers(1, NUM_ITEMS))
             got = await generate(client, num_items=num_items, **asked)
             assert got["items"] == [item for item, _ in want[:num_items]]
-            np.testing.assert_allclose(got["scores"], [score for _, score in want[:num_items]], rtol=1e-5)
+            np.testing.assert_allclose(
+                got["scores"], [score for _, score in want[:num_items]], rtol=1e-5
+            )
             assert got["status"] == ("complete" if len(want) >= num_items else "exhausted")
             if asked.keys() == {"user_id", "history"}:
                 assert len(every["items"]) == NUM_ITEMS - len(withdrawn)
 
 
 async def test_a_narrow_beam_spends_nothing_on_what_was_seen(tmp_path: Path) -> None:
-    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, beam_width=5)) as (client, _):
-        best = (await generate(client, num_items=5, history=history([1]), exclude_seen=False))["items"]
+    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, beam_width=5)) as (
+        client,
+        _,
+    ):
+        best = (await generate(client, num_items=5, history=history([1]), exclude_seen=False))[
+            "items"
+        ]
         got = await generate(client, num_items=5, history=history([*best, 1]))
         assert (got["status"], len(got["items"])) == ("complete", 5)
         assert not {*best, 1} & {*got["items"]}
 
 
 @pytest.mark.parametrize("configured", [True, False])
-async def test_the_configuration_decides_for_a_request_that_does_not(tmp_path: Path, configured: bool) -> None:
-    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, exclude_seen=configured)) as (client, _):
+async def test_the_configuration_decides_for_a_request_that_does_not(
+    tmp_path: Path, configured: bool
+) -> None:
+    async with serving(
+        tmp_path, checkpoint=None, generate=section(tmp_path, exclude_seen=configured)
+    ) as (client, _):
         for exclude_seen in (None, True, False):
             said = {} if exclude_seen is None else {"exclude_seen": exclude_seen}
             answer = await generate(client, num_items=NUM_ITEMS, history=history([3, 4, 5]), **said)
@@ -110,7 +126,9 @@ async def test_histories_leave_the_filter_cache_to_attribute_queries(tmp_path: P
 
 async def test_the_items_of_a_stored_history_are_seen(tmp_path: Path) -> None:
     async with serving(tmp_path, checkpoint=None, generate=section(tmp_path)) as (client, _):
-        async with client.post("/v1/events", json={"user_id": "u", "events": history([11, 12, 13])}) as response:
+        async with client.post(
+            "/v1/events", json={"user_id": "u", "events": history([11, 12, 13])}
+        ) as response:
             assert response.status == 200
         answer = await stored(client)
         assert answer["history"]["source"] == "store"

@@ -1,4 +1,4 @@
-"""Features over HTTP: every form gives the same bits, what does not fit is refused by name, what is missing is told."""
+"""Features over HTTP: every form gives the same bits, what does not fit is rejected by name, what is missing is told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import RequestError
 from npu_gr.core.feature_schema.encode import hash_names
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from tests.features_of import every_feature
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def http(folder: Path) -> AsyncIterator[tuple[Any, Service]]:
-    async with serving(folder, recommend={"sources": {"trunk": 20}}) as (client, service):
+    async with serving(folder, recommend={"sources": {"shared_encoder": 20}}) as (client, service):
         yield client, service
 
 
@@ -82,7 +82,9 @@ async def test_every_form_gives_the_same_bits(http: tuple[Any, Service]) -> None
     assert (await sent.json())["scores"] == want["scores"]
     for given in (body(), in_bytes):
         data = msgspec.msgpack.encode(given)
-        sent = await client.post("/v1/rank", data=data, headers={"Content-Type": "application/msgpack"})
+        sent = await client.post(
+            "/v1/rank", data=data, headers={"Content-Type": "application/msgpack"}
+        )
         assert (await sent.json())["scores"] == want["scores"]
     bare = body()
     del bare["features"]["cross"]
@@ -97,7 +99,9 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
     late = Features(request={**REQUEST, "spent": float(np.float32(-1.25))}, cross=cross)
     async with AsyncClient(str(client.make_url("/")), timeout_s=30.0) as caller:
         both = Features(user=USER, request=late.request, cross=late.cross)
-        ranked = await caller.rank("u", CANDIDATES, history=history, timestamp=SHOWN_AT, features=both)
+        ranked = await caller.rank(
+            "u", CANDIDATES, history=history, timestamp=SHOWN_AT, features=both
+        )
         assert ranked.scores["click"].tolist() == want["scores"]["click"]
         async with caller.relay("v", history=history, features=Features(user=USER)) as relay:
             again = await relay.rank(CANDIDATES, timestamp=SHOWN_AT, features=late)
@@ -108,9 +112,15 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
             again = await relay.rank(CANDIDATES, timestamp=SHOWN_AT, features=late)
             assert again.outcome == "hbm_hit"
             assert again.scores["click"].tolist() == want["scores"]["click"]
-        found = await caller.recommend("u", history=history, timestamp=SHOWN_AT, features=Features(user=USER))
+        found = await caller.recommend(
+            "u", history=history, timestamp=SHOWN_AT, features=Features(user=USER)
+        )
         assert len(found) == 10
-        with pytest.raises(RequestError, match=r"features\.cross: this call takes user, request alone"):
+        with pytest.raises(
+            RequestError,
+            match=r"features\.cross: this call takes user, "
+            r"request alone",
+        ):
             await caller.recommend("u", history=history, features=both)
         (model,) = await caller.models()
         assert model.features == every_feature(), "what the model wants is told"
@@ -119,23 +129,40 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
 @pytest.mark.parametrize(
     ("features", "said"),
     [
-        ({"user": {"colour": 1}}, "features.user.colour: no feature of the model; it has country, tags, age, spent"),
+        (
+            {"user": {"colour": 1}},
+            "features.user.colour: no feature of the model; it has country, tags, age, spent",
+        ),
         ({"user": {"age": "old"}}, "features.user.age: row 0 is a text, it must be a number"),
         ({"user": {"tags": ["a"] * 4}}, "features.user.tags: row 0 has 4 values, the limit is 3"),
         ({"user": {"age": 1e300}}, "features.user.age: row 0 is no number that float32 holds"),
         ({"user": {"age": [1]}}, "features.user.age: row 0 is a list"),
         ({"user": {"age": {"a": 1}}}, "features.user[...]: Expected"),
-        ({"request": {"country": ["fr", "de"]}}, "features.request.country: row 0 has 2 values, the limit is 1"),
+        (
+            {"request": {"country": ["fr", "de"]}},
+            "features.request.country: row 0 has 2 values, the limit is 1",
+        ),
         ({"cross": {"spent": [1.0]}}, "features.cross.spent: 1 entries, there must be 3"),
-        ({"cross": {"spent": base64.b64encode(b"123").decode()}}, "features.cross.spent: 3 bytes are no whole rows"),
-        ({"cross": {"tags": base64.b64encode(bytes(48)).decode()}}, "features.cross.tags: 2 entries, there must be 3"),
+        (
+            {"cross": {"spent": base64.b64encode(b"123").decode()}},
+            "features.cross.spent: 3 bytes are no whole rows",
+        ),
+        (
+            {"cross": {"tags": base64.b64encode(bytes(48)).decode()}},
+            "features.cross.tags: 2 entries, there must be 3",
+        ),
         ({"cross": {"spent": [1.0, "x", 2.0]}}, "features.cross.spent: row 1 is a text"),
         ({"cross": {"who": [1, 2, 3]}}, "features.cross.who: no feature of the model"),
         ({"events": {}}, "unknown field features.events"),
-        ({"user": {f"f{i}": 1 for i in range(300)}}, "features.user: Expected `object` of length <= 256"),
+        (
+            {"user": {f"f{i}": 1 for i in range(300)}},
+            "features.user: Expected `object` of length <= 256",
+        ),
     ],
 )
-async def test_what_does_not_fit_is_named(http: tuple[Any, Service], features: Any, said: str) -> None:
+async def test_what_does_not_fit_is_named(
+    http: tuple[Any, Service], features: Any, said: str
+) -> None:
     client, _ = http
     answer = await client.post("/v1/rank", json=body(**features))
     told = await answer.json()
@@ -143,12 +170,16 @@ async def test_what_does_not_fit_is_named(http: tuple[Any, Service], features: A
     assert said in told["detail"]
 
 
-async def test_not_a_number_is_refused_in_a_list_and_missing_in_raw(http: tuple[Any, Service]) -> None:
+async def test_not_a_number_is_rejected_in_a_list_and_missing_in_raw(
+    http: tuple[Any, Service],
+) -> None:
     client, _ = http
     given = body(cross={"spent": [1.0, float("nan"), 2.0]})
     headers = {"Content-Type": "application/msgpack"}
     answer = await client.post("/v1/rank", data=msgspec.msgpack.encode(given), headers=headers)
-    assert "features.cross.spent: row 1 is not a number; what is missing is null" in (await answer.json())["detail"]
+    assert ("features.cross.spent: row 1 is not a number; what is missing is null") in (
+        await answer.json()
+    )["detail"]
     for lost in (np.inf, -np.inf):
         given = body(cross={"spent": np.array([1.0, lost, 2.0], "<f4").tobytes()})
         answer = await client.post("/v1/rank", data=msgspec.msgpack.encode(given), headers=headers)
@@ -158,10 +189,19 @@ async def test_not_a_number_is_refused_in_a_list_and_missing_in_raw(http: tuple[
 async def test_the_open_inference_protocol_takes_them_as_json(http: tuple[Any, Service]) -> None:
     client, _ = http
     want = await (await client.post("/v1/rank", json=body())).json()
-    parts = {"features.cross": CROSS, "history.features": SURFACE, "features.user": USER, "features.request": REQUEST}
-    inputs = [{"name": "candidates", "datatype": "INT64", "shape": [len(CANDIDATES)], "data": CANDIDATES}]
+    parts = {
+        "features.cross": CROSS,
+        "history.features": SURFACE,
+        "features.user": USER,
+        "features.request": REQUEST,
+    }
+    inputs = [
+        {"name": "candidates", "datatype": "INT64", "shape": [len(CANDIDATES)], "data": CANDIDATES}
+    ]
     for name, kind in (("items", "INT64"), ("timestamps", "INT64")):
-        inputs.append({"name": f"history.{name}", "datatype": kind, "shape": [NUM], "data": HISTORY[name]})
+        inputs.append(
+            {"name": f"history.{name}", "datatype": kind, "shape": [NUM], "data": HISTORY[name]}
+        )
     names = [str(one) for one in HISTORY["actions"]]
     inputs.append({"name": "history.actions", "datatype": "BYTES", "shape": [NUM], "data": names})
     parameters = {name: msgspec.json.encode(part).decode() for name, part in parts.items()}

@@ -20,13 +20,22 @@ from tests.serving import encoded, serving, until
 
 Client = TestClient[Any, Any]
 CODES = [8, 8, 8]
-HISTORY: dict[str, list[int]] = {"items": [3, 10, 17, 24, 31, 38], "actions": [1] * 6, "timestamps": list(range(6))}
+HISTORY: dict[str, list[int]] = {
+    "items": [3, 10, 17, 24, 31, 38],
+    "actions": [1] * 6,
+    "timestamps": list(range(6)),
+}
 
 
 def write_catalogue(path: Path, num_items: int = 200, seed: int = 0) -> dict[int, list[int]]:
     sids = np.random.default_rng(seed).integers(0, 8, (num_items, 3)).tolist()
     rows = [
-        {"item_id": item, "sid": sid, "order": 0.0, "attributes": {"stock": item % 5, "kind": "abc"[item % 3]}}
+        {
+            "item_id": item,
+            "sid": sid,
+            "order": 0.0,
+            "attributes": {"stock": item % 5, "kind": "abc"[item % 3]},
+        }
         for item, sid in enumerate(sids)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +63,9 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 
 async def generate(client: Client, status: int = 200, **body: Any) -> dict[str, Any]:
     headers = {"X-Request-Timeout-Ms": "30000"}
-    async with client.post("/v1/generate", json={"user_id": "u", "history": HISTORY, **body}, headers=headers) as r:
+    async with client.post(
+        "/v1/generate", json={"user_id": "u", "history": HISTORY, **body}, headers=headers
+    ) as r:
         answer: dict[str, Any] = await r.json(content_type=None)
         assert r.status == status, answer
         return answer
@@ -64,9 +75,15 @@ async def test_the_whole_way(tmp_path: Path) -> None:
     async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
         sids = write_catalogue(tmp_path / "items.jsonl")
         cold = await generate(client, num_items=20)
-        assert (cold["outcome"], cold["status"], len(cold["items"])) == ("miss_full", "complete", 20)
+        assert (cold["outcome"], cold["status"], len(cold["items"])) == (
+            "miss_full",
+            "complete",
+            20,
+        )
         assert len(set(cold["items"])) == 20
-        assert [cold["sids"][i * 3 : i * 3 + 3] for i in range(20)] == [sids[item] for item in cold["items"]]
+        assert [cold["sids"][i * 3 : i * 3 + 3] for i in range(20)] == [
+            sids[item] for item in cold["items"]
+        ]
         assert cold["scores"] == sorted(cold["scores"], reverse=True)
         assert cold["num_levels"] == 3
         hit = await generate(client, num_items=20)
@@ -102,7 +119,8 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         last = {name: values[-2:] for name, values in HISTORY.items()}
         want = await generate(client, history=last, user_id="v")
-        service.versions.generator().engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
+        # 4 s a token, of 30 s
+        service.versions.generator().engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)
         got = await generate(client)
         assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
         assert got["items"] == want["items"]
@@ -180,7 +198,12 @@ async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
                 return answer
 
         first = await generate(client, num_items=3)
-        new = {"item_id": 900, "sid": first["sids"][:3], "order": 0.5, "attributes": {"kind": "z", "stock": 7}}
+        new = {
+            "item_id": 900,
+            "sid": first["sids"][:3],
+            "order": 0.5,
+            "attributes": {"kind": "z", "stock": 7},
+        }
         gone = first["items"]
         changed = await change(add=[new], withdraw=gone)
         assert (changed["num_items"], changed["previous"]) == (198, first["catalogue_version"])
@@ -196,7 +219,10 @@ async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
                 {"add": [new | {"item_id": 901, "sid": [0]}]},
                 "catalogue: SIDs of 1 codes, those of the catalogue have 3",
             ),
-            ({"add": [{"item_id": 901, "sid": [0, 0, 0]}]}, "catalogue: columns none, those of the catalogue are"),
+            (
+                {"add": [{"item_id": 901, "sid": [0, 0, 0]}]},
+                "catalogue: columns none, those of the catalogue are",
+            ),
             ({"withdraw": [12345]}, "catalogue: record 1: item 12345 is not in the catalogue"),
             ({"withdraw": [-1]}, "withdraw[0]: Expected `int` >= 0"),
             ({"remove": [1]}, "unknown field remove"),
@@ -213,12 +239,18 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         await client.delete("/v1/users/c")
         async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
             signal = await response.json()
-            assert (response.status, signal["verdict"], signal["generate_verdict"]) == (202, "preinfer", "preinfer")
+            assert (response.status, signal["verdict"], signal["generate_verdict"]) == (
+                202,
+                "preinfer",
+                "preinfer",
+            )
         await encoded(service.versions.generator().relay)
         hit = await generate(client, base=signal["history"]["fingerprint"], history=None)
         assert hit["outcome"] == "hbm_hit"
         assert hit["items"] == cold["items"]
-        async with client.post("/v1/rank", json={"user_id": "u", "candidates": [1], "history": HISTORY}) as response:
+        async with client.post(
+            "/v1/rank", json={"user_id": "u", "candidates": [1], "history": HISTORY}
+        ) as response:
             assert response.status == 404
             assert "does not rank" in (await response.json(content_type=None))["detail"]
         async with client.get("/v1/models") as response:
@@ -236,13 +268,25 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         ({"num_items": 0}, 422, "num_items: Expected `int` >= 1"),
         ({"temperature": 0.0}, 422, "temperature: Expected `float` >= 0.001"),
         ({"normalise": "all"}, 422, "normalise: Invalid enum value 'all'"),
-        ({"attributes": {"colour": ["red"]}}, 422, "filter: no attribute 'colour'; there are kind, stock"),
-        ({"attributes": {"stock": ["many"]}}, 422, "filter: 'many' is not of the kind of attribute 'stock'"),
+        (
+            {"attributes": {"colour": ["red"]}},
+            422,
+            "filter: no attribute 'colour'; there are kind, stock",
+        ),
+        (
+            {"attributes": {"stock": ["many"]}},
+            422,
+            "filter: 'many' is not of the kind of attribute 'stock'",
+        ),
         ({"attributes": {"stock": []}}, 422, "attributes[...]: Expected `array` of length >= 1"),
         ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),
         ({"beam_widht": 5}, 422, "unknown field beam_widht; did you mean beam_width?"),
         ({"model_version": "x"}, 404, "model_version: 'x' is not served"),
-        ({"history": {"items": [900], "actions": [1], "timestamps": [0]}}, 422, "history: none of the newest 1 items"),
+        (
+            {"history": {"items": [900], "actions": [1], "timestamps": [0]}},
+            422,
+            "history: none of the newest 1 items",
+        ),
     ],
     ids=str,
 )
@@ -257,7 +301,10 @@ async def test_a_bad_generate_is_explained(
 
 async def test_a_generate_that_waits_presses_by_its_own_objective(tmp_path: Path) -> None:
     slo = {"rank_s": 0.001, "generate_s": 10.0}
-    async with serving(tmp_path, generate=section(tmp_path), slo=slo, watched=False) as (client, service):
+    async with serving(tmp_path, generate=section(tmp_path), slo=slo, watched=False) as (
+        client,
+        service,
+    ):
         scheduler = service.parts.scheduler
         go_on = threading.Event()
         blocked = asyncio.create_task(scheduler.call(lambda: go_on.wait(30), 1e9))
@@ -308,4 +355,6 @@ async def test_a_start_that_cannot_be_is_explained(
 async def test_an_empty_catalogue_is_served_as_one(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").touch()
     async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
-        assert (await generate(client, 422))["detail"].startswith("history: none of the newest 6 items")
+        assert (await generate(client, 422))["detail"].startswith(
+            "history: none of the newest 6 items"
+        )

@@ -16,7 +16,14 @@ from npu_gr.server.http import budget_s
         ({"X-Request-Timeout-Ms": "0.5"}, 0.0005),
         ({"grpc-timeout": "50m"}, 0.05),
         ({"grpc-timeout": "2H"}, 30.0),
-        ({"x-envoy-expected-rq-timeout-ms": "70", "X-Request-Timeout-Ms": "90", "grpc-timeout": "80000u"}, 0.07),
+        (
+            {
+                "x-envoy-expected-rq-timeout-ms": "70",
+                "X-Request-Timeout-Ms": "90",
+                "grpc-timeout": "80000u",
+            },
+            0.07,
+        ),
         ({"X-Request-Timeout-Ms": "999999999"}, 30.0),
     ],
     ids=str,

@@ -49,10 +49,22 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
     ("change", "status", "detail"),
     [
         ({"candidates": []}, 422, "candidates: needs at least one"),
-        ({"candidates": list(range(100_000))}, 413, "candidates: 100000 entries, the limit is 10000"),
-        ({"candidates": b64(range(100_000), "<i8")}, 413, "candidates: 100000 entries, the limit is 10000"),
+        (
+            {"candidates": list(range(100_000))},
+            413,
+            "candidates: 100000 entries, the limit is 10000",
+        ),
+        (
+            {"candidates": b64(range(100_000), "<i8")},
+            413,
+            "candidates: 100000 entries, the limit is 10000",
+        ),
         ({"candidates": b64([1, -2], "<i8")}, 422, "candidates: -2 at index 1 is negative"),
-        ({"candidates": "AAAA"}, 422, "candidates: 3 bytes are not whole little-endian int64 values"),
+        (
+            {"candidates": "AAAA"},
+            422,
+            "candidates: 3 bytes are not whole little-endian int64 values",
+        ),
         ({"candidates": [1.5]}, 422, "candidates[0]: Expected `int | str`, got `float`"),
         ({"candidates": [True]}, 422, "candidates[0]: Expected `int | str`, got `bool`"),
         ({"candidates": [""]}, 422, "candidates[0]: Expected `str` of length >= 1"),
@@ -66,12 +78,32 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
         ({"user_id": True}, 422, "user_id: Expected `int | str`, got `bool`"),
         ({"top_k": 0}, 422, "top_k: Expected `int` >= 1"),
         ({"timestamp": -1}, 422, "timestamp: Expected `int` >= 0"),
-        ({"history": {**HISTORY, "items": [1]}}, 422, "history: items, actions and timestamps have 1, 5 and 5 entries"),
-        ({"history": {**HISTORY, "itmes": [1]}}, 422, "unknown field history.itmes; did you mean items?"),
-        (one(actions=["buy"]), 422, 'history.actions: "buy" at index 0 is no action of the model; it has 1, 2, 3'),
-        (one(actions=[0]), 422, "history.actions: 0 at index 0 is no action of the model; it has 1, 2, 3"),
+        (
+            {"history": {**HISTORY, "items": [1]}},
+            422,
+            "history: items, actions and timestamps have 1, 5 and 5 entries",
+        ),
+        (
+            {"history": {**HISTORY, "itmes": [1]}},
+            422,
+            "unknown field history.itmes; did you mean items?",
+        ),
+        (
+            one(actions=["buy"]),
+            422,
+            'history.actions: "buy" at index 0 is no action of the model; it has 1, 2, 3',
+        ),
+        (
+            one(actions=[0]),
+            422,
+            "history.actions: 0 at index 0 is no action of the model; it has 1, 2, 3",
+        ),
         (one(actions=[True]), 422, "history.actions[0]: Expected `int | float | str`, got `bool`"),
-        (one(actions=b64([3], "<i2")), 422, "history.actions: 3 is no index of an action, they are 0..2"),
+        (
+            one(actions=b64([3], "<i2")),
+            422,
+            "history.actions: 3 is no index of an action, they are 0..2",
+        ),
         (one(actions=b64([-1], "<i2")), 422, "history.actions: -1 at index 0 is negative"),
         (
             one(timestamps=[10**11 + 1]),
@@ -83,7 +115,11 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
             422,
             "history.timestamps: 1000000000000000 at index 0 looks like",
         ),
-        ({"timestamp": 1_700_000_000_000}, 422, "timestamp: 1700000000000 looks like milliseconds: divide by 1000"),
+        (
+            {"timestamp": 1_700_000_000_000},
+            422,
+            "timestamp: 1700000000000 looks like milliseconds: divide by 1000",
+        ),
         ({"timestamp": 2**63 - 1}, 422, "timestamp: 9223372036854775807 looks like nanoseconds"),
         (
             {"history": BACKWARDS},
@@ -91,7 +127,11 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
             "history.timestamps: 5 at index 2 is before 7: send the oldest",
         ),
         ({"history": {"items": [1]}}, 422, "history: Object missing required field `actions`"),
-        ({"history": {k: [1] * 70_000 for k in HISTORY}}, 413, "history.items: 70000 entries, the limit is 65536"),
+        (
+            {"history": {k: [1] * 70_000 for k in HISTORY}},
+            413,
+            "history.items: 70000 entries, the limit is 65536",
+        ),
         ({"model_version": "nope"}, 404, "model_version: 'nope' is not served"),
     ],
     ids=lambda value: str(value)[:40],
@@ -122,10 +162,20 @@ def _folder(factory: pytest.TempPathFactory) -> Path:
         (b"{", "application/json", 400, "body: Input data was truncated"),
         (b'{"user_id": NaN}', "application/json", 400, "body: JSON is malformed"),
         (b"\xff\xfe", "application/json", 400, "body: "),
-        (b'{"history": ' + b"[" * 100_000, "application/json", 422, "history: Expected `object | null`"),
+        (
+            b'{"history": ' + b"[" * 100_000,
+            "application/json",
+            422,
+            "history: Expected `object | null`",
+        ),
         (b"\xc1", "application/msgpack", 400, "body: MessagePack data is malformed"),
         (b"", "application/json", 400, "body: Input data was truncated"),
-        (b"a=1", "application/x-www-form-urlencoded", 415, "Content-Type: 'application/x-www-form-urlencoded'"),
+        (
+            b"a=1",
+            "application/x-www-form-urlencoded",
+            415,
+            "Content-Type: 'application/x-www-form-urlencoded'",
+        ),
         (b" " * 9_000_000, "application/json", 413, ""),
     ],
     ids=lambda value: str(value)[:24],
@@ -145,7 +195,11 @@ async def test_a_broken_body_is_explained(
 
 async def test_routes_that_are_not(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
-        for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/rank", 405), ("GET", "/v2/models/other", 404)):
+        for method, path, status in (
+            ("GET", "/nope", 404),
+            ("GET", "/v1/rank", 405),
+            ("GET", "/v2/models/other", 404),
+        ):
             async with client.request(method, path) as response:
                 assert response.status == status
                 assert response.content_type == "application/problem+json"
@@ -157,7 +211,14 @@ async def test_the_open_inference_protocol_and_the_rest(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         version = service.versions.models()[0].version
         for path in (
-            *("/healthz", "/readyz", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/rank"),
+            *(
+                "/healthz",
+                "/readyz",
+                "/v2",
+                "/v2/health/live",
+                "/v2/health/ready",
+                "/v2/models/rank",
+            ),
             *(
                 "/v2/models/rank/ready",
                 f"/v2/models/rank/versions/{version}",
@@ -195,18 +256,32 @@ async def test_ids_and_traces_go_round(tmp_path: Path, caplog: pytest.LogCapture
                 assert response.headers["X-Cache"] == "miss"
                 assert "device;dur=" in response.headers["Server-Timing"]
             for bad in ("", "x" * 129, "a b"):
-                async with client.get("/healthz", headers={"X-Request-Id": bad, "traceparent": "00-0-0-0"}) as response:
+                async with client.get(
+                    "/healthz", headers={"X-Request-Id": bad, "traceparent": "00-0-0-0"}
+                ) as response:
                     assert len(response.headers["X-Request-Id"]) == 32
-                    assert response.headers["traceparent"].split("-")[1] not in ("0", trace.split("-")[1])
+                    assert response.headers["traceparent"].split("-")[1] not in (
+                        "0",
+                        trace.split("-")[1],
+                    )
     line = json.loads(next(r.message for r in caplog.records if "my-id" in r.message))
-    assert (line["route"], line["status"], line["trace_id"]) == ("/v1/rank", 200, trace.split("-")[1])
+    assert (line["route"], line["status"], line["trace_id"]) == (
+        "/v1/rank",
+        200,
+        trace.split("-")[1],
+    )
     private = re.compile(rf'"u"|\b{FIRST_ID}\b')  # as a word: an id may hold the digits by chance
     assert not any(private.search(r.getMessage()) for r in caplog.records)
 
 
 def test_the_document_is_openapi() -> None:
     validate(document())
-    assert set(document()["paths"]) >= {"/v1/rank", "/v1/signal", "/v1/events", "/v1/users/{user_id}"}
+    assert set(document()["paths"]) >= {
+        "/v1/rank",
+        "/v1/signal",
+        "/v1/events",
+        "/v1/users/{user_id}",
+    }
 
 
 async def test_every_route_is_documented(tmp_path: Path) -> None:
@@ -218,13 +293,18 @@ async def test_every_route_is_documented(tmp_path: Path) -> None:
             for route in app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         }
-    documented = {(path, m) for path, ops in document()["paths"].items() for m in ops if m != "parameters"}
+    documented = {
+        (path, m) for path, ops in document()["paths"].items() for m in ops if m != "parameters"
+    }
     assert served == documented
 
 
-async def test_the_live_service_keeps_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_live_service_keeps_its_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Schemathesis sends what the document allows, and what it does not, to a real loopback server."""
-    monkeypatch.setattr(profile, "folded_stacks", lambda _seconds, _stop: "main;run 1\n")  # not a minute each
+    # not a minute each
+    monkeypatch.setattr(profile, "folded_stacks", lambda _seconds, _stop: "main;run 1\n")
     async with serving(tmp_path, watched=False) as (client, _):
         url = str(client.make_url("/openapi.json"))
 
@@ -258,7 +338,8 @@ def _fuzz(url: str) -> int:
             if case.headers:  # a millisecond is a valid budget, and a 504 its right answer
                 case.headers.pop("X-Request-Timeout-Ms", None)
             response = case.call(base_url=url.removesuffix("/openapi.json"))
-            # columns of equal lengths and whole raw arrays are beyond a schema: such bodies may be refused
+            # columns of equal lengths and whole raw arrays are beyond a schema: such bodies may be
+            # rejected
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
         one()
@@ -267,9 +348,9 @@ def _fuzz(url: str) -> int:
 
 def test_raw_columns_are_read_in_place() -> None:
     """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
-    from npu_gr.server.codec.media import MSGPACK, decode
-    from npu_gr.server.codec.rank import RankBody, parse
     from npu_gr.server.config import ServerConfig
+    from npu_gr.server.schemas.media import MSGPACK, decode
+    from npu_gr.server.schemas.rank import RankBody, parse
     from tests.server.fake import FakeNames
 
     n = 16_384
@@ -277,6 +358,10 @@ def test_raw_columns_are_read_in_place() -> None:
     body = msgspec.msgpack.encode({"user_id": "u", "candidates": bytes(800), "history": raw})
     request = parse(decode(body, MSGPACK, RankBody), ServerConfig(), FakeNames())
     assert request.history.events is not None
-    for column in (request.history.events.items, request.history.events.actions, request.history.events.timestamps):
+    for column in (
+        request.history.events.items,
+        request.history.events.actions,
+        request.history.events.timestamps,
+    ):
         assert len(column) == n
         assert column.base is not None

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.weights import Checkpoint, save
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import tiny_model
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, serving
 from tests.sources import ROOT
+from tests.vector_search.vectors import make_vectors
 
 PAGE = (ROOT / "docs" / "http.md").read_text()
 CALL = re.compile(r"```\n(curl .*?)```\n(?:```json\n(.*?)```)?", re.DOTALL)
 H = re.findall(r'`("history": .*?)`\.', PAGE, re.DOTALL)[0].replace("\n", " ")
 STATUS = {"POST /v1/signal": 202, "DELETE /v1/users/me": 202}  # else 200
-OF_ANOTHER_CATALOGUE = "SKU-0043"  # this one's items have an attribute, and its ranker reads no features
+# this one's items have an attribute, and its ranker reads no features
+OF_ANOTHER_CATALOGUE = "SKU-0043"
 
 
 def form(value: Any) -> Any:
@@ -41,11 +42,14 @@ def differs(told: Any, found: Any, at: str = "") -> list[str]:
     if isinstance(told, dict) and isinstance(found, dict):
         if at.endswith(("ops", "stages_s")):  # of the machine, of what was still to be done
             told, found = (
-                {name: one for name, one in side.items() if name in told and name in found} for side in (told, found)
+                {name: one for name, one in side.items() if name in told and name in found}
+                for side in (told, found)
             )
         missing = [f"{at}.{name}: only on one side" for name in sorted(told.keys() ^ found.keys())]
         return missing + [
-            line for name in told.keys() & found.keys() for line in differs(told[name], found[name], f"{at}.{name}")
+            line
+            for name in told.keys() & found.keys()
+            for line in differs(told[name], found[name], f"{at}.{name}")
         ]
     if isinstance(told, list) and isinstance(found, list):
         return differs(told[0], found[0], f"{at}[]")
@@ -98,9 +102,13 @@ async def test_the_calls_are_answered_as_the_page_says(tmp_path: Path) -> None:
             async with client.request(method, path, data=body, headers=headers) as response:
                 text = await response.text()
             if OF_ANOTHER_CATALOGUE in call:
-                assert (response.status, "field" in text) == (422, False), text  # each field is one of the route's
+                # each field is one of the route's
+                assert (response.status, "field" in text) == (422, False), text
                 continue
             assert response.status == STATUS.get(f"{method} {path}", 200), (call, text)
             assert example, call
-            told += [f"{method} {path}{line}" for line in differs(form(json.loads(example)), form(json.loads(text)))]
+            told += [
+                f"{method} {path}{line}"
+                for line in differs(form(json.loads(example)), form(json.loads(text)))
+            ]
     assert told == []

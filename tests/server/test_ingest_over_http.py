@@ -11,7 +11,7 @@ import pytest
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.history import HistoryRef, Mode, UserKey, Write, Written
 from npu_gr.core.kinds import Scope
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS
+from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS
 from npu_gr.tools.ingest import ServiceWriter
 from tests.keys import bearer, write_keys
 from tests.keys import entry as key
@@ -42,7 +42,14 @@ async def test_one_bad_user_fails_alone(tmp_path: Path) -> None:
         uneven["events"]["actions"].pop()
         strange = entry("strange")
         strange["events"]["actions"][1] = 77
-        users = [entry("a"), uneven, strange, entry("used", idempotency_key="k"), entry("b", 5), entry("a", 2)]
+        users = [
+            entry("a"),
+            uneven,
+            strange,
+            entry("used", idempotency_key="k"),
+            entry("b", 5),
+            entry("a", 2),
+        ]
         status, body = await post(client, {"users": users})
         assert status == 200
         assert (body["num_added"], body["num_failed"]) == (10, 3)
@@ -52,7 +59,9 @@ async def test_one_bad_user_fails_alone(tmp_path: Path) -> None:
         assert "items, actions and timestamps have 3, 2 and 3" in errors[1]["detail"]
         assert "actions" in errors[2]["detail"]
         assert "used for other events" in errors[3]["detail"]
-        assert [await length(service, user) for user in ("a", "uneven", "strange", "used", "b")] == [5, 0, 0, 2, 5]
+        assert [
+            await length(service, user) for user in ("a", "uneven", "strange", "used", "b")
+        ] == [5, 0, 0, 2, 5]
 
 
 async def test_keys_merges_and_replacements_count_once(tmp_path: Path) -> None:
@@ -67,10 +76,14 @@ async def test_keys_merges_and_replacements_count_once(tmp_path: Path) -> None:
         assert (await post(client, merged))[1]["num_added"] == 0
         await post(client, {"mode": "replace", "users": [entry("m", 4)]})
         assert (await length(service, "m"), await length(service, "u0")) == (4, 3)
-        twice = (await post(client, {"mode": "replace", "users": [entry("m", 2), entry("m", 3)]}))[1]["users"]
+        twice = (await post(client, {"mode": "replace", "users": [entry("m", 2), entry("m", 3)]}))[
+            1
+        ]["users"]
         assert twice[0]["num_events"] == 2
         assert "named before in this call" in twice[1]["error"]["detail"]
-        odd = (await post(client, {"mode": "merge", "users": [entry("m", 2, idempotency_key="k")]}))[1]["users"]
+        odd = (
+            await post(client, {"mode": "merge", "users": [entry("m", 2, idempotency_key="k")]})
+        )[1]["users"]
         assert "only for the mode append" in odd[0]["error"]["detail"]
 
 
@@ -93,7 +106,10 @@ async def test_a_call_has_bounds(tmp_path: Path) -> None:
 
 
 async def test_a_key_is_for_its_tenant_and_its_scope(tmp_path: Path) -> None:
-    entries = [key("shop", tenant="shop", scopes=[Scope.INGEST]), key("reader", tenant="shop", scopes=[Scope.INFER])]
+    entries = [
+        key("shop", tenant="shop", scopes=[Scope.INGEST]),
+        key("reader", tenant="shop", scopes=[Scope.INFER]),
+    ]
     keys = write_keys(tmp_path / "keys", *entries)
     async with serving(tmp_path, server={"api_keys_file": keys}) as (client, service):
         mine = bearer("shop")
@@ -122,15 +138,22 @@ def writer_of(client: Any, patience_s: float = 20.0) -> ServiceWriter:
 async def test_long_histories_and_many_users_go_through(tmp_path: Path) -> None:
     history = events(20_000)
     batch = [Write(UserKey("t", "long"), history, Mode.MERGE)]
-    batch += [Write(UserKey("t", f"u{number}"), events(number % 40, seed=number), Mode.MERGE) for number in range(900)]
+    batch += [
+        Write(UserKey("t", f"u{number}"), events(number % 40, seed=number), Mode.MERGE)
+        for number in range(900)
+    ]
     async with serving(tmp_path, watched=False) as (client, service):
         writer = writer_of(client)
         assert (await writer.model()).actions == service.models()[0].actions
         for turn in range(2):
             done = await writer.write_many(batch)
             added = [one.num_added for one in done if isinstance(one, Written)]
-            assert added == ([0] * 901 if turn else [20_000, *(number % 40 for number in range(900))])
-        stored = (await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999)).events
+            assert added == (
+                [0] * 901 if turn else [20_000, *(number % 40 for number in range(900))]
+            )
+        stored = (
+            await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999)
+        ).events
         assert stored.fingerprint() == history.fingerprint()
         replaced = [one._replace(mode=Mode.REPLACE, events=one.events[:9000]) for one in batch]
         assert all(isinstance(one, Written) for one in await writer.write_many(replaced))
@@ -143,7 +166,9 @@ async def test_equal_events_of_a_long_history_are_kept(tmp_path: Path) -> None:
     while len(history) < 12_000:
         history = history + history
     async with serving(tmp_path, watched=False) as (client, service):
-        (done,) = await writer_of(client).write_many([Write(UserKey("", "u"), history[:12_000], Mode.MERGE)])
+        (done,) = await writer_of(client).write_many(
+            [Write(UserKey("", "u"), history[:12_000], Mode.MERGE)]
+        )
         assert done == Written(12_000, 12_000)
         assert await length(service, "u") == 12_000
 
@@ -176,7 +201,12 @@ class Scripted:
 
 
 FULL = {"detail": "the instance is busy"}
-DONE = {"request_id": "r", "num_added": 1, "num_failed": 0, "users": [{"num_events": 1, "num_added": 1}]}
+DONE = {
+    "request_id": "r",
+    "num_added": 1,
+    "num_failed": 0,
+    "users": [{"num_events": 1, "num_added": 1}],
+}
 
 
 @pytest.mark.parametrize(
@@ -213,5 +243,7 @@ async def test_what_is_called_again(
 async def test_patience_ends() -> None:
     http: Any = Scripted((503, {}, FULL))
     with pytest.raises(Unavailable, match="status 503: the instance is busy"):
-        await ServiceWriter(http, "http://x", 0.3).write_many([Write(UserKey("", "u"), events(1), Mode.MERGE)])
+        await ServiceWriter(http, "http://x", 0.3).write_many(
+            [Write(UserKey("", "u"), events(1), Mode.MERGE)]
+        )
     assert 1 < http.calls < 5

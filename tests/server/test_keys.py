@@ -43,11 +43,18 @@ def path_of(pattern: str) -> str:
 
 
 async def ask(
-    client: TestClient[Any, Any], kind: Kind[Any, Any], tenant: str | None, key: str, msgpack: bool = False
+    client: TestClient[Any, Any],
+    kind: Kind[Any, Any],
+    tenant: str | None,
+    key: str,
+    msgpack: bool = False,
 ) -> tuple[int, str]:
     """Send the kind's example, about a user of this tenant; None = it names none."""
     example = EXAMPLES[kind.name]
-    headers = {"Content-Type": "application/msgpack" if msgpack else "application/json", **bearer(key)}
+    headers = {
+        "Content-Type": "application/msgpack" if msgpack else "application/json",
+        **bearer(key),
+    }
     named = {} if tenant is None else {"tenant": tenant}
     if example.body is None:
         path = example.path.partition("?")[0]
@@ -59,7 +66,9 @@ async def ask(
         return response.status, await response.text()
 
 
-@pytest.mark.parametrize(("method", "pattern", "scope"), SCOPED, ids=[f"{m} {p}" for m, p, _ in SCOPED])
+@pytest.mark.parametrize(
+    ("method", "pattern", "scope"), SCOPED, ids=[f"{m} {p}" for m, p, _ in SCOPED]
+)
 async def test_a_route_needs_its_scope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, pattern: str, scope: Scope
 ) -> None:
@@ -70,12 +79,12 @@ async def test_a_route_needs_its_scope(
     app = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics)
     add_record_routes(app, OwnRecorder(None))
     async with TestClient(InstanceServer(app)) as client:
-        async with client.request(method, path_of(pattern), headers=bearer("others")) as refused:
-            assert refused.status == 403
-            body = await refused.json(content_type=None)
+        async with client.request(method, path_of(pattern), headers=bearer("others")) as rejected:
+            assert rejected.status == 403
+            body = await rejected.json(content_type=None)
             assert body["title"] == "forbidden"
             assert body["detail"].endswith(f"this needs {scope.value}")
-        assert count(metrics, "api_keys_refused_total", reason="scope") == 1
+        assert count(metrics, "api_keys_rejected_total", reason="scope") == 1
         async with client.request(method, path_of(pattern), headers=bearer("this")) as allowed:
             assert allowed.status not in (401, 403)
 
@@ -102,7 +111,9 @@ async def test_a_path_in_disguise_needs_the_same_scope(tmp_path: Path) -> None:
     path = write_keys(tmp_path / "keys", entry("feed", scopes=[Scope.INGEST]))
     async with serving_fake(service := fake(), api_keys_file=path) as (client, _):
         url = URL("/v1/%72ank", encoded=True)
-        assert (await client.post(url, json=EXAMPLES["rank"].body, headers=bearer("feed"))).status == 403
+        assert (
+            await client.post(url, json=EXAMPLES["rank"].body, headers=bearer("feed"))
+        ).status == 403
         assert not service.served
 
 
@@ -115,8 +126,12 @@ async def test_what_is_not_there_is_told_to_any_key(tmp_path: Path) -> None:
 
 @each_kind
 @pytest.mark.parametrize("msgpack", [False, True], ids=["json", "msgpack"])
-async def test_a_request_is_about_the_key_s_tenant(tmp_path: Path, kind: Kind[Any, Any], msgpack: bool) -> None:
-    path = write_keys(tmp_path / "keys", entry("mine", tenant="mine"), entry("any"), entry("nobody", tenant=""))
+async def test_a_request_is_about_the_key_s_tenant(
+    tmp_path: Path, kind: Kind[Any, Any], msgpack: bool
+) -> None:
+    path = write_keys(
+        tmp_path / "keys", entry("mine", tenant="mine"), entry("any"), entry("nobody", tenant="")
+    )
     async with serving_fake(service := fake(), api_keys_file=path) as (client, metrics):
         for key, tenant, of in (
             *(("mine", None, "mine"), ("mine", "", "mine"), ("mine", "mine", "mine")),
@@ -131,7 +146,7 @@ async def test_a_request_is_about_the_key_s_tenant(tmp_path: Path, kind: Kind[An
             assert status == 403
             assert "alone" in json.loads(text)["detail"]
         assert len(service.served) == num
-        assert count(metrics, "api_keys_refused_total", reason="tenant") == 4
+        assert count(metrics, "api_keys_rejected_total", reason="tenant") == 4
 
 
 async def test_a_tenant_that_the_query_has_twice_is_the_first_one(tmp_path: Path) -> None:
@@ -140,10 +155,14 @@ async def test_a_tenant_that_the_query_has_twice_is_the_first_one(tmp_path: Path
         url = "/v1/users/u?tenant=mine&tenant=yours"
         assert (await client.delete(url, headers=bearer("mine"))).status == 204
         assert service.served[-1][1].user == ("mine", "u")
-        assert (await client.delete("/v1/users/u?tenant=yours&tenant=mine", headers=bearer("mine"))).status == 403
+        assert (
+            await client.delete("/v1/users/u?tenant=yours&tenant=mine", headers=bearer("mine"))
+        ).status == 403
 
 
-async def test_nobody_takes_another_tenant_s_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_takes_another_tenant_s_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose turn a request takes is the key's tenant, not what the body says."""
     path = write_keys(tmp_path / "keys", entry("mine", tenant="mine"), entry("any"))
     service = fake()
@@ -181,14 +200,18 @@ async def test_the_log_has_the_key_s_name(tmp_path: Path, caplog: pytest.LogCapt
             ("/v1/models", None),
         ),
     ]
-    assert "a request was refused for its API key 'feed': scope" in caplog.text
+    assert "a request was rejected for its API key 'feed': scope" in caplog.text
     assert bearer("feed")["Authorization"].removeprefix("Bearer ") not in caplog.text
 
 
 async def test_an_embedded_application_checks_the_same(tmp_path: Path) -> None:
     """The middleware finds the key and spends its rate, whatever runner the application has."""
-    path = write_keys(tmp_path / "keys", entry(rate_per_s=1.0), entry("feed", scopes=[Scope.INGEST]))
-    app: web.Application = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics_of_all_kinds())
+    path = write_keys(
+        tmp_path / "keys", entry(rate_per_s=1.0), entry("feed", scopes=[Scope.INGEST])
+    )
+    app: web.Application = build_web_app(
+        fake(), ServerConfig(api_keys_file=path), metrics_of_all_kinds()
+    )
     async with TestClient(TestServer(app)) as client:
         assert (await client.get("/v1/models")).status == 401
         assert (await client.get("/healthz")).status == 200

@@ -24,8 +24,8 @@ from npu_gr.core.errors import NotFound, Overloaded
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.registry import Metrics
-from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
+from npu_gr.server.schemas import CODECS
 from tests.keys import write_keys
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeNames, FakeService, serving_fake
@@ -42,7 +42,11 @@ each_outcome = pytest.mark.parametrize("outcome", Outcome)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [json.loads(record.getMessage()) for record in caplog.records if record.name == "npu_gr.request"]
+    return [
+        json.loads(record.getMessage())
+        for record in caplog.records
+        if record.name == "npu_gr.request"
+    ]
 
 
 def count(metrics: Metrics, name: str, **labels: str) -> float:
@@ -73,7 +77,9 @@ def raw(body: Any, name: str = "") -> Any:
 def read_raw(answer: Any, name: str = "") -> Any:
     """The answer with every raw column as a list, NaN as None, as JSON has it."""
     if isinstance(answer, dict):
-        return {key: read_raw(value, name if name == "scores" else key) for key, value in answer.items()}
+        return {
+            key: read_raw(value, name if name == "scores" else key) for key, value in answer.items()
+        }
     if isinstance(answer, bytes):
         values = np.frombuffer(answer, DTYPES.get(name, "<i8")).tolist()
         return [None if value != value else value for value in values]
@@ -88,7 +94,11 @@ def columns_of(request: Any) -> list[list[int]]:
         return [column for part in request for column in columns_of(part)]
     if not isinstance(request, msgspec.Struct):
         return []
-    return [column for name in request.__struct_fields__ for column in columns_of(getattr(request, name))]
+    return [
+        column
+        for name in request.__struct_fields__
+        for column in columns_of(getattr(request, name))
+    ]
 
 
 def test_every_kind_has_a_codec_and_an_example() -> None:
@@ -96,17 +106,24 @@ def test_every_kind_has_a_codec_and_an_example() -> None:
 
 
 @each_kind
-async def test_a_good_request(kind: Kind[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_good_request(
+    kind: Kind[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     example = EXAMPLES[kind.name]
     (tmp_path / "key").write_text("0123456789abcdef")
     service = fake()
     with caplog.at_level(logging.INFO, "npu_gr.request"):
-        async with serving_fake(service, log_user_key_file=str(tmp_path / "key")) as (client, metrics):
+        async with serving_fake(service, log_user_key_file=str(tmp_path / "key")) as (
+            client,
+            metrics,
+        ):
             async with send(client, kind) as response:
                 assert response.status == kind.status
                 assert (await response.read() == b"") == (kind.status == 204)
                 assert response.headers.get("X-Cache") == example.x_cache
-                timed = [part.split(";")[0] for part in response.headers["Server-Timing"].split(", ")]
+                timed = [
+                    part.split(";")[0] for part in response.headers["Server-Timing"].split(", ")
+                ]
                 assert timed == list(example.log["stages_s"])
             status = await (await client.get("/debug/status")).json()
     ((name, request, budget_s),) = service.served
@@ -122,12 +139,24 @@ async def test_a_good_request(kind: Kind[Any, Any], tmp_path: Path, caplog: pyte
     assert count(metrics, "admissions_total", kind=kind.name, verdict="admitted") == 1
     assert count(metrics, "request_duration_seconds_count", kind=kind.name) == 1
     assert count(metrics, "stage_duration_seconds_count", kind=kind.name, stage="door") == 1
-    assert sum(count(metrics, "slo_requests_total", kind=kind.name, result=result) for result in ("good", "slow")) == 1
+    assert (
+        sum(
+            count(metrics, "slo_requests_total", kind=kind.name, result=result)
+            for result in ("good", "slow")
+        )
+        == 1
+    )
 
     assert kind.name in [row["kind"] for row in status["goodput"]]
     (slow,) = status["slow"]
-    named = next((example.log[key] for key in ("outcome", "verdict", "basis") if key in example.log), None)
-    assert (slow["kind"], slow["outcome"], slow["stages_s"]) == (kind.name, named, example.log["stages_s"])
+    named = next(
+        (example.log[key] for key in ("outcome", "verdict", "basis") if key in example.log), None
+    )
+    assert (slow["kind"], slow["outcome"], slow["stages_s"]) == (
+        kind.name,
+        named,
+        example.log["stages_s"],
+    )
 
 
 @each_kind
@@ -139,15 +168,17 @@ async def test_the_document_has_its_path(kind: Kind[Any, Any]) -> None:
 
 
 @each_kind
-async def test_a_full_instance_refuses_it_before_its_body_is_read(kind: Kind[Any, Any]) -> None:
+async def test_a_full_instance_rejects_it_before_its_body_is_read(kind: Kind[Any, Any]) -> None:
     service = fake()
-    if kind.must_finish:  # the door lets it in: the service itself refuses it, or does not
-        service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are refused")
+    if kind.must_finish:  # the door lets it in: the service itself rejects it, or does not
+        service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are rejected")
     async with serving_fake(service) as (client, metrics):
         with await service.fill():
             json = {"Content-Type": "application/json"}
             path = EXAMPLES[kind.name].path
-            async with client.request(kind.method, path, data=b"not a body", headers=json) as response:
+            async with client.request(
+                kind.method, path, data=b"not a body", headers=json
+            ) as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 assert 20 <= int(response.headers["Retry-After-Ms"]) <= 95
         assert count(metrics, "admissions_total", kind=kind.name, verdict="overloaded") == 1
@@ -193,9 +224,12 @@ async def test_reading_the_body_counts_against_the_budget(kind: Kind[Any, Any]) 
         async with client.post(example.path, data=slow_body(), headers=headers) as response:
             assert response.status == 408
             detail = (await response.json(content_type=None))["detail"]
-    assert detail == "the body did not arrive within the request's time budget or server.body_timeout_s"
+    assert detail == (
+        "the body did not arrive within the request's time budget or server.body_timeout_s"
+    )
     ((_, _, budget_s),) = service.served
-    assert budget_s <= 9.9 + 0.01  # the clocks of the client's sleep and of the server differ a little
+    # the clocks of the client's sleep and of the server differ a little
+    assert budget_s <= 9.9 + 0.01
 
 
 @each_kind
@@ -209,7 +243,9 @@ async def test_a_spent_budget_is_a_504_and_is_not_begun(kind: Kind[Any, Any]) ->
 
 
 @each_kind
-async def test_while_draining_only_what_needs_it_is_refused_and_connections_close(kind: Kind[Any, Any]) -> None:
+async def test_while_draining_only_what_needs_it_is_rejected_and_connections_close(
+    kind: Kind[Any, Any],
+) -> None:
     service = fake()
     service.why_not_ready = "draining"
     async with serving_fake(service) as (client, _), send(client, kind) as response:
@@ -229,7 +265,11 @@ async def test_every_outcome_has_a_value_of_x_cache(outcome: Outcome) -> None:
 @each_kind_with_body
 async def test_msgpack_says_what_json_says(kind: Kind[Any, Any]) -> None:
     example = EXAMPLES[kind.name]
-    headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack", "X-Request-Id": "same"}
+    headers = {
+        "Content-Type": "application/msgpack",
+        "Accept": "application/msgpack",
+        "X-Request-Id": "same",
+    }
     service = fake()
     async with serving_fake(service) as (client, _):
         async with send(client, kind, **{"X-Request-Id": "same"}) as response:
@@ -262,14 +302,20 @@ async def test_a_kind_that_is_not_configured_is_a_404(kind: Kind[Any, Any]) -> N
     service.answers[kind.name] = NotFound(f"this instance does not {kind.name}")
     async with serving_fake(service) as (client, _), send(client, kind) as response:
         assert response.status == 404
-        assert (await response.json(content_type=None))["detail"] == f"this instance does not {kind.name}"
+        assert (await response.json(content_type=None))["detail"] == (
+            f"this instance does not {kind.name}"
+        )
 
 
 @pytest.mark.parametrize("present", ["checkpoint", "generate"])
-async def test_a_real_instance_says_404_where_it_has_no_section(present: str, tmp_path: Path) -> None:
+async def test_a_real_instance_says_404_where_it_has_no_section(
+    present: str, tmp_path: Path
+) -> None:
     absent = [kind for kind in KINDS.values() if kind.section not in (None, present)]
     assert len(absent) == 3
-    sections: dict[str, Any] = {} if present == "checkpoint" else {"checkpoint": None, "generate": section(tmp_path)}
+    sections: dict[str, Any] = (
+        {} if present == "checkpoint" else {"checkpoint": None, "generate": section(tmp_path)}
+    )
     async with serving(tmp_path, **sections) as (client, _):
         for kind in absent:
             async with send(client, kind) as response:
@@ -306,7 +352,7 @@ async def test_any_text_may_name_a_user_in_a_path(
 
 
 @pytest.mark.parametrize("path", ["/v1/users/%ff%fe", "/v1/%75sers/a"])
-async def test_a_user_whose_name_can_be_read_in_two_ways_is_refused(path: str) -> None:
+async def test_a_user_whose_name_can_be_read_in_two_ways_is_rejected(path: str) -> None:
     service = fake()
     async with serving_fake(service) as (client, _), aiohttp.ClientSession() as http:
         url = URL(str(client.make_url("")).rstrip("/") + path, encoded=True)
@@ -316,7 +362,7 @@ async def test_a_user_whose_name_can_be_read_in_two_ways_is_refused(path: str) -
 
 
 @each_kind_with_body
-async def test_a_compressed_body_is_refused_and_never_inflated(kind: Kind[Any, Any]) -> None:
+async def test_a_compressed_body_is_rejected_and_never_inflated(kind: Kind[Any, Any]) -> None:
     bomb = gzip.compress(b" " * 50_000_000)
     service = fake()
     async with serving_fake(service) as (client, metrics):
@@ -326,7 +372,9 @@ async def test_a_compressed_body_is_refused_and_never_inflated(kind: Kind[Any, A
             assert response.headers["Connection"] == "close"
             assert "Content-Encoding" in (await response.json(content_type=None))["detail"]
         async with client.post(
-            EXAMPLES[kind.name].path, json=EXAMPLES[kind.name].body, headers={"Content-Encoding": "identity"}
+            EXAMPLES[kind.name].path,
+            json=EXAMPLES[kind.name].body,
+            headers={"Content-Encoding": "identity"},
         ) as response:
             assert response.status == kind.status
         assert count(metrics, "admissions_total", kind=kind.name, verdict="invalid") == 1
@@ -347,7 +395,11 @@ def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:
     """In a process of its own: a kind has to be in the table before the modules that derive from it are imported."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.server.pretended"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.server.pretended"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -355,7 +407,7 @@ def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:
         "status": 201,
         "body": {"request_id": "mine", "echo": "HELLO", "stages_s": {"shout": 0.25}},
     }
-    assert said["refused"] == {"status": 422, "detail": "unknown field wordz; did you mean word?"}
+    assert said["rejected"] == {"status": 422, "detail": "unknown field wordz; did you mean word?"}
     assert said["documented"]["operationId"] == "shout"
     assert "#/components/schemas/ShoutBody" in json.dumps(said["documented"]["requestBody"])
     assert {name: said["line"][name] for name in ("route", "status", "loudness", "stages_s")} == {

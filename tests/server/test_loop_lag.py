@@ -34,7 +34,9 @@ def test_a_planted_freeze_is_seen(
     periods: list[int] = []
 
     async def work() -> None:
-        async with probe_loop_lag(seen.append, lambda: freezes.append(len(seen)), lambda: periods.append(1)):
+        async with probe_loop_lag(
+            seen.append, lambda: freezes.append(len(seen)), lambda: periods.append(1)
+        ):
             await asyncio.sleep(4 * PERIOD_S)
             assert periods
             before = len(freezes)
@@ -45,7 +47,10 @@ def test_a_planted_freeze_is_seen(
         await asyncio.sleep(4 * PERIOD_S)
         assert len(seen) == ended  # nothing after the block
 
-    with caplog.at_level(logging.WARNING, "npu_gr.server.loop_lag"), asyncio.Runner(loop_factory=new_loop) as runner:
+    with (
+        caplog.at_level(logging.WARNING, "npu_gr.server.loop_lag"),
+        asyncio.Runner(loop_factory=new_loop) as runner,
+    ):
         runner.run(work())
     assert max(seen) >= 2 * FREEZE_S - PERIOD_S
     assert sum(each > FREEZE_S for each in seen) >= FREEZE_S / PERIOD_S - 2
@@ -58,7 +63,9 @@ def test_a_freeze_within_the_measurement_is_seen() -> None:
 
     async def work() -> None:
         # a process is stopped anywhere, also between two lines of the probe
-        async with probe_loop_lag(lambda _: None, lambda: freezes.append(1), lambda: time.sleep(next(stalls_s, 0.0))):
+        async with probe_loop_lag(
+            lambda _: None, lambda: freezes.append(1), lambda: time.sleep(next(stalls_s, 0.0))
+        ):
             await asyncio.sleep(3 * FREEZE_S)
 
     asyncio.run(work())

@@ -16,14 +16,14 @@ from aiohttp.test_utils import TestClient
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, StoreFailed
 from npu_gr.engine.queue import JobOrder
-from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.store import StoredHistory
-from npu_gr.jobs.match import MatchJob
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
-from tests.matching.test_fold import make_folding
-from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
+from npu_gr.handlers.match import MatchJob
+from npu_gr.handlers.service import Service
+from npu_gr.history_store.embedded import EmbeddedStore
+from npu_gr.history_store.store import StoredHistory
+from npu_gr.vector_search.vectors import save
 from tests.serving import serving, until
+from tests.vector_search.test_fold import make_folding
+from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
 
@@ -34,7 +34,9 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"vectors": str(folder / "vectors"), **changes}
 
 
-async def post(client: Client, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:
+async def post(
+    client: Client, path: str, body: object = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
     async with client.post(path, json=body, headers=headers) as response:
         return response.status, await response.json()
 
@@ -60,7 +62,9 @@ async def busy_device(service: Service) -> AsyncIterator[None]:
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-    blocker = asyncio.create_task(service.parts.scheduler.call(hold, float("inf"), order=JobOrder(0.0)))
+    blocker = asyncio.create_task(
+        service.parts.scheduler.call(hold, float("inf"), order=JobOrder(0.0))
+    )
     try:
         await begun.wait()
         yield
@@ -101,7 +105,9 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
         assert sent["basis"] == "folded"
         assert not set(items) & set(sent["items"])
         assert (await match(client, user_id="stranger"))["basis"] == "popularity"
-        assert (await post(client, "/v1/events", {"user_id": "stranger", "events": history}))[0] == 200
+        assert (await post(client, "/v1/events", {"user_id": "stranger", "events": history}))[
+            0
+        ] == 200
         stored = await match(client, user_id="stranger", num_items=5)
         assert (stored["basis"], stored["items"]) == ("folded", sent["items"])
 
@@ -109,7 +115,8 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
             raise StoreFailed("no store today")
 
         monkeypatch.setattr(EmbeddedStore, "read", fail)
-        assert (await match(client, user_id="stranger"))["basis"] == "folded"  # from what is known of the user here
+        # from what is known of the user here
+        assert (await match(client, user_id="stranger"))["basis"] == "folded"
         assert (await match(client, user_id="another stranger"))["basis"] == "popularity"
 
 
@@ -117,7 +124,8 @@ async def test_filters_and_exhaustion(tmp_path: Path) -> None:
     async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         every = await match(client, num_items=100)
         assert every["status"] == "exhausted"
-        assert len(every["items"]) == 36  # of 40: without three that the user had, and a twin of one of them
+        # of 40: without three that the user had, and a near-duplicate of one of them
+        assert len(every["items"]) == 36
         denied = await match(client, num_items=5, deny_items=every["items"][:3])
         assert denied["items"] == every["items"][3:8]
         allowed = await match(client, num_items=5, allow_items=[*every["items"][-2:], 1])
@@ -131,7 +139,9 @@ async def test_msgpack_carries_raw_columns(tmp_path: Path) -> None:
         plain = await match(client, num_items=6)
         headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
         body = {"user_id": KNOWN, "num_items": 6, "deny_items": np.array([1], "<i8").tobytes()}
-        async with client.post("/v1/match", data=msgspec.msgpack.encode(body), headers=headers) as response:
+        async with client.post(
+            "/v1/match", data=msgspec.msgpack.encode(body), headers=headers
+        ) as response:
             answer = msgspec.msgpack.decode(await response.read())
         assert np.frombuffer(answer["items"], "<i8").tolist() == plain["items"]
         assert np.frombuffer(answer["scores"], "<f4").tolist() == plain["scores"]
@@ -147,7 +157,9 @@ async def test_msgpack_carries_raw_columns(tmp_path: Path) -> None:
         ({"denyitems": [1]}, 422, "unknown field denyitems; did you mean deny_items?"),
     ],
 )
-async def test_bad_requests_are_named(change: dict[str, Any], status: int, detail: str, tmp_path: Path) -> None:
+async def test_bad_requests_are_named(
+    change: dict[str, Any], status: int, detail: str, tmp_path: Path
+) -> None:
     async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         got, answer = await post(client, "/v1/match", {"user_id": KNOWN, **change})
         assert got == status
@@ -186,7 +198,10 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(CPUBackend, "best_items", counting)
     monkeypatch.setattr(MatchJob, "_search", counted)
     slo = {"match_s": 10.0}  # all of them are let in
-    async with serving(tmp_path, slo=slo, match=section(tmp_path, max_batch_requests=16)) as (client, service):
+    async with serving(tmp_path, slo=slo, match=section(tmp_path, max_batch_requests=16)) as (
+        client,
+        service,
+    ):
         alone = await match(client, num_items=9)
         async with busy_device(service):
             asked = [asyncio.create_task(match(client, num_items=9)) for _ in range(24)]
@@ -233,7 +248,10 @@ async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
 
 
 async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path: Path) -> None:
-    async with serving(tmp_path, match=section(tmp_path), admission={"max_inflight": 1}) as (client, service):
+    async with serving(tmp_path, match=section(tmp_path), admission={"max_inflight": 1}) as (
+        client,
+        service,
+    ):
         async with busy_device(service):
             waiting = asyncio.create_task(match(client, num_items=3))
             await until(lambda: service.admission.work.admitted == 1)
@@ -241,6 +259,8 @@ async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path:
             assert status == 429
         assert (await waiting)["status"] == "complete"
         async with busy_device(service):
-            status, _ = await post(client, "/v1/match", {"user_id": KNOWN}, **{"X-Request-Timeout-Ms": "30"})
+            status, _ = await post(
+                client, "/v1/match", {"user_id": KNOWN}, **{"X-Request-Timeout-Ms": "30"}
+            )
             assert status == 504
         assert (await match(client, num_items=3))["status"] == "complete"

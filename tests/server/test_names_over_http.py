@@ -18,14 +18,16 @@ from aiohttp.test_utils import TestClient
 from npu_gr.catalogue.names import FILE, ItemNames
 from npu_gr.core.names import item_id, item_ids
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.server.codec.fields import MOST_ITEMS
+from npu_gr.server.schemas.fields import MOST_ITEMS
 from tests.models import events, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.serving import serving
 
 Client = TestClient[Any, Any]
 ACTIONS = ("view", "cart", "4.5")
-NAMES: list[str] = [str(row) if row % 3 == 0 else f'SKU-{row:04d}, "{row}" \\ é' for row in range(300)]
+NAMES: list[str] = [
+    str(row) if row % 3 == 0 else f'SKU-{row:04d}, "{row}" \\ é' for row in range(300)
+]
 TITLES = [f"Title {row}" if row % 2 == 0 else "" for row in range(300)]
 HISTORY = events(60)
 CANDIDATES = np.arange(0, 40)
@@ -33,7 +35,9 @@ CANDIDATES = np.arange(0, 40)
 
 def write(folder: Path, seed: int = 0, names: bool = True) -> None:
     model = tiny_model(seed=seed)
-    save(Checkpoint(model=model, item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS), folder)
+    save(
+        Checkpoint(model=model, item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS), folder
+    )
     if names:
         ItemNames.make(NAMES, TITLES).save(folder)
 
@@ -57,8 +61,17 @@ def raw(rows: npt.NDArray[Any]) -> bytes:
 
 
 def body(form: Any, actions: Any) -> dict[str, Any]:
-    history = {"items": form(HISTORY.items), "actions": actions, "timestamps": HISTORY.timestamps.tolist()}
-    return {"user_id": 7, "candidates": form(CANDIDATES), "history": history, "timestamp": 2_000_000_000}
+    history = {
+        "items": form(HISTORY.items),
+        "actions": actions,
+        "timestamps": HISTORY.timestamps.tolist(),
+    }
+    return {
+        "user_id": 7,
+        "candidates": form(CANDIDATES),
+        "history": history,
+        "timestamp": 2_000_000_000,
+    }
 
 
 BY_NAME = [ACTIONS[index] for index in HISTORY.actions]
@@ -86,8 +99,12 @@ async def test_texts_numbers_and_raw_bytes_score_the_same_bit_for_bit(folder: Pa
     async with serving(folder, relay={"enabled": False}) as (client, _):
         found = {}
         for form, sent in BODIES.items():
-            found[form, "json"] = await scores(client, json.dumps(sent, default=base64ed).encode(), "application/json")
-            found[form, "msgpack"] = await scores(client, msgspec.msgpack.encode(sent), "application/msgpack")
+            found[form, "json"] = await scores(
+                client, json.dumps(sent, default=base64ed).encode(), "application/json"
+            )
+            found[form, "msgpack"] = await scores(
+                client, msgspec.msgpack.encode(sent), "application/msgpack"
+            )
         want = found["texts", "json"]
         assert not np.isnan(np.frombuffer(want["click"], "<f4")).any()
         assert all(each == want for each in found.values()), found.keys()
@@ -111,10 +128,12 @@ async def test_an_answer_has_names_and_titles_where_they_are_asked_for(folder: P
         assert named["titles"] == [TITLES[NAMES.index(str(one))] or None for one in named["top"]]
         again = await post(client, "/v1/rank", **{**asked, "candidates": answer["top"]})
         assert again["top"] == answer["top"], "what is answered can be asked"
-        refused = await post(client, "/v1/rank", 422, **asked, fields=["title", "colour"])
-        assert refused["detail"] == "fields: 'colour' is none; there is title"
+        rejected = await post(client, "/v1/rank", 422, **asked, fields=["title", "colour"])
+        assert rejected["detail"] == "fields: 'colour' is none; there is title"
         headers = {"Accept": "application/msgpack"}
-        async with client.post("/v1/rank", json={**asked, "fields": ["title"]}, headers=headers) as response:
+        async with client.post(
+            "/v1/rank", json={**asked, "fields": ["title"]}, headers=headers
+        ) as response:
             packed = msgspec.msgpack.decode(await response.read())
         assert packed["top"] == item_ids(named["top"]).tolist()
         assert packed["titles"] == named["titles"]
@@ -129,10 +148,18 @@ async def test_events_are_stored_by_name_and_ranked_as_if_they_were_sent(folder:
         by_store = {name: value for name, value in sent.items() if name != "history"}
         got = await post(client, "/v1/rank", **by_store)  # user 7 is user "7"
         assert (got["history"]["source"], got["scores"]) == ("store", want["scores"])
-        detail = (await post(client, "/v1/events", 422, user_id="u", events={**sent["history"], "actions": [1] * 60}))[
-            "detail"
-        ]
-        assert detail == "events.actions: 1 at index 0 is no action of the model; it has view, cart, 4.5"
+        detail = (
+            await post(
+                client,
+                "/v1/events",
+                422,
+                user_id="u",
+                events={**sent["history"], "actions": [1] * 60},
+            )
+        )["detail"]
+        assert detail == (
+            "events.actions: 1 at index 0 is no action of the model; it has view, cart, 4.5"
+        )
 
 
 async def test_models_say_the_names_of_their_actions(folder: Path) -> None:
@@ -159,7 +186,9 @@ async def test_items_are_found_by_id_and_by_name(folder: Path) -> None:
             {"id": item_id("SKU-x"), "name": "SKU-x", "title": None},
             {"id": item_id("a,b"), "name": "a,b", "title": None},
         ]
-        assert len(await items(client, "ids=" + ",".join(map(str, range(MOST_ITEMS))))) == MOST_ITEMS
+        assert (
+            len(await items(client, "ids=" + ",".join(map(str, range(MOST_ITEMS))))) == MOST_ITEMS
+        )
         too_many = "ids=" + ",".join(map(str, range(MOST_ITEMS + 1)))
         assert "needs 1 to 1000" in await items(client, too_many, 413)
         assert "needs 1 to 1000" in await items(client, "", 422)
@@ -185,7 +214,12 @@ async def test_a_reload_brings_other_names_beside_the_same_weights(folder: Path)
 
 async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Path) -> None:
     name = 'NEW, "one"'
-    asked: dict[str, Any] = {"user_id": "u", "num_items": 2, "fields": ["title"], "allow_items": [name, 3]}
+    asked: dict[str, Any] = {
+        "user_id": "u",
+        "num_items": 2,
+        "fields": ["title"],
+        "allow_items": [name, 3],
+    }
     asked["history"] = {"items": [5, 10, 17], "actions": ["view"] * 3, "timestamps": [1, 2, 3]}
     async with serving(folder, generate=section(folder)) as (client, _):
         before = await post(client, "/v1/generate", **asked)
@@ -199,13 +233,16 @@ async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Pa
         }
         await post(client, "/v1/catalog/items", add=[new])
         found = await post(client, "/v1/generate", **asked)
-        assert dict(zip(found["items"], found["titles"], strict=True)) == {3: None, name: "Brand new"}
+        assert dict(zip(found["items"], found["titles"], strict=True)) == {
+            3: None,
+            name: "Brand new",
+        }
         await post(client, "/v1/catalog/items", withdraw=[name])
         assert (await post(client, "/v1/generate", **asked))["items"] == [3]
         await post(client, "/v1/catalog/rollback")
         assert name in (await post(client, "/v1/generate", **asked))["items"]
-        refused = await post(client, "/v1/catalog/items", 422, add=[{**new, "item_id": "é" * 257}])
-        assert refused["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
+        rejected = await post(client, "/v1/catalog/items", 422, add=[{**new, "item_id": "é" * 257}])
+        assert rejected["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
 
 
 BACKWARDS: dict[str, Any] = {
@@ -220,27 +257,34 @@ FORWARDS: dict[str, Any] = {
 }
 
 
-async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder: Path) -> None:
+async def test_rows_that_run_backwards_are_rejected_or_sorted_and_counted(folder: Path) -> None:
     asked: dict[str, Any] = {"user_id": "u", "candidates": [0, 3], "timestamp": 99}
     async with serving(folder, relay={"enabled": False}) as (client, service):
-        refused = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
-        assert refused["detail"].startswith(
+        rejected = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
+        assert rejected["detail"].startswith(
             "history.timestamps: 10 at index 1 is before 30: send the oldest event first"
         )
         want = await post(client, "/v1/rank", **asked, history=FORWARDS)
         assert want["history"]["sorted_events"] == 0
-        late: dict[str, Any] = {"items": [NAMES[1], NAMES[2]], "actions": ["view", "cart"], "timestamps": [25, 50]}
+        late: dict[str, Any] = {
+            "items": [NAMES[1], NAMES[2]],
+            "actions": ["view", "cart"],
+            "timestamps": [25, 50],
+        }
         base = want["history"]["fingerprint"]
-        refused = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
-        assert refused["detail"].startswith(
-            "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest event first"
+        rejected = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
+        assert rejected["detail"].startswith(
+            "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest "
+            "event first"
         )
         service.parts.histories.on_unsorted = "sort"
         got = await post(client, "/v1/rank", **asked, history=BACKWARDS)
         assert got["history"] == want["history"] | {"sorted_events": 2}
         assert got["scores"] == want["scores"]
         delta = {"items": [NAMES[1], NAMES[2]], "actions": ["view", "cart"], "timestamps": [50, 40]}
-        longer = await post(client, "/v1/rank", **asked, history=delta, base=got["history"]["fingerprint"])
+        longer = await post(
+            client, "/v1/rank", **asked, history=delta, base=got["history"]["fingerprint"]
+        )
         assert (longer["history"]["num_tokens"], longer["history"]["sorted_events"]) == (5, 1)
         late["timestamps"] = [27, 25]  # behind the base, and backwards by itself
         whole = {column: [*FORWARDS[column], *late[column]] for column in FORWARDS}
@@ -273,7 +317,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("fields", "status"), HOSTILE, ids=range(len(HOSTILE)))
-async def test_hostile_names_are_refused_in_few_words(folder: Path, fields: bytes, status: int) -> None:
+async def test_hostile_names_are_rejected_in_few_words(
+    folder: Path, fields: bytes, status: int
+) -> None:
     nothing = b'"history":{"items":[],"actions":[],"timestamps":[]}'
     data = b'{"user_id":"u",' + nothing + b"," + fields + b"}"
     async with serving(folder) as (client, _):

@@ -28,7 +28,8 @@ FEATURE = ItemFeature(name="genre", num_values=3, max_values=2, values=GENRES)
 NUM = 60
 ITEMS = list(range(100, 100 + NUM))
 SIDS = np.random.default_rng(0).integers(0, 8, (NUM, 3)).astype(np.int32)
-NEW = {900 + n: (SIDS[n].tolist(), [GENRES[n % 3]]) for n in range(5)}  # D1: the semantic IDs of known items
+# D1: the semantic IDs of known items
+NEW = {900 + n: (SIDS[n].tolist(), [GENRES[n % 3]]) for n in range(5)}
 SEEN = ITEMS[:12]
 SHOWN_AT = 1_700_000_000
 PATIENT = {"X-Request-Timeout-Ms": "30000"}
@@ -36,13 +37,22 @@ Client = Any
 
 
 def make_ranker(folder: Path, seed: int = 0, **changes: Any) -> None:
-    settings = {"item_codes": CODES, "row_dropout": 0.1, "item_features": (FEATURE,), "retrieval": True, **changes}
+    settings = {
+        "item_codes": CODES,
+        "row_dropout": 0.1,
+        "item_features": (FEATURE,),
+        "retrieval": True,
+        **changes,
+    }
     model = tiny_model(seed=seed, num_items=NUM, **settings)
     if model.config.item_codes:
         model.codes.of_item.copy_(torch.from_numpy(SIDS))
     order = tiny_order(NUM) if model.config.retrieval else None
     ids = np.array(ITEMS, np.int64)
-    save(Checkpoint(model=model, item_ids=ids, name="r", action_values=(1.0, 2.0, 3.0), order=order), folder)
+    save(
+        Checkpoint(model=model, item_ids=ids, name="r", action_values=(1.0, 2.0, 3.0), order=order),
+        folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +66,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def sections(folder: Path, tmp_path: Path, added: dict[int, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = [{"item_id": i, "sid": s} for i, s in zip(ITEMS, SIDS.tolist(), strict=True)]
-    rows += [{"item_id": item, "sid": sid, "features": {"genre": g}} for item, (sid, g) in (added or {}).items()]
+def sections(
+    folder: Path, tmp_path: Path, added: dict[int, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [
+        {"item_id": i, "sid": s} for i, s in zip(ITEMS, SIDS.tolist(), strict=True)
+    ]
+    rows += [
+        {"item_id": item, "sid": sid, "features": {"genre": g}}
+        for item, (sid, g) in (added or {}).items()
+    ]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     generate = {
         "checkpoint": str(folder / "decoder"),
@@ -79,8 +96,15 @@ class ByHand:
     def __init__(self, folder: Path, new: dict[int, Any]) -> None:
         model = load(folder).model
         none = model.config.item_codes
-        ids = [[GENRES.index(g) for g in genres] + [3] * (2 - len(genres)) for _, genres in new.values()]
-        codes = np.array([sid for sid, _ in new.values()], np.int32) if none else np.empty((len(new), 0), np.int32)
+        ids = [
+            [GENRES.index(g) for g in genres] + [3] * (2 - len(genres))
+            for _, genres in new.values()
+        ]
+        codes = (
+            np.array([sid for sid, _ in new.values()], np.int32)
+            if none
+            else np.empty((len(new), 0), np.int32)
+        )
         self.model: HSTU = with_new_items(model, NewItems((np.array(ids),), codes))
         self.row = {item: row for row, item in enumerate([*ITEMS, *new])}
 
@@ -89,7 +113,9 @@ class ByHand:
             items=torch.tensor([self.row[item] for item in seen]),
             actions=torch.ones(len(seen), dtype=torch.int64),
             times=SHOWN_AT - 1000 + torch.arange(len(seen)),
-            candidates=torch.tensor([len(self.row)] if is_next else [self.row[item] for item in candidates]),
+            candidates=torch.tensor(
+                [len(self.row)] if is_next else [self.row[item] for item in candidates]
+            ),
             candidate_time=SHOWN_AT,
             is_next=is_next,
         )
@@ -104,7 +130,11 @@ class ByHand:
         """The items by u . e, best first."""
         products = self.model.items.vectors() @ self.run(seen, [], is_next=True)[0]
         items = list(self.row)
-        return [items[row] for row in products.argsort(descending=True).tolist() if items[row] not in hidden]
+        return [
+            items[row]
+            for row in products.argsort(descending=True).tolist()
+            if items[row] not in hidden
+        ]
 
 
 async def post(client: Client, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -115,7 +145,10 @@ async def post(client: Client, path: str, status: int = 200, **body: Any) -> dic
 
 
 async def add(client: Client, new: dict[int, Any], status: int = 200) -> dict[str, Any]:
-    rows = [{"item_id": item, "sid": sid, "features": {"genre": genres}} for item, (sid, genres) in new.items()]
+    rows = [
+        {"item_id": item, "sid": sid, "features": {"genre": genres}}
+        for item, (sid, genres) in new.items()
+    ]
     return await post(client, "/v1/catalog/items", status, add=rows)
 
 
@@ -125,11 +158,15 @@ def asked(seen: list[int], **more: Any) -> dict[str, Any]:
     return {"user_id": "u", "history": history, "timestamp": SHOWN_AT, **more}
 
 
-async def rank(client: Client, seen: list[int], candidates: list[int], **more: Any) -> dict[str, Any]:
+async def rank(
+    client: Client, seen: list[int], candidates: list[int], **more: Any
+) -> dict[str, Any]:
     return await post(client, "/v1/rank", **asked(seen, candidates=candidates, **more))
 
 
-async def recommend(client: Client, seen: list[int], num_items: int = 50, **more: Any) -> dict[str, Any]:
+async def recommend(
+    client: Client, seen: list[int], num_items: int = 50, **more: Any
+) -> dict[str, Any]:
     return await post(client, "/v1/recommend", **asked(seen, num_items=num_items, **more))
 
 
@@ -139,7 +176,9 @@ async def metric(client: Client, name: str) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-async def test_a_new_item_has_its_score_in_candidates_histories_and_recommends(folder: Path, tmp_path: Path) -> None:
+async def test_a_new_item_has_its_score_in_candidates_histories_and_recommends(
+    folder: Path, tmp_path: Path
+) -> None:
     """The script of a review: five new items on the semantic IDs of known ones were last for ever, without a score."""
     new = list(NEW)
     by_hand = ByHand(folder / "checkpoint", NEW)
@@ -149,13 +188,20 @@ async def test_a_new_item_has_its_score_in_candidates_histories_and_recommends(f
         await add(client, NEW)
         after = await rank(client, SEEN, [ITEMS[20], *new])
         assert after["unknown_candidates"] == 0
-        assert after["scores"]["click"] == pytest.approx(by_hand.scores(SEEN, [ITEMS[20], *new]), abs=1e-5)
+        assert after["scores"]["click"] == pytest.approx(
+            by_hand.scores(SEEN, [ITEMS[20], *new]), abs=1e-5
+        )
         assert after["scores"]["click"][0] == before["scores"]["click"][0]
 
         seen = [*SEEN, new[0], ITEMS[30], new[1]]
         ranked = await rank(client, seen, [*new, ITEMS[20]])
-        assert (ranked["history"]["unknown_items"], ranked["history"]["num_tokens"]) == (0, len(seen))
-        assert ranked["scores"]["click"] == pytest.approx(by_hand.scores(seen, [*new, ITEMS[20]]), abs=1e-5)
+        assert (ranked["history"]["unknown_items"], ranked["history"]["num_tokens"]) == (
+            0,
+            len(seen),
+        )
+        assert ranked["scores"]["click"] == pytest.approx(
+            by_hand.scores(seen, [*new, ITEMS[20]]), abs=1e-5
+        )
 
         found = await recommend(client, SEEN)
         assert None not in found["scores"]
@@ -167,7 +213,9 @@ async def test_a_new_item_has_its_score_in_candidates_histories_and_recommends(f
         assert await metric(client, "npu_gr_spare_item_rows") == 4096 - 5
 
 
-async def test_a_history_whose_item_becomes_known_is_another_prefix(folder: Path, tmp_path: Path) -> None:
+async def test_a_history_whose_item_becomes_known_is_another_prefix(
+    folder: Path, tmp_path: Path
+) -> None:
     seen = [*SEEN[:6], 900, *SEEN[6:]]
     by_hand = ByHand(folder / "checkpoint", NEW)
     async with serving(folder, **sections(folder, tmp_path)) as (client, service):
@@ -180,29 +228,41 @@ async def test_a_history_whose_item_becomes_known_is_another_prefix(folder: Path
         await add(client, NEW)
         missed = await rank(client, seen, ITEMS[40:])
         assert missed["outcome"] == "miss_full"
-        assert missed["scores"]["click"] == pytest.approx(by_hand.scores(seen, ITEMS[40:]), abs=1e-5)
+        assert missed["scores"]["click"] == pytest.approx(
+            by_hand.scores(seen, ITEMS[40:]), abs=1e-5
+        )
 
 
-async def test_the_trunk_finds_new_items_and_no_withdrawn_ones(folder: Path, tmp_path: Path) -> None:
+async def test_the_shared_encoder_finds_new_items_and_no_withdrawn_ones(
+    folder: Path, tmp_path: Path
+) -> None:
     by_hand = ByHand(folder / "checkpoint", NEW)
-    of_trunk = sections(folder, tmp_path)
-    of_trunk["recommend"] = {"sources": {"trunk": 65}, "order": "retrieval", "min_coverage": 0.5}
+    of_shared_encoder = sections(folder, tmp_path)
+    of_shared_encoder["recommend"] = {
+        "sources": {"shared_encoder": 65},
+        "order": "retrieval",
+        "min_coverage": 0.5,
+    }
 
     async def found(client: Client, **more: Any) -> list[int]:
         items: list[int] = (await recommend(client, SEEN, 65, exclude_seen=False, **more))["items"]
         return items
 
-    async with serving(folder, **of_trunk) as (client, _):
+    async with serving(folder, **of_shared_encoder) as (client, _):
         assert set(await found(client)) == set(ITEMS)
         await add(client, NEW)
         assert await found(client) == by_hand.best(SEEN, set())
         assert await found(client, deny_items=[901]) == by_hand.best(SEEN, {901})
         await post(client, "/v1/catalog/items", withdraw=[900, 902, ITEMS[3]])
         assert await found(client) == by_hand.best(SEEN, {900, 902, ITEMS[3]})
-        await add(client, {902: NEW[902]})  # which takes the other two out of the catalogue for good
+        # which takes the other two out of the catalogue for good
+        await add(client, {902: NEW[902]})
         assert await found(client) == by_hand.best(SEEN, {900, ITEMS[3]})
-        ranked = await rank(client, [*SEEN, 900], [900, ITEMS[3]])  # what a history has stays, and who asks is told
-        assert ranked["scores"]["click"] == pytest.approx(by_hand.scores([*SEEN, 900], [900, ITEMS[3]]), abs=1e-5)
+        # what a history has stays, and who asks is told
+        ranked = await rank(client, [*SEEN, 900], [900, ITEMS[3]])
+        assert ranked["scores"]["click"] == pytest.approx(
+            by_hand.scores([*SEEN, 900], [900, ITEMS[3]]), abs=1e-5
+        )
         await post(client, "/v1/catalog/rollback")
         assert await found(client) == by_hand.best(SEEN, {900, 902, ITEMS[3]})
         fitted = await recommend(client, SEEN, 65, exclude_seen=False, order="fitted")
@@ -216,7 +276,9 @@ async def test_an_item_with_other_features_has_another_row(folder: Path, tmp_pat
     async with serving(folder, **sections(folder, tmp_path)) as (client, service):
         await add(client, NEW)
         first = await rank(client, seen, [900, 901])
-        await post(client, "/v1/signal", 202, **{k: v for k, v in asked(seen).items() if k != "timestamp"})
+        await post(
+            client, "/v1/signal", 202, **{k: v for k, v in asked(seen).items() if k != "timestamp"}
+        )
         await encoded(service.versions.ranker().relay)
         await post(client, "/v1/catalog/items", withdraw=[900])
         await add(client, other)
@@ -224,20 +286,27 @@ async def test_an_item_with_other_features_has_another_row(folder: Path, tmp_pat
         assert second["outcome"] == "miss_full"  # the prefix in memory was made with the other row
         assert second["scores"]["click"] == pytest.approx(want, abs=1e-5)
         assert second["scores"]["click"] != pytest.approx(first["scores"]["click"], abs=1e-3)
-        trunk = await recommend(client, SEEN, 65, order="fitted", exclude_seen=False)
-        assert len(set(trunk["items"])) == len(trunk["items"])
+        shared_encoder = await recommend(client, SEEN, 65, order="fitted", exclude_seen=False)
+        assert len(set(shared_encoder["items"])) == len(shared_encoder["items"])
 
 
-async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(folder: Path, tmp_path: Path) -> None:
+async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     small = sections(folder, tmp_path, service={"spare_items": 3})
     async with serving(folder, **small) as (client, _):
         async with client.get("/v1/catalog") as response:
             version = (await response.json())["version"]
         told = await add(client, NEW, 422)
-        assert "5 items need new rows of the ranker, and 3 of service.spare_items are left" in told["detail"]
+        assert (
+            "5 items need new rows of the ranker, and 3 of service.spare_items are left"
+        ) in told["detail"]
         for features, why in (
             ({"brand": "x"}, "item 900: feature 'brand': the ranker's are genre"),
-            ({"genre": ["war", "drama", "comedy"]}, "item 900: feature 'genre': 3 values, the ranker reads 2"),
+            (
+                {"genre": ["war", "drama", "comedy"]},
+                "item 900: feature 'genre': 3 values, the ranker reads 2",
+            ),
         ):
             row = {"item_id": 900, "sid": NEW[900][0], "features": features}
             told = await post(client, "/v1/catalog/items", 422, add=[row])
@@ -245,7 +314,9 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(folder: Pa
         async with client.get("/v1/catalog") as response:
             assert (await response.json())["version"] == version
         await add(client, {item: NEW[item] for item in list(NEW)[:3]})  # every row is still there
-        told = await post(client, "/v1/rank", 422, **asked(SEEN, candidates=[900, 904], unknown_items="refuse"))
+        told = await post(
+            client, "/v1/rank", 422, **asked(SEEN, candidates=[900, 904], unknown_items="refuse")
+        )
         assert told["detail"] == "candidates: 1 unknown: 904"
         assert (await rank(client, SEEN, [900, 904]))["scores"]["click"][1] is None
         row = {"item_id": 904, "sid": NEW[904][0], "features": {"genre": 7}}
@@ -255,15 +326,24 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(folder: Pa
 async def test_of_two_requests_for_one_new_item_one_adds_it(folder: Path, tmp_path: Path) -> None:
     async def once(client: Client, seed: int) -> int:
         row = {"item_id": 900, "sid": SIDS[seed].tolist()}
-        async with client.post("/v1/catalog/items", json={"add": [row]}, headers=PATIENT) as response:
+        async with client.post(
+            "/v1/catalog/items", json={"add": [row]}, headers=PATIENT
+        ) as response:
             return int(response.status)
 
     async with serving(folder, **sections(folder, tmp_path)) as (client, _):
-        assert sorted(await asyncio.gather(*(once(client, seed) for seed in range(4)))) == [200, 422, 422, 422]
+        assert sorted(await asyncio.gather(*(once(client, seed) for seed in range(4)))) == [
+            200,
+            422,
+            422,
+            422,
+        ]
         assert await metric(client, "npu_gr_spare_item_rows") == 4095
 
 
-async def test_ranks_meanwhile_see_all_of_a_new_item_or_nothing(folder: Path, tmp_path: Path) -> None:
+async def test_ranks_meanwhile_see_all_of_a_new_item_or_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     new = list(NEW)
     want = ByHand(folder / "checkpoint", NEW).scores(SEEN, new)
     async with serving(folder, **sections(folder, tmp_path)) as (client, _):
@@ -279,13 +359,17 @@ async def test_ranks_meanwhile_see_all_of_a_new_item_or_nothing(folder: Path, tm
                 scores = answer["scores"]["click"]
                 known = [place for place, score in enumerate(scores) if score is not None]
                 assert known == list(range(len(known)))  # those that were added so far
-                assert [scores[place] for place in known] == pytest.approx(want[: len(known)], abs=1e-5)
+                assert [scores[place] for place in known] == pytest.approx(
+                    want[: len(known)], abs=1e-5
+                )
                 seen.add(len(known))
         await adding
         assert len(seen) > 1
 
 
-async def test_a_start_and_a_new_version_score_what_the_catalogue_has(folder: Path, tmp_path: Path) -> None:
+async def test_a_start_and_a_new_version_score_what_the_catalogue_has(
+    folder: Path, tmp_path: Path
+) -> None:
     added = {item: NEW[item] for item in (900, 901)}
     whole = sections(folder, tmp_path, added)
     another = {**whole, "checkpoint": str(folder / "next")}
@@ -303,14 +387,17 @@ async def test_a_start_and_a_new_version_score_what_the_catalogue_has(folder: Pa
         await post(client, "/v1/models/reload")
         again = await rank(client, SEEN, three)
         assert again["scores"]["click"] == pytest.approx(afterwards, abs=1e-5)
-        await post(client, "/v1/catalog/reload")  # the file lacks 902: nothing recommends it, and histories keep it
+        # the file lacks 902: nothing recommends it, and histories keep it
+        await post(client, "/v1/catalog/reload")
         assert 902 not in (await recommend(client, SEEN, 65, exclude_seen=False))["items"]
         assert (await rank(client, SEEN, [902]))["unknown_candidates"] == 0
 
 
 async def test_codes_that_mean_something_else_do_not_count(folder: Path, tmp_path: Path) -> None:
     other = sections(folder, tmp_path)
-    rows = [{"item_id": item, "sid": sid} for item, sid in zip(ITEMS, SIDS[::-1].tolist(), strict=True)]
+    rows = [
+        {"item_id": item, "sid": sid} for item, sid in zip(ITEMS, SIDS[::-1].tolist(), strict=True)
+    ]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bare = {item: (list(CODES), genres) for item, (_, genres) in NEW.items()}
     want = ByHand(folder / "checkpoint", bare).scores(SEEN, list(NEW))

@@ -1,7 +1,7 @@
 """Spans leave the process as OTLP and are read by OpenTelemetry's own types, as a collector reads them.
 
-And by a collector: `python -m pytest -m bare tests/server/test_otlp.py` fetches one from the package index, starts it
-between the process and the receiver, and asks for the same spans.
+And by a collector: `python -m pytest -m bare tests/server/test_otlp.py` fetches one from the
+package index, starts it between the process and the receiver, and asks for the same spans.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ def receiver() -> Iterator[tuple[str, Queue[tuple[str, str | None, ExportTraceSe
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             assert self.headers["Content-Type"] == "application/x-protobuf"
-            came.put((self.path, self.headers.get("Authorization"), ExportTraceServiceRequest.FromString(body)))
+            came.put(
+                (
+                    self.path,
+                    self.headers.get("Authorization"),
+                    ExportTraceServiceRequest.FromString(body),
+                )
+            )
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -67,17 +73,24 @@ def tell(config: ServerConfig) -> tuple[str, dict[str, str | int]]:
     with spans(config) as tracing:
         trace, span = tracing.begin("POST /v1/rank", f"00-{TRACE}-{PARENT}-01")
         assert span is not None
-        attributes: dict[str, str | int] = {"http.response.status_code": 503, "npu_gr.outcome": "miss_full"}
+        attributes: dict[str, str | int] = {
+            "http.response.status_code": 503,
+            "npu_gr.outcome": "miss_full",
+        }
         tracing.end(span, {"lease": 0.001, "device": 0.002}, 0.0, 0.001, attributes)
         _, unsampled = tracing.begin("POST /v1/rank", None)
         assert unsampled is None
         return trace.span_id, attributes
 
 
-def check(request: ExportTraceServiceRequest, span_id: str, attributes: dict[str, str | int]) -> None:
+def check(
+    request: ExportTraceServiceRequest, span_id: str, attributes: dict[str, str | int]
+) -> None:
     """What came is what was told."""
     (resource,) = request.resource_spans
-    assert {one.key: one.value.string_value for one in resource.resource.attributes}["service.name"] == "npu_gr"
+    assert {one.key: one.value.string_value for one in resource.resource.attributes}[
+        "service.name"
+    ] == "npu_gr"
     (scope,) = resource.scope_spans
     by_name = {one.name: one for one in scope.spans}
     assert list(by_name) == ["read", "lease", "device", "write", "POST /v1/rank"]
@@ -125,17 +138,30 @@ def test_a_real_collector_takes_them_and_passes_them_on(tmp_path: Path) -> None:
     ports = [free_port(), free_port()]
     with receiver() as (address, came):
         listen = [
-            f"--otlp-{name}-endpoint=127.0.0.1:{port}" for name, port in zip(("http", "grpc"), ports, strict=True)
+            f"--otlp-{name}-endpoint=127.0.0.1:{port}"
+            for name, port in zip(("http", "grpc"), ports, strict=True)
         ]
-        send = [f"--otlp-exporter-endpoint=http://{address.partition('/')[0]}", "--otlp-exporter-protocol=http"]
-        process = subprocess.Popen([collector, "start", "--exporter=otlp", *listen, *send], cwd=tmp_path)
+        send = [
+            f"--otlp-exporter-endpoint=http://{address.partition('/')[0]}",
+            "--otlp-exporter-protocol=http",
+        ]
+        process = subprocess.Popen(
+            [collector, "start", "--exporter=otlp", *listen, *send], cwd=tmp_path
+        )
         try:
             while process.poll() is None:
-                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", ports[0])):
+                with (
+                    contextlib.suppress(ConnectionRefusedError),
+                    socket.create_connection(("127.0.0.1", ports[0])),
+                ):
                     break
                 time.sleep(0.01)
             assert process.poll() is None, "the collector ended"
-            told = tell(from_table({"otlp_endpoint": f"http://127.0.0.1:{ports[0]}/v1/traces"}, ServerConfig))
+            told = tell(
+                from_table(
+                    {"otlp_endpoint": f"http://127.0.0.1:{ports[0]}/v1/traces"}, ServerConfig
+                )
+            )
             path, _, request = came.get(timeout=30)
         finally:
             process.terminate()

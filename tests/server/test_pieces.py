@@ -1,4 +1,7 @@
-"""Long pieces of work come one after the other and leave the loop as much time; nobody waits longer than it may."""
+"""Long pieces of work come one after the other and leave the loop as much time.
+
+Nobody waits longer than it may.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded
-from npu_gr.server.kind_routes import BURST_S, SHARE, Pieces
+from npu_gr.server.kind_routes import BURST_S, SHARE, CooperativeSlices
 
 
 class Clock:
@@ -24,8 +27,8 @@ class Clock:
         self.now_at += seconds
         await asyncio.sleep(0)
 
-    def pieces(self) -> Pieces:
-        return Pieces(self.read, self.read, self.sleep)
+    def pieces(self) -> CooperativeSlices:
+        return CooperativeSlices(self.read, self.read, self.sleep)
 
     def work(self, seconds: float) -> None:
         self.now_at += seconds
@@ -72,7 +75,7 @@ async def test_they_come_first_come_first_served() -> None:
 
 
 async def test_whoever_has_no_time_is_told_and_whoever_leaves_is_forgotten() -> None:
-    pieces = Pieces()
+    pieces = CooperativeSlices()
     await pieces.turn()
     with pieces:
         began_s = time.thread_time()

@@ -17,13 +17,13 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.queue import Job, JobQueue
-from npu_gr.jobs.cascade_plan import HookContext
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.service import Service
+from npu_gr.vector_search.vectors import save
 from tests.decoders import VARIANTS, saved
-from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
 HERE = "tests.server.test_recommend_over_http"
@@ -44,7 +44,9 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
         (folder / "decoder").mkdir()
         saved(folder / "decoder", **VARIANTS["qwen3 g2 tied"])
         sids = np.random.default_rng(0).integers(0, 8, (NUM_ITEMS, 3)).tolist()
-        rows = [{"item_id": FIRST_ID + row, "sid": sid, "order": 0.0} for row, sid in enumerate(sids)]
+        rows = [
+            {"item_id": FIRST_ID + row, "sid": sid, "order": 0.0} for row, sid in enumerate(sids)
+        ]
         (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     generate = {
         "checkpoint": str(folder / "decoder"),
@@ -61,11 +63,15 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 def popular(folder: Path, more: Iterable[int] = ()) -> str:
     path = folder / "popular.txt"
     seen = sorted(set(HISTORY["items"]))[:5]  # the user had them already
-    path.write_text("".join(f"{item}\n" for item in (*more, *seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
+    path.write_text(
+        "".join(f"{item}\n" for item in (*more, *seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1)))
+    )
     return str(path)
 
 
-async def post(client: Client, path: str, status: int = 200, budget_ms: float = 30_000, **body: Any) -> dict[str, Any]:
+async def post(
+    client: Client, path: str, status: int = 200, budget_ms: float = 30_000, **body: Any
+) -> dict[str, Any]:
     headers = {"X-Request-Timeout-Ms": str(int(budget_ms))}
     async with client.post(path, json={"user_id": "u", **body}, headers=headers) as response:
         answer: dict[str, Any] = await response.json(content_type=None)
@@ -74,7 +80,9 @@ async def post(client: Client, path: str, status: int = 200, budget_ms: float = 
 
 
 async def recommend(client: Client, status: int = 200, **body: Any) -> dict[str, Any]:
-    return await post(client, "/v1/recommend", status, **{"history": HISTORY, "timestamp": SHOWN_AT, **body})
+    return await post(
+        client, "/v1/recommend", status, **{"history": HISTORY, "timestamp": SHOWN_AT, **body}
+    )
 
 
 def results(answer: dict[str, Any]) -> dict[str, str]:
@@ -93,10 +101,21 @@ async def test_it_is_signal_generate_and_rank_by_hand(folder: Path) -> None:
         assert set(whole["stages_s"]) == {"history", "retrieve", "preprocess", "rank"}
 
         found = await post(
-            client, "/v1/generate", user_id="v", history=HISTORY, num_items=30, deny_items=HISTORY["items"]
+            client,
+            "/v1/generate",
+            user_id="v",
+            history=HISTORY,
+            num_items=30,
+            deny_items=HISTORY["items"],
         )
         ranked = await post(
-            client, "/v1/rank", user_id="v", history=HISTORY, candidates=found["items"], top_k=12, timestamp=SHOWN_AT
+            client,
+            "/v1/rank",
+            user_id="v",
+            history=HISTORY,
+            candidates=found["items"],
+            top_k=12,
+            timestamp=SHOWN_AT,
         )
         assert whole["items"] == ranked["top"]
         assert whole["num_candidates"] == len(found["items"])
@@ -105,7 +124,9 @@ async def test_it_is_signal_generate_and_rank_by_hand(folder: Path) -> None:
         assert set(whole["origins"]) == {"generate"}
 
         media = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
-        body = msgspec.msgpack.encode({"user_id": "u", "history": HISTORY, "num_items": 12, "timestamp": SHOWN_AT})
+        body = msgspec.msgpack.encode(
+            {"user_id": "u", "history": HISTORY, "num_items": 12, "timestamp": SHOWN_AT}
+        )
         async with client.post("/v1/recommend", data=body, headers=media) as response:
             raw = msgspec.msgpack.decode(await response.read())
             assert response.headers["X-Cache"] in ("hit-hbm", "joined")
@@ -119,7 +140,9 @@ async def slow_rules(items: I64, shown: HookContext) -> I64:
     return items
 
 
-async def test_the_rank_finds_its_prefix_where_retrieval_takes_longer_than_the_prefill(folder: Path) -> None:
+async def test_the_rank_finds_its_prefix_where_retrieval_takes_longer_than_the_prefill(
+    folder: Path,
+) -> None:
     waits = section(folder, hook=f"{HERE}:slow_rules", hook_budget_s=10.0)
     async with serving(folder, **waits) as (client, _):
         with_relay = await recommend(client)
@@ -146,7 +169,9 @@ async def test_seen_denied_and_too_many_are_left_out(folder: Path) -> None:
         assert (few["num_candidates"], len(few["items"])) == (7, 7)
         assert (await recommend(client, num_items=3, num_candidates=1000))["num_candidates"] == 20
         everything = await recommend(client, num_items=100, exclude_seen=False)
-        found = await post(client, "/v1/generate", history=HISTORY, num_items=30, exclude_seen=False)
+        found = await post(
+            client, "/v1/generate", history=HISTORY, num_items=30, exclude_seen=False
+        )
         assert sorted(everything["items"]) == sorted(found["items"][:20])
 
 
@@ -156,30 +181,55 @@ def matching(folder: Path) -> str:
 
 
 async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
-    both = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": matching(folder)}}
+    both = section(folder, sources={"match": 6, "generate": 9}) | {
+        "match": {"vectors": matching(folder)}
+    }
     async with serving(folder, **both) as (client, _):
         answer = await recommend(client, num_items=100, user_id=KNOWN)
         assert results(answer) == {"match": "ok", "generate": "ok", "rank": "ok"}
         who: dict[str, Any] = {"user_id": KNOWN}
-        matched = (await post(client, "/v1/match", **who, num_items=6, deny_items=HISTORY["items"]))["items"]
-        generate: dict[str, Any] = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
+        matched = (
+            await post(client, "/v1/match", **who, num_items=6, deny_items=HISTORY["items"])
+        )["items"]
+        generate: dict[str, Any] = {
+            **who,
+            "history": HISTORY,
+            "num_items": 9,
+            "deny_items": HISTORY["items"],
+        }
         generated = (await post(client, "/v1/generate", **generate))["items"]
         assert set(answer["items"]) == {*matched, *generated}
-        by_match = {item for item, origin in zip(answer["items"], answer["origins"], strict=True) if origin == "match"}
-        assert by_match == set(matched) - {item for place, item in enumerate(generated) if item in matched[place + 1 :]}
+        by_match = {
+            item
+            for item, origin in zip(answer["items"], answer["origins"], strict=True)
+            if origin == "match"
+        }
+        assert by_match == set(matched) - {
+            item for place, item in enumerate(generated) if item in matched[place + 1 :]
+        }
     with pytest.raises(ConfigError, match=r"sources\.match: 6 is over match\.max_items 5"):
-        make_config(folder, **both | {"match": {"vectors": str(folder / "vectors"), "max_items": 5}})
+        make_config(
+            folder, **both | {"match": {"vectors": str(folder / "vectors"), "max_items": 5}}
+        )
 
 
 async def test_the_order_may_be_that_of_both_stages(folder: Path) -> None:
     async with serving(folder, **section(folder, order="fused")) as (client, _):
         answer = await recommend(client, num_items=100)
-        found = await post(client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"])
+        found = await post(
+            client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"]
+        )
         ranked = await post(
-            client, "/v1/rank", history=HISTORY, candidates=found["items"], top_k=100, timestamp=SHOWN_AT
+            client,
+            "/v1/rank",
+            history=HISTORY,
+            candidates=found["items"],
+            top_k=100,
+            timestamp=SHOWN_AT,
         )
         gain = {
-            item: 1 / (60 + found["items"].index(item)) + 1 / (60 + place) for place, item in enumerate(ranked["top"])
+            item: 1 / (60 + found["items"].index(item)) + 1 / (60 + place)
+            for place, item in enumerate(ranked["top"])
         }
         assert [round(gain[item], 12) for item in answer["items"]] == sorted(
             (round(value, 12) for value in gain.values()), reverse=True
@@ -206,7 +256,9 @@ async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> N
     async with serving(folder, **section(folder)) as (client, service):
         service.versions.generator().engine.generate = fails  # type: ignore[method-assign,assignment]
         problem = await recommend(client, 503)
-        assert problem["detail"] == "retrieval: generate failed, and no list of popular items is configured"
+        assert problem["detail"] == (
+            "retrieval: generate failed, and no list of popular items is configured"
+        )
         await nothing_held(service)
 
 
@@ -215,7 +267,9 @@ async def test_a_failing_rank_keeps_the_order_of_the_retrieval(folder: Path) -> 
         raise DeviceError("it broke")
 
     async with serving(folder, **section(folder)) as (client, service):
-        found = await post(client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"])
+        found = await post(
+            client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"]
+        )
         service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=5)
         assert (answer["outcome"], answer["degraded"]) == (None, ["rank"])
@@ -237,7 +291,11 @@ async def test_a_generator_out_of_time_leaves_the_rank_its_own(folder: Path) -> 
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "ok"}
         service.versions.ranker().engine.rank = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500)
-        assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "out_of_time"}
+        assert results(answer) == {
+            "generate": "out_of_time",
+            "popular": "ok",
+            "rank": "out_of_time",
+        }
         assert answer["items"][0] == next(
             item for item in range(FIRST_ID + 299, FIRST_ID, -1) if item not in HISTORY["items"]
         )
@@ -279,10 +337,16 @@ async def test_a_cold_user_gets_what_is_popular(folder: Path) -> None:
         assert len(answer["items"]) == 10
     async with serving(folder, **section(folder)) as (client, _):
         answer = await recommend(client, history=nobody)
-        assert (answer["items"], answer["outcome"], results(answer)) == ([], None, {"generate": "cold"})
+        assert (answer["items"], answer["outcome"], results(answer)) == (
+            [],
+            None,
+            {"generate": "cold"},
+        )
 
 
-async def test_a_new_list_of_popular_items_comes_with_a_reload(folder: Path, tmp_path: Path) -> None:
+async def test_a_new_list_of_popular_items_comes_with_a_reload(
+    folder: Path, tmp_path: Path
+) -> None:
     nobody: dict[str, list[int]] = {"items": [], "actions": [], "timestamps": []}
     path = tmp_path / "popular.txt"
     sections = section(folder, popular=str(path), min_coverage=0.5)
@@ -298,7 +362,10 @@ async def test_a_new_list_of_popular_items_comes_with_a_reload(folder: Path, tmp
         return set((await recommend(client, history=nobody))["items"])
 
     old = write(FIRST_ID + 200, FIRST_ID + 201)
-    async with serving(folder, read=lambda: make_config(folder, **sections), **sections) as (client, _):
+    async with serving(folder, read=lambda: make_config(folder, **sections), **sections) as (
+        client,
+        _,
+    ):
         assert await found(client) == old
         new = write(FIRST_ID + 210, FIRST_ID + 211, 10**9, 10**9 + 1)
         assert await found(client) == old
@@ -351,7 +418,9 @@ def hangs(items: I64, shown: HookContext) -> I64:
 
 async def test_a_hook_decides_what_is_ranked(folder: Path) -> None:
     async with serving(folder, **section(folder, hook=f"{HERE}:every_other")) as (client, _):
-        found = await post(client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"])
+        found = await post(
+            client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"]
+        )
         extra = FIRST_ID + 299
         answer = await recommend(client, num_items=100, context={"extra": extra})
         assert sorted(answer["items"]) == sorted([*found["items"][::2], extra])
@@ -362,7 +431,10 @@ async def test_a_hook_decides_what_is_ranked(folder: Path) -> None:
     ("hook", "result"), [("raises", "failed"), ("answers_text", "failed"), ("hangs", "out_of_time")]
 )
 async def test_a_hook_that_fails_is_left_out_and_told(folder: Path, hook: str, result: str) -> None:
-    async with serving(folder, **section(folder, hook=f"{HERE}:{hook}", hook_budget_s=0.1)) as (client, _):
+    async with serving(folder, **section(folder, hook=f"{HERE}:{hook}", hook_budget_s=0.1)) as (
+        client,
+        _,
+    ):
         answer = await recommend(client)
         assert (answer["degraded"], results(answer)["hook"]) == (["hook"], result)
         assert len(answer["items"]) == 10
@@ -387,7 +459,9 @@ async def test_a_hook_that_fails_is_left_out_and_told(folder: Path, hook: str, r
         ({"rank_share": 1.0}, "rank_share"),
     ],
 )
-async def test_a_bad_section_is_told_at_the_start(folder: Path, change: dict[str, Any], detail: str) -> None:
+async def test_a_bad_section_is_told_at_the_start(
+    folder: Path, change: dict[str, Any], detail: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         async with serving(folder, **section(folder, **change)):
             pass
@@ -415,7 +489,11 @@ async def test_bad_input_is_explained(folder: Path) -> None:
             ({"context": {"a": [1]}}, 422, "context[...]: "),
             ({"candidates": [1]}, 422, "unknown field candidates"),
             ({"model_version": "nope"}, 404, "model_version: 'nope' is not served"),
-            ({"history": {"items": [1], "actions": [9], "timestamps": [1]}}, 422, "history.actions: 9"),
+            (
+                {"history": {"items": [1], "actions": [9], "timestamps": [1]}},
+                422,
+                "history.actions: 9",
+            ),
         ):
             assert (await recommend(client, status, **change))["detail"].startswith(detail), detail
 
@@ -425,7 +503,9 @@ async def test_it_is_recorded_and_told_in_the_log(
 ) -> None:
     record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}
     with caplog.at_level("INFO", "npu_gr.request"):
-        async with serving(folder, watched=False, record=record, server={"log_requests": "all"}, **section(folder)) as (
+        async with serving(
+            folder, watched=False, record=record, server={"log_requests": "all"}, **section(folder)
+        ) as (
             client,
             _,
         ):
@@ -441,7 +521,9 @@ async def test_it_is_recorded_and_told_in_the_log(
     assert "degraded" not in line
 
 
-async def test_every_job_for_the_device_says_whose_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_job_for_the_device_says_whose_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs: list[tuple[str, str]] = []
     put = JobQueue.put
 
@@ -451,8 +533,13 @@ async def test_every_job_for_the_device_says_whose_it_is(folder: Path, monkeypat
         return put(queue, job, now_at, force=force)
 
     monkeypatch.setattr(JobQueue, "put", noted)
-    sections = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": matching(folder)}}
-    async with serving(folder, admission={"tenant_weights": {"shop": 2.0}}, **sections) as (client, service):
+    sections = section(folder, sources={"match": 6, "generate": 9}) | {
+        "match": {"vectors": matching(folder)}
+    }
+    async with serving(folder, admission={"tenant_weights": {"shop": 2.0}}, **sections) as (
+        client,
+        service,
+    ):
         assert service.parts.jobs.keys() >= {"rank", "generate", "match", "recommend"}
         jobs.clear()  # what warmed up
         asked: dict[str, dict[str, Any]] = {

@@ -13,10 +13,10 @@ import pytest
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import ERASE, INGEST, KINDS, Kind
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.fields import UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.recording import RecordingService
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.fields import UrlParts
 from tests.server.examples import EXAMPLES, USER
 from tests.server.fake import FakeNames, FakeService
 
@@ -38,12 +38,16 @@ def request_of(kind: Kind[Any, Any]) -> Any:
     codec = CODECS[kind.name]
     body = EXAMPLES[kind.name].body
     if codec.body is None:
-        return codec.parse(UrlParts({"user_id": USER.user}, {"tenant": USER.tenant}), ServerConfig(), FakeNames())
+        return codec.parse(
+            UrlParts({"user_id": USER.user}, {"tenant": USER.tenant}), ServerConfig(), FakeNames()
+        )
     return codec.parse(msgspec.convert(body, codec.body), ServerConfig(), FakeNames())
 
 
 @each_kind
-async def test_a_recorded_kind_is_offered_with_its_answer(kind: Kind[Any, Any], tmp_path: Path) -> None:
+async def test_a_recorded_kind_is_offered_with_its_answer(
+    kind: Kind[Any, Any], tmp_path: Path
+) -> None:
     service = FakeService({name: example.answer for name, example in EXAMPLES.items()})
     recorder = ListRecorder(tmp_path)
     request = request_of(kind)
@@ -67,19 +71,25 @@ async def test_a_recorded_kind_is_offered_with_its_answer(kind: Kind[Any, Any], 
 
 
 @each_kind
-async def test_an_error_is_offered_with_its_status_and_raised(kind: Kind[Any, Any], tmp_path: Path) -> None:
+async def test_an_error_is_offered_with_its_status_and_raised(
+    kind: Kind[Any, Any], tmp_path: Path
+) -> None:
     recorder = ListRecorder(tmp_path)
     service = RecordingService(FakeService({kind.name: Overloaded("full")}), recorder)
     with pytest.raises(Overloaded):
         await service.serve(kind, request_of(kind), 0.5)
-    assert [(offered.status, offered.answer) for offered in recorder.offered] == [(429, None)] * kind.is_recorded
+    assert [(offered.status, offered.answer) for offered in recorder.offered] == [
+        (429, None)
+    ] * kind.is_recorded
 
 
 async def test_a_request_whose_caller_hangs_up_is_not_offered(tmp_path: Path) -> None:
     recorder = ListRecorder(tmp_path)
     behind = FakeService({})
     behind.waits = asyncio.Event()
-    asked = asyncio.create_task(RecordingService(behind, recorder).serve(KINDS["rank"], request_of(KINDS["rank"]), 9.0))
+    asked = asyncio.create_task(
+        RecordingService(behind, recorder).serve(KINDS["rank"], request_of(KINDS["rank"]), 9.0)
+    )
     await behind.waits.wait()
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -91,5 +101,7 @@ async def test_while_it_is_off_nothing_is_offered(tmp_path: Path) -> None:
     recorder = ListRecorder(tmp_path)
     recorder.switch_off()
     service = FakeService({"events": EXAMPLES["events"].answer})
-    await RecordingService(service, recorder).serve(KINDS["events"], request_of(KINDS["events"]), 0.5)
+    await RecordingService(service, recorder).serve(
+        KINDS["events"], request_of(KINDS["events"]), 0.5
+    )
     assert not recorder.offered

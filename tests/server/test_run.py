@@ -1,4 +1,7 @@
-"""At SIGTERM a server becomes unready, then refuses connections, then ends; requests in flight are answered."""
+"""At SIGTERM a server becomes unready, then refuses connections, then ends.
+
+Requests in flight are answered.
+"""
 
 from __future__ import annotations
 

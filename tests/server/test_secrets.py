@@ -14,11 +14,11 @@ import pytest
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryConfig
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.server.debug.test_routes import unpacked
 from tests.serving import FIRST_ID, columns, serving
@@ -34,7 +34,10 @@ def held_by(text: str) -> list[str]:
 
 @contextmanager
 def collector() -> Iterator[tuple[int, list[str]]]:
-    """A collector of traces, in a thread; yields its port, and the `Authorization` of what it was sent."""
+    """A collector of traces, in a thread.
+
+    Yields its port, and the `Authorization` of what it was sent.
+    """
     sent: list[str] = []
 
     class Collect(BaseHTTPRequestHandler):
@@ -69,16 +72,21 @@ async def test_neither_password_is_seen_while_both_are_used_and_when_the_store_i
         async with serving(
             tmp_path,
             watched=False,
-            features={"kind": "redis", "url": {"file": str(tmp_path / "url")}, "timeout_s": 0.5, "retry_s": 0.01},
+            features={
+                "kind": "redis",
+                "url": {"file": str(tmp_path / "url")},
+                "timeout_s": 0.5,
+                "retry_s": 0.01,
+            },
             server={"otlp_endpoint": {"env": "NPU_GR_TEST_COLLECTOR"}, "trace_sample_ratio": 1.0},
         ) as (client, service):
             body = {"user_id": "u", "events": columns(events(3))}
             assert (await client.post("/v1/events", json=body)).status == 200
             redis.close()
             for _ in range(3):
-                refused = await client.post("/v1/events", json=body)
-                assert refused.status == 503
-                texts.append(await refused.text())
+                rejected = await client.post("/v1/events", json=body)
+                assert rejected.status == 503
+                texts.append(await rejected.text())
             rank = {"user_id": "v", "candidates": [FIRST_ID]}
             texts.append(await (await client.post("/v1/rank", json=rank)).text())
             shown = await (await client.get("/debug/config")).text()
@@ -89,17 +97,19 @@ async def test_neither_password_is_seen_while_both_are_used_and_when_the_store_i
             texts += [await (await client.get(route)).text() for route in routes]
             texts += [shown, *files.values(), repr(service.parts.settings.config)]
     assert set(sent) == {f"Basic {SECRETS[2]}"}
-    assert "POST /v1/traces" in caplog.text  # urllib3's own lines are here, and the driver's would be
+    # urllib3's own lines are here, and the driver's would be
+    assert "POST /v1/traces" in caplog.text
     assert [held_by(text) for text in (*texts, caplog.text)] == [[]] * (len(texts) + 1)
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        f"redis://:{PASSWORD}@127.0.0.1:1/0",  # refused
+        f"redis://:{PASSWORD}@127.0.0.1:1/0",  # rejected
         f"rediss://me:{PASSWORD}@127.0.0.1:1/0",
         f"redis://:{PASSWORD}@nowhere.invalid:1/0",
-        f"redis://:12{PASSWORD}/x@127.0.0.1:1/0",  # not encoded: the password ends where a port is looked for
+        # not encoded: the password ends where a port is looked for
+        f"redis://:12{PASSWORD}/x@127.0.0.1:1/0",
         f"redis://:{PASSWORD}#x@127.0.0.1:1/0",
         f"redis://:[{PASSWORD}@127.0.0.1:1/0",
         f"http://me:{PASSWORD}@127.0.0.1:1/0",
@@ -114,21 +124,30 @@ async def test_a_store_that_cannot_be_reached_is_named_without_its_password(
     with pytest.raises(ConfigError, match=r"features\.url: ") as caught:
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(url), timeout_s=0.5))
     chain: BaseException | None = caught.value
-    while chain is not None and not (chain is not caught.value and caught.value.__suppress_context__):
+    while chain is not None and not (
+        chain is not caught.value and caught.value.__suppress_context__
+    ):
         assert not held_by(str(chain)), repr(chain)
         chain = chain.__cause__ or chain.__context__
     assert not held_by(caplog.text)
 
 
 async def test_a_wrong_password_is_an_error_without_it(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match=r"features\.url: no answer from unix://\*\*\*@")
-    with redis_path(tmp_path, "--requirepass", "another") as path, refused as caught:
+    rejected = pytest.raises(ConfigError, match=r"features\.url: no answer from unix://\*\*\*@")
+    with redis_path(tmp_path, "--requirepass", "another") as path, rejected as caught:
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://:{PASSWORD}@{path}")))
     assert not held_by(str(caught.value))
 
 
 def test_an_endpoint_that_is_no_url_is_an_error_without_it() -> None:
     config = ServerConfig(otlp_endpoint=SecretUrl(f"http://[{TOKEN}/v1/traces"))
-    with pytest.raises(ConfigError, match=r"server\.otlp_endpoint: not a URL") as caught, spans(config):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"server\.otlp_endpoint: not "
+            r"a URL",
+        ) as caught,
+        spans(config),
+    ):
         pass
     assert not held_by(str(caught.value))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.kinds import RANK
@@ -33,11 +33,16 @@ async def post(client: Client, path: str, status: int = 200, /, **body: object) 
 
 
 async def rank(client: Client, user: str = "u", **body: object) -> dict[str, Any]:
-    return await post(client, "/v1/rank", user_id=user, candidates=CANDIDATES, timestamp=SHOWN_AT, **body)
+    return await post(
+        client, "/v1/rank", user_id=user, candidates=CANDIDATES, timestamp=SHOWN_AT, **body
+    )
 
 
 def close(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(np.allclose(a["scores"][task], b["scores"][task], rtol=0, atol=1e-5) for task in ("click", "like"))
+    return all(
+        np.allclose(a["scores"][task], b["scores"][task], rtol=0, atol=1e-5)
+        for task in ("click", "like")
+    )
 
 
 async def test_signal_then_rank_is_a_hit_with_the_cold_scores(tmp_path: Path) -> None:
@@ -62,7 +67,9 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         whole = events(90)
         want = await rank(client, "whole", history=columns(whole))
         first = await post(client, "/v1/signal", 202, user_id="d", history=columns(whole[:70]))
-        delta = await rank(client, "d", base=first["history"]["fingerprint"], history=columns(whole[70:]))
+        delta = await rank(
+            client, "d", base=first["history"]["fingerprint"], history=columns(whole[70:])
+        )
         assert delta["history"] == want["history"]
         assert delta["prefix_tokens"] == 70
         assert close(delta, want)
@@ -76,7 +83,9 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         assert from_store["history"] == {**want["history"], "source": "store"}
         assert close(from_store, want)
 
-        problem = await post(client, "/v1/rank", 409, user_id="x", candidates=CANDIDATES, base="f" * 32)
+        problem = await post(
+            client, "/v1/rank", 409, user_id="x", candidates=CANDIDATES, base="f" * 32
+        )
         assert "send the whole history" in problem["detail"]
 
 
@@ -93,19 +102,28 @@ async def test_every_body_format_gives_the_same_answer(tmp_path: Path) -> None:
         encoded = {name: base64.b64encode(data).decode() for name, data in raw.items()}
         assert close(await rank(client, "b64", history=encoded), want)
         for body in (
-            {"user_id": "mp", "candidates": CANDIDATES, "timestamp": SHOWN_AT, "history": columns(history)},
+            {
+                "user_id": "mp",
+                "candidates": CANDIDATES,
+                "timestamp": SHOWN_AT,
+                "history": columns(history),
+            },
             {"user_id": "raw", "candidates": candidates, "timestamp": SHOWN_AT, "history": raw},
         ):
             headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
-            async with client.post("/v1/rank", data=msgspec.msgpack.encode(body), headers=headers) as response:
+            async with client.post(
+                "/v1/rank", data=msgspec.msgpack.encode(body), headers=headers
+            ) as response:
                 assert response.status == 200
                 assert response.content_type == "application/msgpack"
                 answer = msgspec.msgpack.decode(await response.read())
             for task, scores in answer["scores"].items():
-                assert np.allclose(np.frombuffer(scores, "<f4"), want["scores"][task], rtol=0, atol=1e-5)
+                assert np.allclose(
+                    np.frombuffer(scores, "<f4"), want["scores"][task], rtol=0, atol=1e-5
+                )
 
 
-async def test_unknown_items_are_counted_or_refused(tmp_path: Path) -> None:
+async def test_unknown_items_are_counted_or_rejected(tmp_path: Path) -> None:
     history = columns(events(30))
     history["items"][4] = 7
     async with serving(tmp_path) as (client, _):
@@ -122,10 +140,17 @@ async def test_unknown_items_are_counted_or_refused(tmp_path: Path) -> None:
         metrics = await (await client.get("/metrics")).text()
         assert 'npu_gr_unknown_items_total{where="candidates"} 3.0' in metrics
     async with serving(tmp_path, service={"unknown_items": "refuse"}) as (client, _):
-        problem = await post(client, "/v1/rank", 422, user_id="u", history=history, candidates=CANDIDATES)
+        problem = await post(
+            client, "/v1/rank", 422, user_id="u", history=history, candidates=CANDIDATES
+        )
         assert problem["detail"] == "history.items: 1 unknown, the first is 7"
         problem = await post(
-            client, "/v1/rank", 422, user_id="u", history=columns(events(3)), candidates=[*CANDIDATES, 9]
+            client,
+            "/v1/rank",
+            422,
+            user_id="u",
+            history=columns(events(3)),
+            candidates=[*CANDIDATES, 9],
         )
         assert problem["detail"] == "candidates: 1 unknown: 9"
 
@@ -136,7 +161,9 @@ async def test_a_long_history_is_cut_and_says_so(tmp_path: Path) -> None:
         answer = await rank(client, history=columns(events(100)))
         assert (answer["history"]["num_tokens"], answer["history"]["cut_tokens"]) == (36, 64)
         await post(client, "/v1/events", user_id="s", events=columns(events(100)))
-        assert (await rank(client, "s"))["history"]["fingerprint"] == answer["history"]["fingerprint"]
+        assert (await rank(client, "s"))["history"]["fingerprint"] == answer["history"][
+            "fingerprint"
+        ]
 
 
 async def test_an_erased_user_is_forgotten(tmp_path: Path) -> None:
@@ -156,12 +183,16 @@ async def test_deadlines_and_versions(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         body = {"user_id": "u", "candidates": CANDIDATES, "history": columns(events(10))}
         for value, status in (("0", 504), ("x", 400), ("0.0001", 504)):
-            async with client.post("/v1/rank", json=body, headers={"X-Request-Timeout-Ms": value}) as response:
+            async with client.post(
+                "/v1/rank", json=body, headers={"X-Request-Timeout-Ms": value}
+            ) as response:
                 assert response.status == status
         problem = await post(client, "/v1/rank", 404, **body, model_version="other")
         assert "other" in problem["detail"]
         version = service.versions.models()[0].version
-        assert (await rank(client, history=body["history"], model_version=version))["model_version"] == version
+        assert (await rank(client, history=body["history"], model_version=version))[
+            "model_version"
+        ] == version
 
 
 async def test_a_device_that_fails_with_the_prefix_does_without(
@@ -174,14 +205,14 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         await asyncio.sleep(0.2)
 
         backend = service.versions.ranker().engine.backend
-        whole = backend.hstu_whole
+        whole = backend.fused_forward
 
-        def fails_with_a_prefix(call: HstuWholeCall) -> F32 | None:
+        def fails_with_a_prefix(call: FusedForwardCall) -> F32 | None:
             if any(segment.num_cached for segment in call.segments):
                 raise RuntimeError("planted")
             return whole(call)
 
-        monkeypatch.setattr(backend, "hstu_whole", fails_with_a_prefix)
+        monkeypatch.setattr(backend, "fused_forward", fails_with_a_prefix)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)
@@ -193,17 +224,17 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
     async with serving(tmp_path) as (client, service):
         history = columns(events(80))
         backend = service.versions.ranker().engine.backend
-        whole = backend.hstu_whole
-        calls = list[HstuWholeCall]()
+        whole = backend.fused_forward
+        calls = list[FusedForwardCall]()
 
-        def fails_once(call: HstuWholeCall) -> F32 | None:
+        def fails_once(call: FusedForwardCall) -> F32 | None:
             calls.append(call)
             found = whole(call)  # its pages are written, whatever comes of it
             if len(calls) == 1:
                 raise DeviceError("planted")
             return found
 
-        monkeypatch.setattr(backend, "hstu_whole", fails_once)
+        monkeypatch.setattr(backend, "fused_forward", fails_once)
         first = await rank(client, history=history)
         assert (first["outcome"], first["reason"]) == ("miss_full", "read_failed")
         pool, _ = service.versions.ranker().relay.tiers
@@ -215,7 +246,9 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
         assert close(first, third)
 
 
-async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_device_makes_it_unready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as (client, service):
         assert (await client.get("/readyz")).status == 200
 
@@ -227,7 +260,14 @@ async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pyt
 
         monkeypatch.setattr(service.versions.ranker().engine, "forward", lost)
         for _ in range(3):
-            await post(client, "/v1/rank", 503, user_id="u", candidates=CANDIDATES, history=columns(events(3)))
+            await post(
+                client,
+                "/v1/rank",
+                503,
+                user_id="u",
+                candidates=CANDIDATES,
+                history=columns(events(3)),
+            )
         async with client.get("/readyz") as response:
             assert response.status == 503
             assert "the device failed" in (await response.json(content_type=None))["detail"]
@@ -253,7 +293,8 @@ async def test_full_house(tmp_path: Path) -> None:
     async with serving(tmp_path, admission={"max_inflight": 1}) as (client, service):
         with await service.admission.enter(RANK.name, "", time.monotonic(), 1.0):
             async with client.post(
-                "/v1/rank", json={"user_id": "u", "candidates": CANDIDATES, "history": columns(events(3))}
+                "/v1/rank",
+                json={"user_id": "u", "candidates": CANDIDATES, "history": columns(events(3))},
             ) as response:
                 assert response.status == 429
                 assert response.headers["Retry-After"] == "1"
@@ -281,7 +322,7 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
         assert service.admission.work.admitted == 0
 
 
-async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:
+async def test_an_inexact_model_is_rejected_with_the_cache_on(tmp_path: Path) -> None:
     from npu_gr.core.errors import ConfigError
 
     write_checkpoint(tmp_path / "checkpoint", scaling="runtime")
@@ -296,7 +337,8 @@ async def test_two_instances_in_one_process(tmp_path: Path) -> None:
     for name in "ab":
         write_checkpoint(tmp_path / name / "checkpoint")
     async with (
-        serving(tmp_path / "a", watched=False) as (one, _),  # while the other starts, which may block
+        # while the other starts, which may block
+        serving(tmp_path / "a", watched=False) as (one, _),
         serving(tmp_path / "b", watched=False) as (two, _),
     ):
         a = await rank(one, history=columns(events(30)))

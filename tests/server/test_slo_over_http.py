@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from npu_gr.core.errors import Overloaded, Refusal, StoreFailed
+from npu_gr.core.errors import Overloaded, Rejection, StoreFailed
 from tests.keys import secret, write_keys
 from tests.metrics.test_rules import RULES, promtool
 from tests.server.examples import EXAMPLES
@@ -23,9 +23,8 @@ KIND = "recommend"  # the most patient objective: a busy machine makes no answer
 KEY = secret("all").encode()
 BODY = json.dumps(EXAMPLES[KIND].body).encode()
 HEAD = (
-    b"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer "
-    + KEY
-    + b"\r\n"
+    b"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: "
+    b"Bearer " + KEY + b"\r\n"
 )
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 RESULTS = ("good", "slow", "failed")
@@ -74,7 +73,10 @@ async def trickle(at: Site, sent: bytes, seconds: float) -> int:
 
 def counted(at: Site) -> dict[str, float]:
     """The requests as the objectives count them."""
-    return {result: at.count("slo_requests_total", kind=KIND, result=result) or 0.0 for result in RESULTS}
+    return {
+        result: at.count("slo_requests_total", kind=KIND, result=result) or 0.0
+        for result in RESULTS
+    }
 
 
 def admitted(at: Site, verdict: str) -> float | None:
@@ -85,11 +87,18 @@ def recorded(folder: Path, counts: dict[str, float], burn: float) -> None:
     """The real rules record this burn rate of both promises when the counters come to that."""
     (folder / "rules.yml").write_text(yaml.safe_dump(RULES))
     series = [
-        {"series": f'npu_gr_slo_requests_total{{kind="{KIND}",result="{result}"}}', "values": f"0x5 {count:g}x10"}
+        {
+            "series": f'npu_gr_slo_requests_total{{kind="{KIND}",result="{result}"}}',
+            "values": f"0x5 {count:g}x10",
+        }
         for result, count in counts.items()
     ]
     exprs = [
-        {"expr": f"{name}{{{labels}}}", "eval_time": "10m", "exp_samples": [{"labels": "{}", "value": value}]}
+        {
+            "expr": f"{name}{{{labels}}}",
+            "eval_time": "10m",
+            "exp_samples": [{"labels": "{}", "value": value}],
+        }
         for name, labels, value in (
             ("sum(round(slo:current_burn_rate:ratio", f'sloth_slo="{KIND}-availability"', burn),
             ("sum(round(slo:current_burn_rate:ratio", f'sloth_slo="{KIND}-latency"', 0),
@@ -121,10 +130,13 @@ async def test_what_callers_do_wrong_leaves_the_objectives_alone(
             for _ in range(20):
                 assert await ask(at, granting(0.01)) in (429, 504)
             assert await trickle(at, granting(500), 1.3) == 408
-        assert not any(record.exc_info or "Traceback" in record.getMessage() for record in caplog.records)
+        assert not any(
+            record.exc_info or "Traceback" in record.getMessage() for record in caplog.records
+        )
         assert sum("aiohttp" in record.name for record in caplog.records) == 0
         assert counted(at) == before
-        assert await trickle(at, granting(30_000), 1.3) == 200  # in time: it was its caller who took 1.3 s
+        # in time: it was its caller who took 1.3 s
+        assert await trickle(at, granting(30_000), 1.3) == 200
         assert counted(at) == {"good": 20, "slow": 0, "failed": 0}
         assert admitted(at, "impossible") == 20
         assert at.count("requests_total", route="/v1/recommend", code="408") == 1
@@ -150,11 +162,13 @@ async def test_what_the_server_does_wrong_burns_the_budget(tmp_path: Path) -> No
 
 async def test_a_key_over_its_rate_burns_no_budget(tmp_path: Path) -> None:
     async with keyed(tmp_path) as at:
-        at.service.answers[KIND] = Overloaded("the key may send 5 requests a second", reason=Refusal.RATE)
+        at.service.answers[KIND] = Overloaded(
+            "the key may send 5 requests a second", reason=Rejection.RATE
+        )
         for _ in range(10):
             assert await ask(at, WHOLE) == 429
         assert counted(at) == {"good": 0, "slow": 0, "failed": 0}
         assert admitted(at, "over_rate") == 10
-        at.service.answers[KIND] = Overloaded("the queue is full", reason=Refusal.QUEUE)
+        at.service.answers[KIND] = Overloaded("the queue is full", reason=Rejection.QUEUE)
         assert await ask(at, WHOLE) == 429
         assert counted(at) == {"good": 0, "slow": 0, "failed": 1}

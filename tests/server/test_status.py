@@ -29,7 +29,8 @@ async def test_the_json_says_what_happened(tmp_path: Path) -> None:
         status = await (await client.get("/debug/status")).json()
     assert status["ready"]
     rank = next(g for g in status["goodput"] if g["kind"] == "rank")
-    assert (rank["good"] + rank["slow"], rank["failed"]) == (2, 0)  # nothing was promised for no time
+    # nothing was promised for no time
+    assert (rank["good"] + rank["slow"], rank["failed"]) == (2, 0)
     assert status["outcomes"]["rank"] == {"miss_full": 1, "hbm_hit": 1}
     tier = next(t for t in status["tiers"] if t["name"] == "hbm")
     assert sum(tier["states"].values()) == tier["budget"]
@@ -40,7 +41,11 @@ async def test_the_json_says_what_happened(tmp_path: Path) -> None:
     assert set(status["slow"][0]["stages_s"]) == {"history", "lease", "queue", "device"}
     assert status["links"]["metrics"] == "/metrics"
     (model,) = status["models"]
-    assert (model["name"], model["version"], model["is_draining"]) == ("tiny", status["versions"]["tiny"], False)
+    assert (model["name"], model["version"], model["is_draining"]) == (
+        "tiny",
+        status["versions"]["tiny"],
+        False,
+    )
     assert model["served"]["num"] == 2
     assert list(status["tenants"]) == [""]
 
@@ -49,12 +54,13 @@ async def test_tenants_stand_apart(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         for tenant in ("shop", "shop", "café"):
             await client.post("/v1/rank", json=RANK | {"tenant": tenant})
-        service.parts.metrics.requests.recent.add("shop", "of before", 9.0, is_good=False)  # a version that is gone
+        # a version that is gone
+        service.parts.metrics.requests.recent.add("shop", "of before", 9.0, is_good=False)
         status = await (await client.get("/debug/status")).json()
     shop, other = status["tenants"].values()
     assert list(status["tenants"]) == ["shop", "café"]
     assert (shop["num"], shop["p99_s"], other["num"]) == (3, 9.0, 1)
-    assert shop["in_time_ratio"] < other["in_time_ratio"] or other["in_time_ratio"] == 0
+    assert shop["within_slo_ratio"] < other["within_slo_ratio"] or other["within_slo_ratio"] == 0
     assert [model["served"]["num"] for model in status["models"]] == [3]
 
 
@@ -84,8 +90,13 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
-    def shown(part: str) -> str:  # in one step: the page puts new elements in their places every second
-        return str(browser.execute_script("return document.getElementById(arguments[0])?.innerText ?? ''", part))
+    # in one step: the page puts new elements in their places every second
+    def shown(part: str) -> str:
+        return str(
+            browser.execute_script(
+                "return document.getElementById(arguments[0])?.innerText ?? ''", part
+            )
+        )
 
     def of_all(selector: str, what: str) -> list[Any]:
         """Look at every such part, in one step."""
@@ -109,7 +120,10 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
 
     keys = write_keys(tmp_path / "keys", entry(), entry("feed", scopes=[Scope.INGEST]))
     headers = bearer()
-    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, service):
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (
+        client,
+        service,
+    ):
         rolling = service.parts.metrics.requests.rolling["rank"]
         for number in range(30):  # of which a third is in time, so that the page names the runbooks
             rolling.add(time.monotonic(), Result.SLOW if number % 3 else Result.GOOD)
@@ -119,16 +133,30 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
         def first_look() -> None:
             browser.get(str(client.make_url("/")))
             until(lambda: shown("state") == "needs an API key")
-            for name, said in (("feed", "needs an API key with the scope observe"), ("all", "ready")):
+            for name, said in (
+                ("feed", "needs an API key with the scope observe"),
+                ("all", "ready"),
+            ):
                 browser.find_element(By.ID, "key").send_keys(secret(name))
                 browser.find_element(By.CSS_SELECTOR, "#login button").click()
                 until(lambda said=said: shown("state") == said)
-            until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
+            until(
+                lambda: (
+                    shown("state") == "ready"
+                    and not browser.find_element(By.ID, "login").is_displayed()
+                )
+            )
             assert "miss full 2" in shown("outcomes")
             assert "hbm: 2 prefixes, budget" in shown("tiers")
             assert of_all("#models tbody td", "part.innerText")[:4:2] == ["tiny", "serves"]
-            assert of_all("#tenants tbody td:first-child", "part.innerText") == ["(none named)", "shop"]
-            unnamed = "[...part.querySelectorAll('[role=img]:not([aria-label]), table:not([aria-label])')].length"
+            assert of_all("#tenants tbody td:first-child", "part.innerText") == [
+                "(none named)",
+                "shop",
+            ]
+            unnamed = (
+                "[...part.querySelectorAll('[role=img]:not([aria-label]), "
+                "table:not([aria-label])')].length"
+            )
             assert of_all("main", unnamed) == [0]
             free = of_all("#tiers .bar .free", "getComputedStyle(part).backgroundColor")
             used = of_all("#tiers .bar i:not(.free)", "getComputedStyle(part).backgroundColor")
@@ -137,13 +165,25 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
             assert "rgba(0, 0, 0, 0)" not in used
             assert "jobs waiting" in shown("queue")
             links = dict(of_all("a", "[part.innerText, part.href]"))
-            assert set(links) == {"metrics", "configuration", "API", "runbooks", "latency", "availability"}
+            assert set(links) == {
+                "metrics",
+                "configuration",
+                "API",
+                "runbooks",
+                "latency",
+                "availability",
+            }
             assert links["latency"].endswith("/debug/runbooks?name=rank-latency")
             read_through("?name=rank-latency", "Rank latency")
             read_through("/metrics", "npu_gr_")
             assert "miss full" in shown("slow")
-            assert browser.execute_script("return performance.getEntriesByType('resource').length") >= 1
-            urls = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+            assert (
+                browser.execute_script("return performance.getEntriesByType('resource').length")
+                >= 1
+            )
+            urls = browser.execute_script(
+                "return performance.getEntriesByType('resource').map(e => e.name)"
+            )
             assert all(url.startswith(str(client.make_url("/"))) for url in urls)
             if screenshot := os.environ.get("NPU_GR_SCREENSHOT"):
                 browser.save_screenshot(screenshot)
@@ -159,10 +199,12 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
             for theme in ("light", "dark"):
                 feature = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
                 browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
-                grounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+                grounds.append(
+                    browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+                )
             assert grounds[0] != grounds[1]
             errors = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-            refused = [text for text in errors if "401" not in text and "403" not in text]
-            assert not [e for e in refused if "favicon" not in e["message"]]
+            rejected = [text for text in errors if "401" not in text and "403" not in text]
+            assert not [e for e in rejected if "favicon" not in e["message"]]
 
         await asyncio.to_thread(pause_and_themes)

@@ -20,7 +20,7 @@ import yaml
 
 from npu_gr.core.history import Events
 from tests.fault_proxy import FaultProxy, Mode
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
@@ -28,7 +28,9 @@ CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))
 PATIENT = {"X-Request-Timeout-Ms": "20000"}  # a busy machine
 
 
-async def post(client: Any, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+async def post(
+    client: Any, path: str, body: dict[str, Any], **headers: str
+) -> tuple[int, dict[str, Any]]:
     async with client.post(path, json=body, headers={**PATIENT, **headers}) as answer:
         return answer.status, await answer.json()
 
@@ -45,8 +47,14 @@ async def on_redis(folder: Path, **features: Any) -> AsyncIterator[tuple[Any, Fa
     """An instance on a Redis behind a network that a test breaks."""
     with redis_path(folder) as path:
         async with FaultProxy(None, None, path=path) as proxy:
-            section = {"kind": "redis", "url": f"redis://127.0.0.1:{proxy.port}/0", "timeout_s": 2.0, **features}
-            # an objective that a busy machine keeps too: what is refused is refused because of the store
+            section = {
+                "kind": "redis",
+                "url": f"redis://127.0.0.1:{proxy.port}/0",
+                "timeout_s": 2.0,
+                **features,
+            }
+            # an objective that a busy machine keeps too: what is rejected is rejected because of
+            # the store
             async with serving(folder, features=section, slo={"rank_s": 2.0}) as (client, _):
                 yield client, proxy
 
@@ -56,7 +64,11 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
     """Half of the ranks need a Redis that hangs, or is 300 ms late."""
     async with on_redis(tmp_path, read_timeout_s=0.1, retry_s=2.0) as (client, proxy):
         for number in range(4):
-            await post(client, "/v1/events", {"user_id": f"known{number}", "events": columns(events(20, seed=number))})
+            await post(
+                client,
+                "/v1/events",
+                {"user_id": f"known{number}", "events": columns(events(20, seed=number))},
+            )
             assert (await rank(client, f"known{number}"))[1]["history"]["source"] == "store"
         proxy.set(mode, late_s=0.3)
         asked = []
@@ -73,8 +85,11 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
             assert body["history"]["fault"] in ("store_slow", "store_busy")
             assert body["history"]["num_tokens"] == 20
         text = await (await client.get("/metrics")).text()
-        refused = text.split('npu_gr_store_calls_total{operation="read",result="refused"} ')[1].split()[0]
-        assert float(refused) >= 20  # the breaker is open: most of them do not even wait for the limit
+        rejected = text.split('npu_gr_store_calls_total{operation="read",result="rejected"} ')[
+            1
+        ].split()[0]
+        # the breaker is open: most of them do not even wait for the limit
+        assert float(rejected) >= 20
         proxy.set("pass")
         async with asyncio.timeout(20):
             while (await rank(client, "known0"))[1]["history"]["source"] != "store":  # noqa: ASYNC110
@@ -87,12 +102,16 @@ async def test_users_of_whom_nothing_is_known(tmp_path: Path) -> None:
         status, body = await rank(client, "new")
         assert status == 503
         assert "history store" in body["detail"]
-        status, body = await post(client, "/v1/events", {"user_id": "new", "events": columns(events(2))})
+        status, body = await post(
+            client, "/v1/events", {"user_id": "new", "events": columns(events(2))}
+        )
         assert status == 503  # an append is never taken on trust
         async with client.delete("/v1/users/new") as answer:
             assert answer.status == 503
         text = await (await client.get("/metrics")).text()
-        assert 'npu_gr_history_degraded_total{fault="store_unavailable",source="failed"} 1.0' in text
+        assert (
+            'npu_gr_history_degraded_total{fault="store_unavailable",source="failed"} 1.0'
+        ) in text
 
 
 async def test_an_answer_without_behaviours_is_a_choice(tmp_path: Path) -> None:
@@ -107,7 +126,8 @@ async def test_an_answer_without_behaviours_is_a_choice(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while (await rank(client, "new"))[1]["history"]["source"] != "store":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert (await rank(client, "new"))[1]["scores"] == body["scores"]  # as a user without history
+        # as a user without history
+        assert (await rank(client, "new"))[1]["scores"] == body["scores"]
 
 
 async def test_fail_means_fail(tmp_path: Path) -> None:
@@ -131,7 +151,10 @@ async def test_an_erased_user_is_not_remembered(tmp_path: Path) -> None:
 
 async def test_an_erasure_outruns_a_read(tmp_path: Path) -> None:
     """A read that began before the erasure and ends after it is not remembered."""
-    async with serving(tmp_path, watched=False, features={"on_failure": "nothing"}) as (client, service):
+    async with serving(tmp_path, watched=False, features={"on_failure": "nothing"}) as (
+        client,
+        service,
+    ):
         await post(client, "/v1/events", {"user_id": "u", "events": columns(events(20))})
         histories = service.parts.histories
         store = histories.store
@@ -161,12 +184,16 @@ async def test_damage_is_degraded_and_no_garbage(tmp_path: Path) -> None:
         for name in ("u", "v"):
             await post(client, "/v1/events", {"user_id": name, "events": columns(events(20))})
         with sqlite3.connect(tmp_path / "history.db") as db:
-            db.execute("UPDATE chunks SET data = randomblob(length(data)) WHERE substr(user, -1) = x'75'")
+            db.execute(
+                "UPDATE chunks SET data = randomblob(length(data)) WHERE substr(user, -1) = x'75'"
+            )
         status, body = await rank(client, "u")
         assert status == 200
         assert (body["history"]["source"], body["history"]["fault"]) == ("nothing", "entry_corrupt")
         assert (await rank(client, "v"))[1]["history"]["source"] == "store"
-        status, body = await post(client, "/v1/events", {"user_id": "u", "events": columns(events(2))})
+        status, body = await post(
+            client, "/v1/events", {"user_id": "u", "events": columns(events(2))}
+        )
         assert status == 503
         assert "damaged" in body["detail"]
         text = await (await client.get("/metrics")).text()
@@ -180,16 +207,26 @@ async def test_the_key_in_header_or_body(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
         body = {"user_id": "u", "events": columns(events(3))}
         other = {"user_id": "u", "events": columns(events(3, seed=1))}
-        assert (await post(client, "/v1/events", body, **{"Idempotency-Key": "k 1"}))[1]["num_events"] == 3
-        assert (await post(client, "/v1/events", body, **{"Idempotency-Key": "k 1"}))[1]["num_events"] == 3
-        assert (await post(client, "/v1/events", {**body, "idempotency_key": "k 1"}))[1]["num_events"] == 3
+        assert (await post(client, "/v1/events", body, **{"Idempotency-Key": "k 1"}))[1][
+            "num_events"
+        ] == 3
+        assert (await post(client, "/v1/events", body, **{"Idempotency-Key": "k 1"}))[1][
+            "num_events"
+        ] == 3
+        assert (await post(client, "/v1/events", {**body, "idempotency_key": "k 1"}))[1][
+            "num_events"
+        ] == 3
         status, told = await post(client, "/v1/events", other, **{"Idempotency-Key": "k 1"})
         assert status == 422
         assert "idempotency_key" in told["detail"]
         assert (await post(client, "/v1/events", body))[1]["num_events"] == 6
         for key in ("", "x" * 129, "ü", "tab\tstop"):
-            assert (await post(client, "/v1/events", body, **{"Idempotency-Key": key}))[0] == 400, key
-        both = await post(client, "/v1/events", {**body, "idempotency_key": "a"}, **{"Idempotency-Key": "b"})
+            assert (await post(client, "/v1/events", body, **{"Idempotency-Key": key}))[0] == 400, (
+                key
+            )
+        both = await post(
+            client, "/v1/events", {**body, "idempotency_key": "a"}, **{"Idempotency-Key": "b"}
+        )
         assert both[0] == 400
         assert (await post(client, "/v1/events", {**body, "idempotency_key": ""}))[0] == 422
 
@@ -213,7 +250,10 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(folder / "serve.yaml")]
-    with (folder / "log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log, env=os.environ) as one:
+    with (
+        (folder / "log").open("ab") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ) as one,
+    ):
         try:
             yield one
         finally:
@@ -233,7 +273,9 @@ async def until_ready(http: aiohttp.ClientSession) -> None:
 
 
 async def stored(http: aiohttp.ClientSession) -> int:
-    status, told = await post(http, "/v1/events", {"user_id": "u", "events": columns(Events.empty())})
+    status, told = await post(
+        http, "/v1/events", {"user_id": "u", "events": columns(Events.empty())}
+    )
     assert status == 200
     return int(told["num_events"])
 
@@ -254,7 +296,11 @@ async def test_a_key_survives_kill_minus_nine(tmp_path: Path) -> None:
             await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
             instance.send_signal(signal.SIGKILL)
             first = await asyncio.gather(*sent, return_exceptions=True)
-    acknowledged = {key: done for key, done in zip(keys, first, strict=True) if not isinstance(done, BaseException)}
+    acknowledged = {
+        key: done
+        for key, done in zip(keys, first, strict=True)
+        if not isinstance(done, BaseException)
+    }
     assert acknowledged
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         with process(tmp_path, port):
@@ -269,7 +315,8 @@ async def test_appends_that_timed_out_count_once(tmp_path: Path) -> None:
     """Another process holds SQLite's lock: three appends are answered 504, and sent again after it is released."""
     port = free_port()
     bodies = [
-        {"user_id": "u", "events": columns(Events.make([n], [1], [1])), "idempotency_key": f"k{n}"} for n in range(3)
+        {"user_id": "u", "events": columns(Events.make([n], [1], [1])), "idempotency_key": f"k{n}"}
+        for n in range(3)
     ]
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         with process(tmp_path, port):
@@ -278,12 +325,18 @@ async def test_appends_that_timed_out_count_once(tmp_path: Path) -> None:
             with sqlite3.connect(tmp_path / "history.db", isolation_level=None) as other:
                 other.execute("BEGIN IMMEDIATE")
                 brief = {"X-Request-Timeout-Ms": "150"}
-                timed_out = await asyncio.gather(*(post(http, "/v1/events", body, **brief) for body in bodies))
+                timed_out = await asyncio.gather(
+                    *(post(http, "/v1/events", body, **brief) for body in bodies)
+                )
                 assert [status for status, _ in timed_out] == [504] * 3
                 again = [asyncio.ensure_future(post(http, "/v1/events", body)) for body in bodies]
                 await asyncio.sleep(0.1)
                 other.execute("ROLLBACK")
-            assert sorted(told["num_events"] for _, told in await asyncio.gather(*again)) == [1, 2, 3]
+            assert sorted(told["num_events"] for _, told in await asyncio.gather(*again)) == [
+                1,
+                2,
+                3,
+            ]
             assert await stored(http) == 3
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert "never retrieved" not in (tmp_path / "log").read_text()

@@ -47,17 +47,31 @@ def best_of_all(model: T5, tokens: list[int], sids: dict[int, list[int]]) -> dic
 
 
 async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path: Path) -> None:
-    """Begin token, user token, the items, end token; a beam as wide as the catalogue is brute force."""
+    """Begin token, user token, the items, end token.
+
+    A beam as wide as the catalogue is brute force.
+    """
     sids = write_catalogue(tmp_path / "items.jsonl")
     config = section(tmp_path, max_beams=600, tokens_before=[29])
     model = hf_t5.load(tmp_path / "t5")
     async with serving(tmp_path, checkpoint=None, generate=config) as (client, service):
-        asked: dict[str, Any] = {"user_id": "1042", "num_items": 200, "beam_width": 600, "exclude_seen": False}
+        asked: dict[str, Any] = {
+            "user_id": "1042",
+            "num_items": 200,
+            "beam_width": 600,
+            "exclude_seen": False,
+        }
         cold = await generate(client, **asked)
-        items = [code + base for item in HISTORY["items"] for code, base in zip(sids[item], (2, 10, 18), strict=True)]
+        items = [
+            code + base
+            for item in HISTORY["items"]
+            for code, base in zip(sids[item], (2, 10, 18), strict=True)
+        ]
         want = best_of_all(model, [29, 30 + 1042 % 50, *items, 1], sids)
         assert sorted(cold["items"]) == sorted(want)
-        np.testing.assert_allclose(cold["scores"], [want[item] for item in cold["items"]], rtol=1e-5)
+        np.testing.assert_allclose(
+            cold["scores"], [want[item] for item in cold["items"]], rtol=1e-5
+        )
         assert (cold["outcome"], cold["history"]["num_tokens"]) == ("miss_full", 21)
         hit = await generate(client, **asked)
         assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 21)
@@ -74,12 +88,16 @@ async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path:
 
 
 async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path) -> None:
-    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, user_tokens=None)) as (client, service):
+    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, user_tokens=None)) as (
+        client,
+        service,
+    ):
         base = (await generate(client))["history"]["fingerprint"]
         new = {"items": [45, 52, 59], "actions": [1] * 3, "timestamps": [9, 10, 11]}
         whole = {name: [*HISTORY[name], *new[name]] for name in new}
         want = await generate(client, history=whole, user_id="v")
-        assert want["history"]["num_tokens"] == 25  # eight items and the end: one is left out, not a step of 32
+        # eight items and the end: one is left out, not a step of 32
+        assert want["history"]["num_tokens"] == 25
         got = await generate(client, history=new, base=base)
         assert got["outcome"] == "miss_full"
         assert (got["items"], got["scores"]) == (want["items"], want["scores"])
@@ -92,7 +110,8 @@ async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path
         assert (await client.delete("/v1/users/s")).status == 204
         last = {name: values[-2:] for name, values in whole.items()}
         short = await generate(client, history=last, user_id="w", exclude_seen=False)
-        service.versions.generator().engine.cost = CostModel(0.0, 3.0, 0.0, 0.0, 0.0)  # 3 s a token, of 30 s
+        # 3 s a token, of 30 s
+        service.versions.generator().engine.cost = CostModel(0.0, 3.0, 0.0, 0.0, 0.0)
         cut = await generate(client, user_id="s", history=whole, exclude_seen=False)
         assert (cut["outcome"], cut["history"]["num_tokens"]) == ("degraded", 7)
         assert cut["items"] == short["items"]
@@ -101,16 +120,32 @@ async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens_after": None}, r"generate\.tokens_after: .* is an encoder-decoder; say which tokens"),
-        ({"tokens_after": [97]}, r"generate\.tokens_after: the last token would be 97, the vocabulary of .* has 97"),
+        (
+            {"tokens_after": None},
+            r"generate\.tokens_after: .* is an encoder-decoder; say which "
+            r"tokens",
+        ),
+        (
+            {"tokens_after": [97]},
+            r"generate\.tokens_after: the last token would be 97, the "
+            r"vocabulary of .* has 97",
+        ),
         ({"tokens_before": [200]}, r"generate\.tokens_before: the last token would be 200"),
-        ({"user_tokens": {"first_token": 90, "count": 8}}, r"generate\.user_tokens: the last token would be 97"),
+        (
+            {"user_tokens": {"first_token": 90, "count": 8}},
+            r"generate\.user_tokens: the last token "
+            r"would be 97",
+        ),
         ({"first_token": 90}, r"generate\.codes: the last token would be 113"),
-        ({"checkpoint": "decoder"}, r"generate\.tokens_after: \[1\] behind the items of .*, a decoder: a cached"),
+        (
+            {"checkpoint": "decoder"},
+            r"generate\.tokens_after: \[1\] behind the items of .*, a "
+            r"decoder: a cached",
+        ),
     ],
     ids=str,
 )
-async def test_a_prompt_that_the_model_does_not_read_is_refused(
+async def test_a_prompt_that_the_model_does_not_read_is_rejected(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], message: str
 ) -> None:
     """By a start, and by check-config in the same words."""
@@ -119,8 +154,8 @@ async def test_a_prompt_that_the_model_does_not_read_is_refused(
     if "checkpoint" in changes:
         changes = {"checkpoint": decoder_section(folder)["checkpoint"]}
     config = make_config(folder, checkpoint=None, generate=section(folder, **changes))
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as rejected:
         async with instance(config):
             pass
     said = [each.words for each in examine(config) if each.key == "generate.checkpoint"]
-    assert said == [str(refused.value)]
+    assert said == [str(rejected.value)]

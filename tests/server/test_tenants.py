@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from npu_gr.core.history import UserKey
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.service import Service
 from npu_gr.replay.files import read
+from npu_gr.vector_search.vectors import save
 from tests.fault_proxy import FaultProxy
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.keys import bearer, entry, write_keys
-from tests.matching.vectors import make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving
+from tests.vector_search.vectors import make_vectors
 
 CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))
 HISTORY = columns(events(20))
@@ -53,7 +53,10 @@ class Tenant:
 async def two(folder: Path, **sections: Any) -> AsyncIterator[tuple[Tenant, Tenant, Service]]:
     keys = write_keys(folder / "keys", entry("a", tenant="a"), entry("b", tenant="b"))
     server = {"api_keys_file": keys}
-    async with serving(folder, watched=False, server=server, slo={"rank_s": 2.0}, **sections) as (client, service):
+    async with serving(folder, watched=False, server=server, slo={"rank_s": 2.0}, **sections) as (
+        client,
+        service,
+    ):
         yield Tenant(client, "a"), Tenant(client, "b"), service
 
 
@@ -73,7 +76,8 @@ async def test_histories_and_idempotency_keys(tmp_path: Path, store: str) -> Non
         assert (await a.num_stored(), await b.num_stored()) == (20, 7)
         assert await b.erase() == 204
         assert (await a.num_stored(), await b.num_stored()) == (20, 0)
-        assert (await b.post("events", events=second, idempotency_key="once"))[1]["num_events"] == 7  # forgotten too
+        # forgotten too
+        assert (await b.post("events", events=second, idempotency_key="once"))[1]["num_events"] == 7
 
 
 async def test_prefixes_and_known_histories(tmp_path: Path) -> None:
@@ -95,7 +99,11 @@ async def test_prefixes_and_known_histories(tmp_path: Path) -> None:
 async def test_last_known_histories(tmp_path: Path) -> None:
     with redis_path(tmp_path) as path:
         async with FaultProxy(None, None, path=path) as proxy:
-            features = {"kind": "redis", "url": f"redis://127.0.0.1:{proxy.port}/0", "read_timeout_s": 0.1}
+            features = {
+                "kind": "redis",
+                "url": f"redis://127.0.0.1:{proxy.port}/0",
+                "read_timeout_s": 0.1,
+            }
             async with two(tmp_path, features=features) as (a, b, _):
                 await a.post("events", events=HISTORY)
                 assert await a.num_stored() == 20
@@ -108,7 +116,9 @@ async def test_last_known_histories(tmp_path: Path) -> None:
 
 async def test_vectors(tmp_path: Path) -> None:
     keys = [UserKey("a", "u1"), UserKey("b", "u1"), UserKey("", "u1")]
-    vectors = make_vectors(user_keys=keys, in_target=np.array([True, False, True]), in_source=np.zeros(3, np.bool_))
+    vectors = make_vectors(
+        user_keys=keys, in_target=np.array([True, False, True]), in_source=np.zeros(3, np.bool_)
+    )
     save(vectors, tmp_path / "vectors")
     async with two(tmp_path, match={"vectors": str(tmp_path / "vectors")}) as (a, b, _):
         _, of_a = await a.post("match", num_items=10, exclude_seen=False)
@@ -119,7 +129,12 @@ async def test_vectors(tmp_path: Path) -> None:
 
 
 async def test_recordings(tmp_path: Path) -> None:
-    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    record = {
+        "folder": str(tmp_path / "traffic"),
+        "enabled": True,
+        "suffix": ".jsonl",
+        "users": "clear",
+    }
     async with two(tmp_path, record=record) as (a, b, _):
         await a.post("rank", history=HISTORY)
         await b.post("rank", history=HISTORY)

@@ -44,14 +44,22 @@ class Running:
 
 
 @asynccontextmanager
-async def serving_tls(authority: Authority, client_ca: Path | None = None, **settings: Any) -> AsyncIterator[Running]:
+async def serving_tls(
+    authority: Authority, client_ca: Path | None = None, **settings: Any
+) -> AsyncIterator[Running]:
     pair = authority.issue("127.0.0.1")
     tls = ServerTlsConfig(
-        certificate=str(pair.certificate), key=str(pair.key), client_ca=None if client_ca is None else str(client_ca)
+        certificate=str(pair.certificate),
+        key=str(pair.key),
+        client_ca=None if client_ca is None else str(client_ca),
     )
-    config = ServerConfig(port=0, admin_port=0, drain_grace_s=0.01, shutdown_timeout_s=5.0, tls=tls, **settings)
+    config = ServerConfig(
+        port=0, admin_port=0, drain_grace_s=0.01, shutdown_timeout_s=5.0, tls=tls, **settings
+    )
     metrics = metrics_of_all_kinds()
-    app = build_web_app(FakeService({name: one.answer for name, one in EXAMPLES.items()}), config, metrics)
+    app = build_web_app(
+        FakeService({name: one.answer for name, one in EXAMPLES.items()}), config, metrics
+    )
     ports = asyncio.get_running_loop().create_future()
 
     async def on_drain() -> None:
@@ -91,7 +99,9 @@ async def test_the_new_certificate_is_served_without_a_restart(
             async with http.get(f"{one.url}/healthz") as answer:
                 assert answer.status == 200
             one.pair.replace_by(authority.issue("127.0.0.1", days=9))
-            await until(lambda: (one.count("tls_certificate_expires_at_seconds", of="server") or 0) > first)
+            await until(
+                lambda: (one.count("tls_certificate_expires_at_seconds", of="server") or 0) > first
+            )
             assert await status(one.url, authority.client()) == 200
             async with http.get(f"{one.url}/healthz") as answer:
                 assert answer.status == 200, "on the old connection"
@@ -101,22 +111,30 @@ async def test_a_request_has_its_slot_and_its_answer(authority: Authority) -> No
     async with serving_tls(authority) as one:
         connector = aiohttp.TCPConnector(ssl=authority.client())
         session = aiohttp.ClientSession(connector=connector)
-        async with session as http, http.post(f"{one.url}/v1/rank", json=EXAMPLES["rank"].body) as answer:
+        async with (
+            session as http,
+            http.post(f"{one.url}/v1/rank", json=EXAMPLES["rank"].body) as answer,
+        ):
             assert answer.status == 200
             assert "scores" in await answer.json()
 
 
-async def test_who_has_no_certificate_gets_nothing_where_they_are_asked_for(authority: Authority) -> None:
+async def test_who_has_no_certificate_gets_nothing_where_they_are_asked_for(
+    authority: Authority,
+) -> None:
     async with serving_tls(authority, authority.ca) as one:
         with pytest.raises((aiohttp.ClientError, OSError)):
             await status(one.url, authority.client())
         assert await status(one.url, authority.client(authority.issue("router"))) == 200
 
 
-async def test_without_tls_there_is_no_gauge_and_a_wrong_file_is_refused(tmp_path: Path) -> None:
+async def test_without_tls_there_is_no_gauge_and_a_wrong_file_is_rejected(tmp_path: Path) -> None:
     metrics = metrics_of_all_kinds()
     build_web_app(FakeService({}), ServerConfig(), metrics)
-    assert "npu_gr_tls_certificate_expires_at_seconds{" not in generate_latest(metrics.registry).decode()
+    assert (
+        "npu_gr_tls_certificate_expires_at_seconds{"
+        not in generate_latest(metrics.registry).decode()
+    )
     missing = ServerTlsConfig(certificate=str(tmp_path / "a.crt"), key=str(tmp_path / "a.key"))
     with pytest.raises(ConfigError, match=r"server\.tls: .*a\.crt: No such file"):
         build_web_app(FakeService({}), ServerConfig(tls=missing), metrics_of_all_kinds())

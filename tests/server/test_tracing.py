@@ -28,7 +28,9 @@ PARENT = "00f067aa0ba902b7"
 
 
 @asynccontextmanager
-async def traced(folder: Path, sample_ratio: float) -> AsyncIterator[tuple[TestClient[Any, Any], InMemorySpanExporter]]:
+async def traced(
+    folder: Path, sample_ratio: float
+) -> AsyncIterator[tuple[TestClient[Any, Any], InMemorySpanExporter]]:
     write_checkpoint(folder / "checkpoint")
     config = make_config(folder)
     exporter = InMemorySpanExporter()
@@ -53,11 +55,22 @@ async def test_the_stages_of_a_sampled_rank(tmp_path: Path) -> None:
         async with client.post("/v1/rank", json=RANK, headers=headers) as response:
             returned = response.headers["traceparent"].split("-")
         spans = by_name(exporter)
-        assert list(spans) == ["read", "history", "lease", "queue", "device", "write", "POST /v1/rank"]
+        assert list(spans) == [
+            "read",
+            "history",
+            "lease",
+            "queue",
+            "device",
+            "write",
+            "POST /v1/rank",
+        ]
         request = spans.pop("POST /v1/rank")
         assert request.parent is not None
         assert request.context is not None
-        assert (f"{request.parent.span_id:016x}", f"{request.context.trace_id:032x}") == (PARENT, TRACE)
+        assert (f"{request.parent.span_id:016x}", f"{request.context.trace_id:032x}") == (
+            PARENT,
+            TRACE,
+        )
         assert returned == ["00", TRACE, f"{request.context.span_id:016x}", "01"]
         told = dict(request.attributes or {})
         assert (told["http.route"], told["http.response.status_code"]) == ("/v1/rank", 200)
@@ -68,7 +81,8 @@ async def test_the_stages_of_a_sampled_rank(tmp_path: Path) -> None:
             assert span.parent.span_id == request.context.span_id
             assert span.start_time is not None
             assert span.end_time is not None
-            slack = 1_000_000 if span.name == "read" else 0  # the request's own start is another clock's
+            # the request's own start is another clock's
+            slack = 1_000_000 if span.name == "read" else 0
             assert abs(span.start_time - at) <= slack, span.name
             assert span.start_time <= span.end_time
             at = span.end_time
@@ -84,7 +98,13 @@ def test_stages_that_overlap_end_with_the_request() -> None:
     _, span = tracing.begin("POST /v1/rank", None)
     assert span is not None
     now_at = time.monotonic()
-    tracing.end(span, {"history": 0.5, "queue": 0.7}, now_at - 1, now_at - 0.9, {"http.response.status_code": 200})
+    tracing.end(
+        span,
+        {"history": 0.5, "queue": 0.7},
+        now_at - 1,
+        now_at - 0.9,
+        {"http.response.status_code": 200},
+    )
     spans = by_name(exporter)
     assert list(spans) == ["read", "history", "queue", "write", "POST /v1/rank"]
     for one in spans.values():
@@ -102,7 +122,9 @@ async def test_the_caller_decides_and_else_the_ratio(
 ) -> None:
     async with traced(tmp_path, ratio) as (client, exporter):
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} if flags else {}
-        async with client.post("/v1/rank", json={**RANK, "candidates": [-1]}, headers=headers) as response:
+        async with client.post(
+            "/v1/rank", json={**RANK, "candidates": [-1]}, headers=headers
+        ) as response:
             assert response.status == 422
         spans = exporter.get_finished_spans()
         assert len(spans) == sampled
@@ -111,6 +133,8 @@ async def test_the_caller_decides_and_else_the_ratio(
 
 async def test_a_failure_is_an_error_of_the_span(tmp_path: Path) -> None:
     async with traced(tmp_path, 1.0) as (client, exporter):
-        async with client.post("/v1/rank", json=RANK, headers={"X-Request-Timeout-Ms": "0"}) as response:
+        async with client.post(
+            "/v1/rank", json=RANK, headers={"X-Request-Timeout-Ms": "0"}
+        ) as response:
             assert response.status == 504
         assert not by_name(exporter)["POST /v1/rank"].status.is_ok

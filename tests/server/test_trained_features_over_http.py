@@ -34,13 +34,18 @@ def body(log: InteractionLog, event: int) -> dict[str, Any]:
     return {
         "user_id": f"user {user}",
         "tenant": f"event {event}",
-        "candidates": b64encode(log.item_ids[log.items[event : event + 1]].astype("<i8").tobytes()).decode(),
+        "candidates": b64encode(
+            log.item_ids[log.items[event : event + 1]].astype("<i8").tobytes()
+        ).decode(),
         "timestamp": int(log.times[event]),
         "history": {
             "items": b64encode(log.item_ids[log.items[history]].astype("<i8").tobytes()).decode(),
             "actions": [log.names_of_actions[action] for action in log.actions[history].tolist()],
             "timestamps": log.times[history].tolist(),
-            "features": {name: list(map(plain, values[history].tolist())) for name, values in columns["event"].items()},
+            "features": {
+                name: list(map(plain, values[history].tolist()))
+                for name, values in columns["event"].items()
+            },
         },
         "features": {
             "user": {name: plain(values[user]) for name, values in columns["user"].items()},
@@ -61,7 +66,9 @@ async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path
             known = inputs.request(batch.events), inputs.cross(batch.events)
             logits = model.task_logits(encoded.rows(batch.items[..., None], None, *known))[:, :, 0]
             want[batch.events[batch.valid].numpy()] = logits[batch.valid].numpy()
-    checkpoint = Checkpoint(model=model, item_ids=log.item_ids, name="x", action_values=log.action_values)
+    checkpoint = Checkpoint(
+        model=model, item_ids=log.item_ids, name="x", action_values=log.action_values
+    )
     save(checkpoint, tmp_path / "checkpoint")
     assert want.std() > 0.1
     async with serving(tmp_path) as (client, _):
@@ -71,11 +78,20 @@ async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path
             assert answer.status == 200, told
             got = [told["scores"][task][0] for task in model.config.tasks]
             assert got == pytest.approx(want[event].tolist(), abs=1e-5), event
-            assert "cross.events" not in told["missing_features"], "what is computed is never missing"
+            assert "cross.events" not in told["missing_features"], (
+                "what is computed is never missing"
+            )
         sent = body(log, 5)
-        for features in ({"cross": {"events": [1.0]}}, {"cross": {"events": b64encode(bytes(4)).decode()}}):
+        for features in (
+            {"cross": {"events": [1.0]}},
+            {"cross": {"events": b64encode(bytes(4)).decode()}},
+        ):
             answer = await client.post("/v1/rank", json={**sent, "features": features})
             assert answer.status == 422
-            assert "features.cross.events: the service computes it (events)" in (await answer.json())["detail"]
+            assert ("features.cross.events: the service computes it (events)") in (
+                await answer.json()
+            )["detail"]
         answer = await client.post("/v1/rank", json={**sent, "features": {"request": {"hour": 3}}})
-        assert "features.request.hour: the service computes it (hour)" in (await answer.json())["detail"]
+        assert ("features.request.hour: the service computes it (hour)") in (await answer.json())[
+            "detail"
+        ]

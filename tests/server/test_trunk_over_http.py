@@ -18,20 +18,27 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
-from npu_gr.jobs.cascade_plan import HookContext
-from npu_gr.jobs.service import Service
-from npu_gr.jobs.sources import TrunkUse
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.service import Service
+from npu_gr.handlers.sources import SharedEncoderUse
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import load
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import CPU, events, tiny_order
-from tests.server.test_recommend_over_http import HISTORY, SHOWN_AT, only_seen, post, recommend, results
+from tests.server.test_recommend_over_http import (
+    HISTORY,
+    SHOWN_AT,
+    only_seen,
+    post,
+    recommend,
+    results,
+)
 from tests.serving import FIRST_ID, columns, make_config, serving, write_checkpoint
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
-NUM = 30  # items that the trunk is asked for
+NUM = 30  # items that the shared encoder is asked for
 
 
 async def the_same(items: I64, _: HookContext) -> I64:
@@ -44,18 +51,20 @@ IN_TWO: dict[str, Any] = {"hook": f"{__name__}:the_same", "hook_budget_s": 10.0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All tests share one trunk with a fitted order."""
-    path = tmp_path_factory.mktemp("trunk")
+    """All tests share one shared encoder with a fitted order."""
+    path = tmp_path_factory.mktemp("shared_encoder")
     write_checkpoint(path / "checkpoint", tiny_order(), retrieval=True)
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
-    before = replace(tiny_order(), neighbours=None, weights={**tiny_order().weights, "popularity": 0.0})
+    before = replace(
+        tiny_order(), neighbours=None, weights={**tiny_order().weights, "popularity": 0.0}
+    )
     write_checkpoint(path / "older", before, retrieval=True)
     return path
 
 
 def section(**changes: Any) -> dict[str, Any]:
-    return {"recommend": {"sources": {"trunk": NUM}, **changes}}
+    return {"recommend": {"sources": {"shared_encoder": NUM}, **changes}}
 
 
 def history(count: int, seed: int = 0) -> dict[str, list[int]]:
@@ -65,7 +74,9 @@ def history(count: int, seed: int = 0) -> dict[str, list[int]]:
 class ByHand:
     """The definition: one cold pass for u, the dense product with every item, one cold pass over the candidates."""
 
-    def __init__(self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint") -> None:
+    def __init__(
+        self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint"
+    ) -> None:
         loaded = load(folder / checkpoint)
         loaded.model.items.freeze()
         self.model: HSTU = loaded.model
@@ -73,7 +84,9 @@ class ByHand:
         weights = dict(loaded.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
         self.order = replace(loaded.order, weights=weights)
 
-    def run(self, candidates: I64, own: dict[str, list[int]], *, is_next: bool = False) -> torch.Tensor:
+    def run(
+        self, candidates: I64, own: dict[str, list[int]], *, is_next: bool = False
+    ) -> torch.Tensor:
         rows = np.array(own["items"], np.int64) - FIRST_ID
         segment = Segment(
             items=torch.from_numpy(rows),
@@ -100,7 +113,11 @@ class ByHand:
         mine = np.array(own["items"], np.int64) - FIRST_ID
         like = self.run(rows, own)[:, 1].numpy()
         seen = np.isin(rows, mine).astype(np.float32)
-        counted = self.order.transitions(mine, rows), self.order.alike(mine, rows), self.order.popular(rows)
+        counted = (
+            self.order.transitions(mine, rows),
+            self.order.alike(mine, rows),
+            self.order.popular(rows),
+        )
         return self.order.scores(self.retrieval(own)[rows], like, *counted, seen)
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
@@ -121,13 +138,19 @@ async def test_it_is_the_definition_step_by_step(folder: Path) -> None:
     found = by_hand.found(HISTORY, set(HISTORY["items"]))
     async with serving(folder, **section()) as (client, _):
         answer = await recommend(client, num_items=NUM)
-        assert (answer["degraded"], results(answer)) == ([], {"trunk": "ok", "rank": "ok"})
-        assert (answer["order"], answer["verdict"], answer["outcome"]) == ("fitted", None, "miss_full")
-        assert set(answer["origins"]) == {"trunk"}
+        assert (answer["degraded"], results(answer)) == ([], {"shared_encoder": "ok", "rank": "ok"})
+        assert (answer["order"], answer["verdict"], answer["outcome"]) == (
+            "fitted",
+            None,
+            "miss_full",
+        )
+        assert set(answer["origins"]) == {"shared_encoder"}
         assert answer["items"] == by_hand.ordered(found, HISTORY)
-        np.testing.assert_allclose(answer["scores"], sorted(by_hand.sums(found, HISTORY), reverse=True), atol=1e-4)
+        np.testing.assert_allclose(
+            answer["scores"], sorted(by_hand.sums(found, HISTORY), reverse=True), atol=1e-4
+        )
         retrieved = await recommend(client, num_items=NUM, order="retrieval")
-        assert (retrieved["items"], results(retrieved)) == (found, {"trunk": "ok"})
+        assert (retrieved["items"], results(retrieved)) == (found, {"shared_encoder": "ok"})
         assert (retrieved["scores"], retrieved["outcome"]) == ([None] * NUM, None)
         by_click = await recommend(client, num_items=NUM, order="rank")
         click = by_hand.run(np.array(found) - FIRST_ID, HISTORY)[:, 0].numpy()
@@ -140,13 +163,17 @@ async def test_seen_items_count_by_their_weight_where_they_may_come(folder: Path
     async with serving(folder, **section()) as (client, _):
         assert not only_seen(await recommend(client, num_items=NUM))
         denied = set(by_hand.found(HISTORY, set())[::2])
-        answer = await recommend(client, num_items=NUM, exclude_seen=False, deny_items=sorted(denied))
+        answer = await recommend(
+            client, num_items=NUM, exclude_seen=False, deny_items=sorted(denied)
+        )
         found = by_hand.found(HISTORY, denied)
         assert only_seen(answer)
         assert answer["items"] == by_hand.ordered(found, HISTORY)
 
 
-async def test_what_must_not_come_is_hidden_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_must_not_come_is_hidden_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden = []
     find_all = RankEngine.find_all
 
@@ -169,57 +196,73 @@ async def test_what_is_withdrawn_while_it_is_found_does_not_come(
     """What was scored ahead are no longer the candidates, so they are ranked after all."""
     by_hand = ByHand(folder)
     found = by_hand.found(HISTORY, set(HISTORY["items"]))
-    find = TrunkUse.find
+    find = SharedEncoderUse.find
     async with serving(folder, **section(**way)) as (client, service):
 
-        async def then_withdrawn(self: TrunkUse, *given: Any) -> I64:
+        async def then_withdrawn(self: SharedEncoderUse, *given: Any) -> I64:
             items = await find(self, *given)
             service.versions.ranker().items.withdrawn = np.array([found[3]])
             return items
 
-        monkeypatch.setattr(TrunkUse, "find", then_withdrawn)
+        monkeypatch.setattr(SharedEncoderUse, "find", then_withdrawn)
         answer = await recommend(client, num_items=NUM)
         rest = [item for item in found if item != found[3]]
         assert (answer["items"], answer["degraded"]) == (by_hand.ordered(rest, HISTORY), [])
-        np.testing.assert_allclose(answer["scores"], sorted(by_hand.sums(rest, HISTORY), reverse=True), atol=1e-4)
+        np.testing.assert_allclose(
+            answer["scores"], sorted(by_hand.sums(rest, HISTORY), reverse=True), atol=1e-4
+        )
 
 
 async def test_a_denied_item_that_gets_another_row_meanwhile_does_not_come(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = TrunkUse.find
+    find = SharedEncoderUse.find
     denied = FIRST_ID + 7
     async with serving(folder, **section()) as (client, service):
 
-        async def then_found(self: TrunkUse, *given: Any) -> I64:
+        async def then_found(self: SharedEncoderUse, *given: Any) -> I64:
             """The search knew the old row alone."""
             items = await find(self, *given)
             scored = service.versions.ranker().items
             scored.vocabulary = copy(scored.vocabulary)
             return np.append(items, denied)
 
-        monkeypatch.setattr(TrunkUse, "find", then_found)
+        monkeypatch.setattr(SharedEncoderUse, "find", then_found)
         answer = await recommend(client, num_items=NUM + 1, deny_items=[denied])
         assert len(answer["items"]) == NUM
         assert denied not in answer["items"]
 
 
-async def test_popular_items_follow_the_few_of_a_user_without_history(folder: Path, tmp_path: Path) -> None:
+async def test_popular_items_follow_the_few_of_a_user_without_history(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
-    short = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": 5, "transitions": 5, "neighbours": 5})
+    short = section(
+        popular=str(tmp_path / "popular.txt"),
+        sources={"shared_encoder": 5, "transitions": 5, "neighbours": 5},
+    )
     async with serving(folder, **short) as (client, _):
         answer = await recommend(client, history=history(0), num_items=NUM)
-    want = {"transitions": "cold", "neighbours": "cold", "trunk": "ok", "popular": "ok", "rank": "ok"}
+    want = {
+        "transitions": "cold",
+        "neighbours": "cold",
+        "shared_encoder": "ok",
+        "popular": "ok",
+        "rank": "ok",
+    }
     assert results(answer) == want
-    assert Counter(answer["origins"]) == {"trunk": 5, "popular": NUM - 5}
+    assert Counter(answer["origins"]) == {"shared_encoder": 5, "popular": NUM - 5}
 
 
-@pytest.mark.parametrize(("count", "sections"), [(0, {}), (3, {}), (40, {}), (150, {}), (150, {"keep_full": False})])
+@pytest.mark.parametrize(
+    ("count", "sections"), [(0, {}), (3, {}), (40, {}), (150, {}), (150, {"keep_full": False})]
+)
 async def test_any_way_to_the_prefix_gives_the_same(
     folder: Path, count: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
-    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)  # a short prefix is computed as fast
+    # a short prefix is computed as fast
+    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)
     own = history(count, seed=count)
     async with serving(folder, relay={"enabled": False}, **section()) as (client, _):
         want = await recommend(client, history=own, num_items=NUM)
@@ -237,7 +280,9 @@ async def test_any_way_to_the_prefix_gives_the_same(
             newer = {name: column[-7:] for name, column in own.items()}
             first = await recommend(client, user_id="d", history=older, num_items=NUM)
             base = first["history"]["fingerprint"]
-            answers["delta"] = await recommend(client, user_id="d", base=base, history=newer, num_items=NUM)
+            answers["delta"] = await recommend(
+                client, user_id="d", base=base, history=newer, num_items=NUM
+            )
             await service.versions.ranker().relay.settled()
             pool = service.versions.ranker().relay.tiers.pool
             for entry in list(pool._found.values()):
@@ -245,18 +290,27 @@ async def test_any_way_to_the_prefix_gives_the_same(
             answers["dram"] = await recommend(client, history=own, num_items=NUM)
             if not sections:
                 assert answers["dram"]["outcome"] == "dram_hit"
-        crowd = [recommend(client, user_id=f"c{n}", history=own if n % 2 else HISTORY, num_items=NUM) for n in range(8)]
-        crowd += [post(client, "/v1/rank", user_id="r", history=HISTORY, candidates=[FIRST_ID + 7] * 9)]
-        answers |= {f"crowd {n}": answer for n, answer in enumerate(await asyncio.gather(*crowd)) if n % 2}
+        crowd = [
+            recommend(client, user_id=f"c{n}", history=own if n % 2 else HISTORY, num_items=NUM)
+            for n in range(8)
+        ]
+        crowd += [
+            post(client, "/v1/rank", user_id="r", history=HISTORY, candidates=[FIRST_ID + 7] * 9)
+        ]
+        answers |= {
+            f"crowd {n}": answer for n, answer in enumerate(await asyncio.gather(*crowd)) if n % 2
+        }
         for way, answer in answers.items():
             assert same(answer, want), way
         await nothing_held(service)
 
 
 async def test_what_other_sources_find_is_scored_by_the_same_vector(folder: Path) -> None:
-    save_vectors(make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors")
+    save_vectors(
+        make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors"
+    )
     by_hand = ByHand(folder)
-    sources = {"trunk": 9, "transitions": 9, "neighbours": 8, "match": 6}
+    sources = {"shared_encoder": 9, "transitions": 9, "neighbours": 8, "match": 6}
     everything = section(sources=sources) | {"match": {"vectors": str(folder / "vectors")}}
     async with serving(folder, **everything) as (client, _):
         who: dict[str, Any] = {"user_id": KNOWN}
@@ -264,32 +318,50 @@ async def test_what_other_sources_find_is_scored_by_the_same_vector(folder: Path
         assert results(answer) == {**dict.fromkeys(sources, "ok"), "rank": "ok"}
         assert set(sources) == set(answer["origins"])
         alone = {
-            name: (await recommend(client, num_items=100, sources=[name], order="retrieval", **who))["items"]
+            name: (
+                await recommend(client, num_items=100, sources=[name], order="retrieval", **who)
+            )["items"]
             for name in sources
         }
         assert set(answer["items"]) == {item for items in alone.values() for item in items}
-        assert alone["trunk"] == by_hand.found(HISTORY, set(HISTORY["items"]), 9)
+        assert alone["shared_encoder"] == by_hand.found(HISTORY, set(HISTORY["items"]), 9)
         rows = np.array(HISTORY["items"]) - FIRST_ID
         following = by_hand.order.top(rows, 300) + FIRST_ID
-        assert alone["transitions"] == [item for item in following.tolist() if item not in HISTORY["items"]][:9]
+        assert (
+            alone["transitions"]
+            == [item for item in following.tolist() if item not in HISTORY["items"]][:9]
+        )
         alike = by_hand.order.nearest(rows, 300) + FIRST_ID
-        assert alone["neighbours"] == [item for item in alike.tolist() if item not in HISTORY["items"]][:8]
-        merged = [alone[name][place] for place in range(9) for name in alone if place < len(alone[name])]
+        assert (
+            alone["neighbours"]
+            == [item for item in alike.tolist() if item not in HISTORY["items"]][:8]
+        )
+        merged = [
+            alone[name][place] for place in range(9) for name in alone if place < len(alone[name])
+        ]
         assert answer["items"] == by_hand.ordered(list(dict.fromkeys(merged)), HISTORY)
-        # without the trunk among the sources its vector is still found: the sum needs it
+        # without the shared encoder among the sources its vector is still found: the sum needs it
         matched = await recommend(client, num_items=100, sources=["match"], **who)
-        assert results(matched) == {"match": "ok", "trunk": "ok", "rank": "ok"}
+        assert results(matched) == {"match": "ok", "shared_encoder": "ok", "rank": "ok"}
         assert matched["items"] == by_hand.ordered(alone["match"], HISTORY)
-        assert "sources: 'generate' is not configured" in (await recommend(client, 422, sources=["generate"]))["detail"]
+        assert ("sources: 'generate' is not configured") in (
+            await recommend(client, 422, sources=["generate"])
+        )["detail"]
         assert "at least one" in (await recommend(client, 422, sources=[]))["detail"]
 
 
 async def test_neighbours_are_those_of_the_definition(folder: Path) -> None:
-    """Denied and seen items are left out, and others take their places; a new user and new items have none."""
+    """Denied and seen items are left out, and others take their places.
+
+    A new user and new items have none.
+    """
     by_hand = ByHand(folder)
     assert by_hand.order.neighbours is not None
     alone: dict[str, Any] = {"sources": ["neighbours"], "order": "retrieval", "num_items": 100}
-    async with serving(folder, **section(sources={"trunk": NUM, "neighbours": 10})) as (client, _):
+    async with serving(folder, **section(sources={"shared_encoder": NUM, "neighbours": 10})) as (
+        client,
+        _,
+    ):
         sums: Counter[int] = Counter()
         for item in set(HISTORY["items"][-5:]):
             row = item - FIRST_ID
@@ -315,19 +387,27 @@ async def test_neighbours_are_those_of_the_definition(folder: Path) -> None:
 async def test_an_older_order_serves_as_it_did(folder: Path) -> None:
     by_hand = ByHand(folder, checkpoint="older")
     found = by_hand.found(HISTORY, set(HISTORY["items"]))
-    a, b, c, e = (by_hand.order.weights[name] for name in ("retrieval", "click", "transitions", "seen"))
+    a, b, c, e = (
+        by_hand.order.weights[name] for name in ("retrieval", "click", "transitions", "seen")
+    )
     rows, mine = np.array(found) - FIRST_ID, np.array(HISTORY["items"]) - FIRST_ID
     sums = a * by_hand.retrieval(HISTORY)[rows] + b * by_hand.run(rows, HISTORY)[:, 1].numpy()
     sums += c * by_hand.order.transitions(mine, rows) + e * np.isin(rows, mine)
     async with serving(folder, checkpoint=str(folder / "older"), **section()) as (client, _):
         answer = await recommend(client, num_items=NUM)
-        assert (answer["order"], answer["items"]) == ("fitted", [found[at] for at in np.argsort(-sums, kind="stable")])
+        assert (answer["order"], answer["items"]) == (
+            "fitted",
+            [found[at] for at in np.argsort(-sums, kind="stable")],
+        )
 
 
 async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> None:
     async with serving(folder, checkpoint=str(folder / "unordered"), **section()) as (client, _):
         answer = await recommend(client)
-        assert (answer["order"], results(answer)) == ("rank", {"trunk": "ok", "rank": "ok"})
+        assert (answer["order"], results(answer)) == (
+            "rank",
+            {"shared_encoder": "ok", "rank": "ok"},
+        )
         assert "order: 'fitted'" in (await recommend(client, 422, order="fitted"))["detail"]
 
 
@@ -352,23 +432,34 @@ async def hangs(*_: object) -> None:
 
 async def test_a_failing_first_pass_leaves_the_other_sources(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
-    with_popular = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": NUM, "transitions": 5})
+    with_popular = section(
+        popular=str(tmp_path / "popular.txt"), sources={"shared_encoder": NUM, "transitions": 5}
+    )
     by_hand = ByHand(folder, without_retrieval=True)
     async with serving(folder, **with_popular) as (client, service):
         service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=9)
-        assert results(answer) == {"transitions": "ok", "trunk": "failed", "popular": "ok", "rank": "ok"}
-        assert answer["degraded"] == ["trunk"]
+        assert results(answer) == {
+            "transitions": "ok",
+            "shared_encoder": "failed",
+            "popular": "ok",
+            "rank": "ok",
+        }
+        assert answer["degraded"] == ["shared_encoder"]
         assert answer["items"] == by_hand.ordered(sorted(answer["items"]), HISTORY)
         await nothing_held(service)
     async with serving(folder, **section()) as (client, service):
         service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
-        assert (await recommend(client, 503))["detail"].startswith("retrieval: trunk failed")
+        assert (await recommend(client, 503))["detail"].startswith(
+            "retrieval: shared encoder failed"
+        )
         await nothing_held(service)
 
 
 @pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
-async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Path, way: dict[str, Any]) -> None:
+async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(
+    folder: Path, way: dict[str, Any]
+) -> None:
     found = ByHand(folder).found(HISTORY, set(HISTORY["items"]))
     async with serving(folder, **section(**way)) as (client, service):
 
@@ -380,7 +471,11 @@ async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Pa
         engine.forward = broken  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=NUM)
         assert answer["items"] == found
-        assert (answer["outcome"], answer["order"], answer["degraded"]) == (None, "retrieval", ["rank"])
+        assert (answer["outcome"], answer["order"], answer["degraded"]) == (
+            None,
+            "retrieval",
+            ["rank"],
+        )
         await nothing_held(service)
 
 
@@ -400,21 +495,29 @@ async def test_a_prefix_that_cannot_be_read_is_done_without(folder: Path) -> Non
 
         engine.find_all, engine.forward = broken_find, broken_forward  # type: ignore[method-assign]
         answer = await recommend(client, num_items=NUM)
-        assert (answer["reason"], answer["degraded"], same(answer, want)) == ("read_failed", [], True)
+        assert (answer["reason"], answer["degraded"], same(answer, want)) == (
+            "read_failed",
+            [],
+            True,
+        )
         await nothing_held(service)
 
 
-async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(folder: Path, tmp_path: Path) -> None:
+async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
     patient = section(popular=str(tmp_path / "popular.txt"), rank_least_s=2.0)
     by_hand = ByHand(folder, without_retrieval=True)
     async with serving(folder, **patient) as (client, service):
         service.versions.ranker().engine.find = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500)
-        assert results(answer) == {"trunk": "out_of_time", "popular": "ok", "rank": "ok"}
+        assert results(answer) == {"shared_encoder": "out_of_time", "popular": "ok", "rank": "ok"}
         # the pages that the first pass left unwritten were not read
         assert answer["items"] == by_hand.ordered(sorted(answer["items"]), HISTORY)
-        np.testing.assert_allclose(answer["scores"], by_hand.sums(answer["items"], HISTORY), atol=1e-4)
+        np.testing.assert_allclose(
+            answer["scores"], by_hand.sums(answer["items"], HISTORY), atol=1e-4
+        )
         await nothing_held(service)
 
 
@@ -433,14 +536,21 @@ async def test_a_second_pass_out_of_time_leaves_what_was_found(folder: Path) -> 
 
         engine.find = found_but_hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500, num_items=NUM)
-        assert results(answer) == {"trunk": "ok", "rank": "ok"}
-        assert answer["items"] == by_hand.ordered(by_hand.found(HISTORY, set(HISTORY["items"])), HISTORY)
+        assert results(answer) == {"shared_encoder": "ok", "rank": "ok"}
+        assert answer["items"] == by_hand.ordered(
+            by_hand.found(HISTORY, set(HISTORY["items"])), HISTORY
+        )
         await nothing_held(service)
 
 
 async def test_two_passes_are_one_job_where_nobody_has_a_word_between_them(folder: Path) -> None:
-    both = section(sources={"transitions": 9, "neighbours": 4, "trunk": NUM})
-    wanted: list[dict[str, Any]] = [{}, {"num_items": 39}, {"num_candidates": 7}, {"deny_items": HISTORY["items"][:9]}]
+    both = section(sources={"transitions": 9, "neighbours": 4, "shared_encoder": NUM})
+    wanted: list[dict[str, Any]] = [
+        {},
+        {"num_items": 39},
+        {"num_candidates": 7},
+        {"deny_items": HISTORY["items"][:9]},
+    ]
     wanted += [
         {"sources": ["transitions"]},
         {"sources": ["neighbours"]},
@@ -461,7 +571,10 @@ async def test_two_passes_are_one_job_where_nobody_has_a_word_between_them(folde
 
 @pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
 async def test_some_of_its_ranks_are_checked(folder: Path, way: dict[str, Any]) -> None:
-    async with serving(folder, **section(**way), service={"selfcheck_ratio": 1.0}) as (client, service):
+    async with serving(folder, **section(**way), service={"selfcheck_ratio": 1.0}) as (
+        client,
+        service,
+    ):
         for _ in range(2):
             await recommend(client)
         checks = list(service.versions.ranker()._selfcheck._background)
@@ -471,7 +584,9 @@ async def test_some_of_its_ranks_are_checked(folder: Path, way: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
-async def test_the_second_pass_reads_what_the_first_one_wrote(folder: Path, way: dict[str, Any]) -> None:
+async def test_the_second_pass_reads_what_the_first_one_wrote(
+    folder: Path, way: dict[str, Any]
+) -> None:
     async with serving(folder, **section(**way)) as (client, service):
         engine, read = service.versions.ranker().engine, list[int]()
         engine.backend.hstu_find = lambda _: None  # type: ignore[method-assign,assignment]  # test_hstu_find.py has the one call
@@ -513,7 +628,7 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
 @pytest.mark.parametrize(
     ("checkpoint", "change", "detail"),
     [
-        ("plain", {}, "recommend.sources.trunk: the ranker"),
+        ("plain", {}, "recommend.sources.shared_encoder: the ranker"),
         ("unordered", {"order": "fitted"}, "recommend.order: the ranker"),
         ("unordered", {"sources": {"transitions": 5}}, "recommend.sources.transitions: the ranker"),
         ("unordered", {"sources": {"neighbours": 5}}, "recommend.sources.neighbours: the ranker"),
@@ -529,12 +644,15 @@ async def test_a_ranker_that_cannot_do_it_is_told_at_the_start(
     assert detail in str(error.value)
 
 
-async def test_versions_answer_from_their_own_tables_and_a_plain_ranker_is_refused(
+async def test_versions_answer_from_their_own_tables_and_a_plain_ranker_is_rejected(
     folder: Path, tmp_path: Path
 ) -> None:
     old = write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
     config = make_config(tmp_path, **section())
-    async with serving(tmp_path, watched=False, read=lambda: config, **section()) as (client, service):
+    async with serving(tmp_path, watched=False, read=lambda: config, **section()) as (
+        client,
+        service,
+    ):
         before = await recommend(client, num_items=NUM)
         new = write_checkpoint(tmp_path / "checkpoint", tiny_order(seed=1), retrieval=True, seed=1)
         await service.on_reload()

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot tell anything apart never serves: the start refuses it, a reload keeps the model before."""
+"""A checkpoint that cannot tell anything apart never serves: the start rejects it, a reload keeps the model before."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError, ConfigError
-from npu_gr.matching.vectors import save
 from npu_gr.model.weights import digest
 from npu_gr.service.app import instance
+from npu_gr.vector_search.vectors import save
 from tests.decoders import VARIANTS, saved
-from tests.matching.vectors import make_vectors
 from tests.models import events
 from tests.server.test_generate_over_http import HISTORY, generate, section
 from tests.server.test_match_over_http import section as match_section
 from tests.service.test_reload import File
 from tests.serving import FIRST_ID, columns, make_config, serving
+from tests.vector_search.vectors import make_vectors
 
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -76,7 +76,9 @@ BROKEN = {
     huge: "scores of",
     constant: "have the same score of",
 }
-every_fault = pytest.mark.parametrize(("change", "words"), BROKEN.items(), ids=[change.__name__ for change in BROKEN])
+every_fault = pytest.mark.parametrize(
+    ("change", "words"), BROKEN.items(), ids=[change.__name__ for change in BROKEN]
+)
 
 
 def broken(source: Path, target: Path, change: Change) -> Path:
@@ -100,7 +102,11 @@ async def reload(client: TestClient[Any, Any]) -> tuple[int, dict[str, Any]]:
 
 async def gauge(client: TestClient[Any, Any], what: str) -> float:
     text = await (await client.get("/metrics")).text()
-    (line,) = (x for x in text.splitlines() if x.startswith(f'npu_gr_last_reload_successful{{what="{what}"}}'))
+    (line,) = (
+        x
+        for x in text.splitlines()
+        if x.startswith(f'npu_gr_last_reload_successful{{what="{what}"}}')
+    )
     return float(line.rsplit(" ", 1)[1])
 
 
@@ -113,14 +119,16 @@ async def test_an_instance_does_not_start_with_a_broken_ranker(
     file.add("good", 1)
     folder = broken(tmp_path / "good", tmp_path / "bad", change)
     with pytest.raises(CheckpointError) as error:
-        async with instance(make_config(tmp_path, checkpoint=str(folder), relay={"enabled": relay})):
+        async with instance(
+            make_config(tmp_path, checkpoint=str(folder), relay={"enabled": relay})
+        ):
             pass
     assert f"checkpoint {folder}: self-test: " in str(error.value)
     assert words in str(error.value)
 
 
 @every_fault
-async def test_a_reload_refuses_a_broken_ranker_and_the_old_one_goes_on(
+async def test_a_reload_rejects_a_broken_ranker_and_the_old_one_goes_on(
     tmp_path: Path, change: Change, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = File(tmp_path)
@@ -135,7 +143,7 @@ async def test_a_reload_refuses_a_broken_ranker_and_the_old_one_goes_on(
         assert status == 422
         assert words in answer["detail"]
         assert str(tmp_path / "bad") in answer["detail"]
-        assert any("reload refused" in line and words in line for line in caplog.messages)
+        assert any("reload rejected" in line and words in line for line in caplog.messages)
         assert await gauge(client, "configuration") == 0
         after = await (await client.post("/v1/rank", json=body)).json()
         assert (after["model_version"], after["scores"]) == (version, before["scores"])
@@ -157,7 +165,7 @@ async def test_a_reload_refuses_a_broken_ranker_and_the_old_one_goes_on(
     ],
     ids=["zeros", "infinities", "one nan", "huge"],
 )
-async def test_a_broken_generator_is_refused(tmp_path: Path, change: Change, words: str) -> None:
+async def test_a_broken_generator_is_rejected(tmp_path: Path, change: Change, words: str) -> None:
     file = File(tmp_path)
     file.add("ranker", 1)
     (tmp_path / "decoder").mkdir()
@@ -187,17 +195,23 @@ async def test_a_broken_generator_is_refused(tmp_path: Path, change: Change, wor
         ({"items": np.full((40, 8), np.nan, np.float32)}, "items has a value that is not finite"),
     ],
 )
-async def test_broken_vectors_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+async def test_broken_vectors_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     match = match_section(tmp_path)
     folder = Path(match["vectors"])
     async with serving(tmp_path, match=match) as (client, _):
-        before = await (await client.post("/v1/match", json={"user_id": "known", "num_items": 5})).json()
+        before = await (
+            await client.post("/v1/match", json={"user_id": "known", "num_items": 5})
+        ).json()
         await asyncio.to_thread(save, make_vectors(**changes), folder)
         async with client.post("/v1/match/reload") as response:
             assert response.status == 422
             assert words in (await response.json())["detail"]
         assert await gauge(client, "vectors") == 0
-        after = await (await client.post("/v1/match", json={"user_id": "known", "num_items": 5})).json()
+        after = await (
+            await client.post("/v1/match", json={"user_id": "known", "num_items": 5})
+        ).json()
         assert after["items"] == before["items"]
     with pytest.raises(ConfigError, match=words):
         async with instance(make_config(tmp_path, match=match)):

@@ -1,4 +1,4 @@
-"""A configuration is right or it is refused, with the field, the limit and a hint."""
+"""A configuration is right or it is rejected, with the field, the limit and a hint."""
 
 from __future__ import annotations
 
@@ -42,22 +42,55 @@ def test_what_ships_loads(path: Path) -> None:
             "checkpoint: x\nkv: {hbm_bytes: 1GX}",
             r"kv\.hbm_bytes: expected a whole number of bytes \(1GiB, .*'1GX'",
         ),
-        ("checkpoint: x\nserver: {port: 70000}", r"server\.port: the number 70000 is out of range: .*<= 65535"),
-        ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: the number 0 is out of range: .* > 0"),
+        (
+            "checkpoint: x\nserver: {port: 70000}",
+            r"server\.port: the number 70000 is out of range: .*<= 65535",
+        ),
+        (
+            "checkpoint: x\nrelay: {t_life_s: 0}",
+            r"relay\.t_life_s: the number 0 is out of range: .* > 0",
+        ),
         ("checkpoint: x\nbackend: gpu", "backend: 'gpu' is none of cpu, cuda, npu, reference"),
-        ("checkpoint: x\nkv: {page_tokens: 100}", "page_tokens: the number 100 is none of 32, 64, 128, 256"),
+        (
+            "checkpoint: x\nkv: {page_tokens: 100}",
+            "page_tokens: the number 100 is none of 32, 64, 128, 256",
+        ),
         ("checkpoint: x\nkv: [1]", "kv: expected a section .*got a list"),
-        ("checkpoint: x\nserver: {trusted_proxies: 10.0.0.1}", r"trusted_proxies: expected a list, \[a text, \.\.\.\]"),
-        ("checkpoint: 12", "checkpoint: expected a text or null, got the number 12; write it in quotes"),
-        ("checkpoint: x\nfeatures: {kind: redi}", "'redi' is none of embedded, none, redis; did you mean redis?"),
-        ("checkpoint: x\nadmission: {tenant_weights: {1: 2}}", "tenant_weights: every key must be a text"),
-        ("checkpoint: x\nadmission: {tenant_weights: {a: -1}}", r"tenant_weights\[\.\.\.\]: expected a number, > 0"),
+        (
+            "checkpoint: x\nserver: {trusted_proxies: 10.0.0.1}",
+            r"trusted_proxies: expected a list, \[a text, \.\.\.\]",
+        ),
+        (
+            "checkpoint: 12",
+            "checkpoint: expected a text or null, got the number 12; write it in quotes",
+        ),
+        (
+            "checkpoint: x\nfeatures: {kind: redi}",
+            "'redi' is none of embedded, none, redis; did you mean redis?",
+        ),
+        (
+            "checkpoint: x\nadmission: {tenant_weights: {1: 2}}",
+            "tenant_weights: every key must be a text",
+        ),
+        (
+            "checkpoint: x\nadmission: {tenant_weights: {a: -1}}",
+            r"tenant_weights\[\.\.\.\]: expected a number, > 0",
+        ),
         ("checkpoint: x\ngenerate: {}", "generate: checkpoint is missing"),
-        ("checkpoint: x\nserver: {tls: {certificate: a, key: b, min_version: 1.3}}", "1.3; write it in quotes"),
+        (
+            "checkpoint: x\nserver: {tls: {certificate: a, key: b, min_version: 1.3}}",
+            "1.3; write it in quotes",
+        ),
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
         ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
-        ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
-        ("checkpoint: x\nservice: {unknown_items: drop}", "unknown_items: 'drop' is none of ignore, refuse"),
+        (
+            "checkpoint: x\nserver: {host: 0.0.0.0}",
+            "server: host: 0.0.0.0 is not loopback: set api_keys_file",
+        ),
+        (
+            "checkpoint: x\nservice: {unknown_items: drop}",
+            "unknown_items: 'drop' is none of ignore, reject",
+        ),
         ("[1, 2]", "got list"),
         ("a: [", "not YAML"),
     ],
@@ -92,7 +125,9 @@ def test_what_is_named_after_a_unit_takes_it(cls: type[msgspec.Struct]) -> None:
             assert (unit.noun if unit else None) == named, path
 
 
-def test_the_environment_is_between_file_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_between_file_and_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NPU_GR_KV__HBM_BYTES", "1GiB")
     monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
     path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")

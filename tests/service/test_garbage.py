@@ -35,7 +35,9 @@ asyncio.run(work())
 
 def test_of_an_instance_that_is_ready_the_collector_looks_at_little(tmp_path: Path) -> None:
     """Nothing large is imported after the imports: 130,000 objects more took 65 ms at each full collection."""
-    done = subprocess.run([sys.executable, "-c", CODE, tmp_path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, tmp_path], capture_output=True, text=True, check=True
+    )
     looked_at, frozen = map(int, done.stdout.split())
     assert looked_at < 30_000
     assert frozen > 100_000

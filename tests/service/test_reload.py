@@ -25,7 +25,7 @@ from npu_gr.engine.queue import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.models import Request, full, tiny_model
 from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
@@ -49,13 +49,16 @@ class File:
         model = tiny_model(seed=seed, **changes)  # type: ignore[arg-type]
         ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
         version = save(
-            Checkpoint(model=model, item_ids=ids, name=name, action_values=(1.0, 2.0, 3.0)), self.folder / name
+            Checkpoint(model=model, item_ids=ids, name=name, action_values=(1.0, 2.0, 3.0)),
+            self.folder / name,
         )
         self.use(name)
         return version
 
     def use(self, name: str, **sections: Any) -> None:
-        self.sections = {"relay": {"t_life_s": 0.5}} | sections | {"checkpoint": str(self.folder / name)}
+        self.sections = (
+            {"relay": {"t_life_s": 0.5}} | sections | {"checkpoint": str(self.folder / name)}
+        )
 
 
 def history(request: Request) -> dict[str, list[int]]:
@@ -93,7 +96,9 @@ class Traffic:
             "candidates": (request.candidates + FIRST_ID).tolist(),
             "timestamp": request.shown_at,
         }
-        answer = await self.post("/v1/rank", {**body, "model_version": version} if version else body)
+        answer = await self.post(
+            "/v1/rank", {**body, "model_version": version} if version else body
+        )
         want = self.want[answer["model_version"]][number % USERS]
         assert np.allclose(answer["scores"]["click"], want[:, 0], rtol=0, atol=1e-5)
         assert version in (None, answer["model_version"])
@@ -127,13 +132,16 @@ async def gone(client: TestClient[Any, Any]) -> list[dict[str, Any]]:
 async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
     file = File(tmp_path)
     old, new = file.add("old", 1), file.add("new", 2)
-    slo = {"rank_s": 5.0, "signal_s": 5.0}  # nobody is refused
+    slo = {"rank_s": 5.0, "signal_s": 5.0}  # nobody is rejected
     file.use("old", slo=slo)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         traffic = Traffic(client, {old: 1, new: 2})
         stop = asyncio.Event()
         load = [asyncio.create_task(traffic.until(stop, 1000 * n)) for n in range(4)]
-        engine, pool = weakref.ref(service.versions.ranker().engine), service.versions.ranker().relay.tiers[0]
+        engine, pool = (
+            weakref.ref(service.versions.ranker().engine),
+            service.versions.ranker().relay.tiers[0],
+        )
         await traffic.pair(1)
         await asyncio.sleep(0.2)
         file.use("new", slo=slo)
@@ -152,7 +160,11 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         await asyncio.gather(*load)
         assert min(traffic.seen.values()) > 5
         assert traffic.named > 5
-        problem = {"user_id": "u", "candidates": [FIRST_ID], "history": history(traffic.requests[0])}
+        problem = {
+            "user_id": "u",
+            "candidates": [FIRST_ID],
+            "history": history(traffic.requests[0]),
+        }
         async with client.post("/v1/rank", json={**problem, "model_version": old}) as response:
             assert response.status == 404
         await service.versions.ranker().relay.settled()
@@ -174,7 +186,9 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         ({"checkpoint": None, "threads": 2}, "must serve at least one model"),
     ],
 )
-async def test_what_cannot_change_is_refused_by_name(tmp_path: Path, sections: dict[str, Any], word: str) -> None:
+async def test_what_cannot_change_is_rejected_by_name(
+    tmp_path: Path, sections: dict[str, Any], word: str
+) -> None:
     file = File(tmp_path)
     version = write_checkpoint(tmp_path / "checkpoint")
     async with serving(tmp_path, read=file.read) as (client, _):
@@ -204,7 +218,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
         async def broken(*_: object) -> float:
             raise DeviceError("self-test: scores differ")
 
-        monkeypatch.setattr("npu_gr.service.prove.parity", broken)
+        monkeypatch.setattr("npu_gr.service.warmup.parity", broken)
         file.use("new")
         erased = pool.on_erased
         async with client.post("/v1/models/reload") as response:
@@ -219,13 +233,16 @@ async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
     """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
     file = File(tmp_path)
     new, _ = file.add("new", 2), file.add("old", 1)
-    sections = {"scheduler": {"aging_s": 30.0}, "slo": {"rank_s": RANK.objective_s}}  # the jobs wait so long each
+    # the jobs wait so long each
+    sections = {"scheduler": {"aging_s": 30.0}, "slo": {"rank_s": RANK.objective_s}}
     file.use("old", **sections)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
 
         async def hog() -> None:
             while True:
-                await service.parts.scheduler.call(lambda: time.sleep(0.003), far, JobOrder(time.monotonic() + 0.05))
+                await service.parts.scheduler.call(
+                    lambda: time.sleep(0.003), far, JobOrder(time.monotonic() + 0.05)
+                )
 
         far = float("inf")
         hogs = [asyncio.create_task(hog()) for _ in range(8)]
@@ -239,7 +256,9 @@ async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
         assert models[0]["version"] == new
 
 
-async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_take_effect_without_a_new_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = File(tmp_path)
     write_checkpoint(tmp_path / "checkpoint")
     async with serving(tmp_path, read=file.read) as (client, service):
@@ -256,7 +275,11 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypa
             assert response.status == 200
         assert service.versions.ranker().engine is engine
         assert weighed == [{"shop": 2.0}]
-        assert (relay.t_life_s, relay.tiers[0].waits.t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
+        assert (relay.t_life_s, relay.tiers[0].waits.t_life_s, engine.objective_s) == (
+            3.0,
+            3.0,
+            0.25,
+        )
         slots = [await service.admission.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
         with pytest.raises(Overloaded):
             await service.admission.enter("rank", "", time.monotonic(), 0.01)

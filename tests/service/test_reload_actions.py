@@ -21,7 +21,9 @@ from tests.serving import FIRST_ID, make_config, serving
 def write_ranker(folder: Path, seed: int, *actions: str) -> str:
     model = tiny_model(seed=seed, actions=actions)
     ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
-    return save(Checkpoint(model=model, item_ids=ids, name=folder.name, action_names=actions), folder)
+    return save(
+        Checkpoint(model=model, item_ids=ids, name=folder.name, action_names=actions), folder
+    )
 
 
 async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> None:
@@ -30,7 +32,10 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
     write_ranker(tmp_path / "fewer", 3, "view", "cart")
     more = write_ranker(tmp_path / "more", 4, "view", "cart", "buy", "return")
     use: dict[str, Any] = {"checkpoint": str(tmp_path / "old"), "relay": {"t_life_s": 0.2}}
-    async with serving(tmp_path, read=lambda: make_config(tmp_path, **use), **use) as (client, service):
+    async with serving(tmp_path, read=lambda: make_config(tmp_path, **use), **use) as (
+        client,
+        service,
+    ):
 
         async def reload(name: str, status: int) -> str:
             use["checkpoint"] = str(tmp_path / name)
@@ -40,7 +45,8 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
                 return str(answer.get("detail"))
 
         assert (await reload("other", 422)).startswith(
-            "reload: checkpoint: the version that serves has other actions: action 1 is 'cart' there, and 'buy' here"
+            "reload: checkpoint: the version that serves has other actions: action 1 is 'cart' "
+            "there, and 'buy' here"
         )
         assert "action 2 is 'buy' there, and here there are only 2" in await reload("fewer", 422)
         assert service.versions.ranker().version == old
@@ -50,7 +56,7 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "is_refused"),
+    ("old", "new", "is_rejected"),
     [
         ("", "", False),
         ("", "a", False),
@@ -61,16 +67,21 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
         ("ab", "cab", True),
     ],
 )
-def test_the_new_ones_begin_with_the_old_ones(old: str, new: str, is_refused: bool) -> None:
-    if is_refused:
+def test_the_new_ones_begin_with_the_old_ones(old: str, new: str, is_rejected: bool) -> None:
+    if is_rejected:
         with pytest.raises(ConfigError, match=r"has other actions: action \d is '.' there, and "):
             check_actions(old, new)
     else:
         check_actions(old, new)
 
 
-async def test_a_start_on_a_store_of_other_actions_is_refused(tmp_path: Path) -> None:
-    for seed, name, actions in ((1, "old", "abc"), (2, "other", "acb"), (3, "fewer", "a"), (4, "more", "abcd")):
+async def test_a_start_on_a_store_of_other_actions_is_rejected(tmp_path: Path) -> None:
+    for seed, name, actions in (
+        (1, "old", "abc"),
+        (2, "other", "acb"),
+        (3, "fewer", "a"),
+        (4, "more", "abcd"),
+    ):
         write_ranker(tmp_path / name, seed, *actions)
 
     def use(name: str) -> dict[str, Any]:
@@ -105,21 +116,27 @@ async def test_a_start_on_a_store_of_other_actions_is_refused(tmp_path: Path) ->
         with pytest.raises(ConfigError) as error:
             async with serving(tmp_path, **use(name)):
                 pass
-        assert str(error.value).startswith("features: the history store was filled with other actions than ")
+        assert str(error.value).startswith(
+            "features: the history store was filled with other actions than "
+        )
         assert told in str(error.value)
         assert "another store (features.path" in str(error.value)
     async with serving(tmp_path, **use("old")) as (client, _):
         await append(client, 2)
 
 
-async def test_an_append_under_other_names_is_refused(tmp_path: Path) -> None:
+async def test_an_append_under_other_names_is_rejected(tmp_path: Path) -> None:
     """Two instances began on one empty store; the first append decides."""
     write_ranker(tmp_path / "ranker", 1, "view", "buy")
     async with serving(tmp_path, checkpoint=str(tmp_path / "ranker")) as (_, service):
         store = service.parts.histories.store
         assert store is not None
         assert await store.name_actions(["view", "cart"]) == ("view", "cart")
-        with pytest.raises(Unavailable, match="filled with other actions: action 1 is 'cart' there, and 'buy' here"):
-            await service.parts.histories.append(UserKey("", "u"), Events.make([FIRST_ID], [1], [0]))
+        with pytest.raises(
+            Unavailable, match="filled with other actions: action 1 is 'cart' there, and 'buy' here"
+        ):
+            await service.parts.histories.append(
+                UserKey("", "u"), Events.make([FIRST_ID], [1], [0])
+            )
         await service.parts.histories.append(UserKey("", "u"), Events.make([FIRST_ID], [0], [0]))
         assert await store.actions() == ("view", "cart")

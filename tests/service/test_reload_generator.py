@@ -12,7 +12,7 @@ import pytest
 
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.server.test_generate_over_http import HISTORY, Client, generate, section, write_catalogue
 from tests.service.test_reload import File, gone
 from tests.serving import make_config, serving
@@ -44,12 +44,18 @@ async def reload(client: Client, status: int = 200) -> dict[str, Any]:
         return answer
 
 
-async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
+async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(
+    tmp_path: Path,
+) -> None:
     file = Generators(tmp_path)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         old = await generate(client, num_items=20)
         want = {old["model_version"]: old["items"]}
-        seen, stop, engine = list[str](), asyncio.Event(), weakref.ref(service.versions.generator().engine)
+        seen, stop, engine = (
+            list[str](),
+            asyncio.Event(),
+            weakref.ref(service.versions.generator().engine),
+        )
 
         async def ask(number: int) -> None:
             while not stop.is_set():
@@ -80,8 +86,8 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         await asyncio.gather(*asking)
         assert set(seen) == {old["model_version"], service.versions.generator().version}
         assert len(set(map(tuple, want.values()))) == 2
-        refused = await generate(client, status=404, model_version=old["model_version"])
-        assert old["model_version"] in refused["detail"]
+        rejected = await generate(client, status=404, model_version=old["model_version"])
+        assert old["model_version"] in rejected["detail"]
         hit = await generate(client, num_items=20)
         assert hit["items"] == want[service.versions.generator().version]
         await service.versions.generator().relay.settled()
@@ -93,7 +99,9 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         assert engine() is None, "the old version is still held by somebody"
 
 
-async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_file_is_read(tmp_path: Path) -> None:
+async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_file_is_read(
+    tmp_path: Path,
+) -> None:
     file = Generators(tmp_path)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         best = (await generate(client, num_items=5))["items"][0]
@@ -125,7 +133,9 @@ async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_fi
         (None, "generate: an instance cannot"),
     ],
 )
-async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: dict[str, Any] | None, word: str) -> None:
+async def test_what_cannot_be_served_changes_nothing(
+    tmp_path: Path, changes: dict[str, Any] | None, word: str
+) -> None:
     """Not the ranker either, whose new version was ready."""
     file = Generators(tmp_path)
     file.add("better ranker", 2)
@@ -136,7 +146,10 @@ async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: di
             service.versions.generator(),
             service.versions.ranker().relay.tiers[0].on_erased,
         )
-        file.use("better ranker", **({} if changes is None else {"generate": section(tmp_path, **changes)}))
+        file.use(
+            "better ranker",
+            **({} if changes is None else {"generate": section(tmp_path, **changes)}),
+        )
         assert word in (await reload(client, status=422))["detail"]
         assert (service.versions.ranker(), service.versions.generator()) == (ranker, generator)
         assert service.versions.ranker().relay.tiers[0].on_erased is erased

@@ -1,4 +1,7 @@
-"""A request's times count from its arrival; a serving process loads what it serves with, and nothing else."""
+"""A request's times count from its arrival.
+
+A serving process loads what it serves with, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ import pytest
 from npu_gr.core.errors import NotFound, Overloaded
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import ERASE, GENERATE, MATCH, RANK, RECOMMEND, Kind
-from npu_gr.core.request import EraseRequest, GenerateRequest, MatchRequest, RankRequest, RecommendRequest, Request
+from npu_gr.core.request import (
+    EraseRequest,
+    GenerateRequest,
+    MatchRequest,
+    RankRequest,
+    RecommendRequest,
+    Request,
+)
 from tests.serving import FIRST_ID, serving
 
 USER = UserKey("", "u")
@@ -23,13 +33,20 @@ CANDIDATES = np.arange(FIRST_ID, FIRST_ID + 4)
 
 
 def test_a_serving_process_loads_no_trainer_no_player_no_bench() -> None:
-    code = "import sys, npu_gr.service.app; print(*(m for m in sys.modules if m.startswith('npu_gr.')))"
+    code = (
+        "import sys, npu_gr.service.app; print(*(m for m in sys.modules if "
+        "m.startswith('npu_gr.')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "npu_gr.jobs.service" in loaded
+    assert "npu_gr.handlers.service" in loaded
     foreign = ("train", "bench", "tools", "simulate", "cli", "router", "fleet")
     assert not [name for name in loaded if name.split(".")[1] in foreign]
-    assert not [name for name in loaded if name.split(".")[-1] in ("player", "plan", "timer", "interactions")]
+    assert not [
+        name
+        for name in loaded
+        if name.split(".")[-1] in ("player", "plan", "timer", "interactions")
+    ]
 
 
 async def test_waiting_counts_from_the_arrival_also_if_the_history_is_slow(tmp_path: Path) -> None:
@@ -50,7 +67,9 @@ async def test_waiting_counts_from_the_arrival_also_if_the_history_is_slow(tmp_p
         store.read = slow_read  # type: ignore[method-assign, assignment]
         engine.rank = noted  # type: ignore[method-assign, assignment]
         sent_at = time.monotonic()
-        await service.serve(RANK, RankRequest(user=USER, candidates=CANDIDATES, history=HistoryRef()), 5.0)
+        await service.serve(
+            RANK, RankRequest(user=USER, candidates=CANDIDATES, history=HistoryRef()), 5.0
+        )
         assert [at - sent_at < 0.1 for at in seen] == [True]
 
 
@@ -62,11 +81,13 @@ async def test_a_kind_that_is_not_configured_is_not_found(tmp_path: Path) -> Non
     ]
     async with serving(tmp_path) as (_, service):
         for kind, request in asked:
-            with pytest.raises(NotFound, match=f"does not {kind.name}: .* has no section {kind.name}"):
+            with pytest.raises(
+                NotFound, match=f"does not {kind.name}: .* has no section {kind.name}"
+            ):
                 await service.serve(kind, request, 1.0)
 
 
-async def test_an_erasure_is_never_refused_for_load(tmp_path: Path) -> None:
+async def test_an_erasure_is_never_rejected_for_load(tmp_path: Path) -> None:
     history = HistoryRef(events=Events.make(CANDIDATES, [0] * 4, [1] * 4))
     rank = RankRequest(user=USER, candidates=CANDIDATES, history=history)
     async with serving(tmp_path, admission={"max_inflight": 1}) as (_, service):

@@ -1,7 +1,8 @@
 """Everything at once, with faults: every request is answered, right where it is answered, and nothing is left over.
 
-Admission and brown-out are as they ship, and swaps of models end within seconds while the device is full. Memory and
-descriptors stay bounded. The default suite runs seconds of it; `-m soak` runs NPU_GR_SOAK_S of it (600).
+Admission and brown-out are as they ship, and swaps of models end within seconds while the device is
+full. Memory and descriptors stay bounded. The default suite runs seconds of it; `-m soak` runs
+NPU_GR_SOAK_S of it (600).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.logs import QueuedHandler
 from npu_gr.core.request import EraseRequest
-from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from tests.decoders import VARIANTS, saved
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.service.test_reload import File, history
@@ -53,7 +54,11 @@ class Faults:
     def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
         self._random, self.is_on = random.Random(seed), True
         self.planted: Counter[str] = Counter()
-        for owner, name in ((KVArena, "write"), (KVArena, "copy_tokens_from"), (RankEngine, "forward")):
+        for owner, name in (
+            (KVArena, "write"),
+            (KVArena, "copy_tokens_from"),
+            (RankEngine, "forward"),
+        ):
             patch.setattr(owner, name, self._failing(getattr(owner, name), name))
 
     def _failing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -69,7 +74,9 @@ class Faults:
 class Soak:
     """Workers that ask at random until the time is up."""
 
-    def __init__(self, client: TestClient[Any, Any], file: File, versions: dict[str, str], seed: int) -> None:
+    def __init__(
+        self, client: TestClient[Any, Any], file: File, versions: dict[str, str], seed: int
+    ) -> None:
         self.client, self.file, self.random = client, file, random.Random(seed)
         self.seen: Counter[tuple[str, int]] = Counter()
         self.planted: Counter[str] = Counter()
@@ -77,7 +84,9 @@ class Soak:
         self.swaps_s: list[float] = []
         self.requests = [Request(20 + 15 * user, 4, user) for user in range(USERS)]
         self.want = {
-            version: [full(tiny_model(seed=MODELS[name]), request).numpy() for request in self.requests]
+            version: [
+                full(tiny_model(seed=MODELS[name]), request).numpy() for request in self.requests
+            ]
             for name, version in versions.items()
         }
         self.versions: list[str | None] = [None] * USERS  # of the user's last signal
@@ -86,7 +95,9 @@ class Soak:
     async def ask(self, what: str, method: str, path: str, **body: Any) -> Any:
         headers = {"X-Request-Timeout-Ms": str(self.random.choice((20, 500, 5000)))}
         # by its session, because a test client keeps every response until it is closed: 7 KB each
-        call = self.client.session.request(method, self.client.make_url(path), json=body or None, headers=headers)
+        call = self.client.session.request(
+            method, self.client.make_url(path), json=body or None, headers=headers
+        )
         async with asyncio.timeout(30), call as response:
             answer = await response.json(content_type=None) if response.status != 204 else None
             self.seen[what, response.status] += 1
@@ -110,21 +121,34 @@ class Soak:
             self.checked += 1
 
     async def signal(self, user: int) -> None:
-        answer = await self.ask("signal", "POST", "/v1/signal", user_id=str(user), history=history(self.requests[user]))
+        answer = await self.ask(
+            "signal", "POST", "/v1/signal", user_id=str(user), history=history(self.requests[user])
+        )
         if answer:
             self.versions[user] = answer["model_version"]
 
     async def generate(self, user: int) -> None:
-        past = {"items": list(range(user + 2)), "actions": [1] * (user + 2), "timestamps": list(range(user + 2))}
-        answer = await self.ask("generate", "POST", "/v1/generate", user_id=str(user), history=past, num_items=5)
+        past = {
+            "items": list(range(user + 2)),
+            "actions": [1] * (user + 2),
+            "timestamps": list(range(user + 2)),
+        }
+        answer = await self.ask(
+            "generate", "POST", "/v1/generate", user_id=str(user), history=past, num_items=5
+        )
         if answer and answer["outcome"] != "degraded":
-            assert self.generated.setdefault((answer["model_version"], user), answer["items"]) == answer["items"]
+            assert (
+                self.generated.setdefault((answer["model_version"], user), answer["items"])
+                == answer["items"]
+            )
 
     async def erase(self, user: int) -> None:
         await self.ask("erase", "DELETE", f"/v1/users/{user}")
 
     async def leave(self, user: int) -> None:
-        task = asyncio.ensure_future(self.random.choice((self.rank, self.signal, self.generate))(user))
+        task = asyncio.ensure_future(
+            self.random.choice((self.rank, self.signal, self.generate))(user)
+        )
         await asyncio.sleep(self.random.random() * 0.01)
         task.cancel()
         results = await asyncio.gather(task, return_exceptions=True)
@@ -132,7 +156,13 @@ class Soak:
         self.seen["leave", 0] += 1
 
     async def work(self, end_s: float) -> None:
-        kinds: list[Callable[[int], Awaitable[None]]] = [self.rank, self.signal, self.generate, self.erase, self.leave]
+        kinds: list[Callable[[int], Awaitable[None]]] = [
+            self.rank,
+            self.signal,
+            self.generate,
+            self.erase,
+            self.leave,
+        ]
         while time.monotonic() < end_s:
             (kind,) = self.random.choices(kinds, (6, 4, 1, 1, 1))
             await kind(self.random.randrange(USERS))
@@ -241,14 +271,17 @@ async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyP
             num_descriptors() <= descriptors_before + 2 * WORKERS + MORE_DESCRIPTORS
         )  # both ends of a connection each
         log.info(
-            f"streams={streams}: {dict(run.seen)}, {run.checked} checked, {run.swaps} swaps, {dict(faults.planted)}"
+            f"streams={streams}: {dict(run.seen)}, {run.checked} checked, {run.swaps} swaps, "
+            f"{dict(faults.planted)}"
         )
         run.planted = faults.planted
     return run
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-async def test_a_few_seconds_of_everything(streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_few_seconds_of_everything(
+    streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = await soak(tmp_path, streams, 2.5, monkeypatch)
     assert run.swaps
     assert run.checked
@@ -257,12 +290,15 @@ async def test_a_few_seconds_of_everything(streams: int, tmp_path: Path, monkeyp
 
 @pytest.mark.soak
 @pytest.mark.parametrize("streams", [1, 2])
-async def test_minutes_of_everything(streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_minutes_of_everything(
+    streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = float(os.environ.get("NPU_GR_SOAK_S", "600")) / 2
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     with logged_as_shipped(tmp_path / "log"):
-        await soak(tmp_path / "first", streams, WARM_S, monkeypatch)  # what the process allocates once
+        # what the process allocates once
+        await soak(tmp_path / "first", streams, WARM_S, monkeypatch)
         before_bytes = resident_bytes()
         run = await soak(tmp_path / "second", streams, seconds, monkeypatch)
     assert resident_bytes() - before_bytes <= GROWTH_BYTES + GROWTH_BYTES_PER_S * seconds

@@ -16,7 +16,9 @@ def test_sleeps_take_no_time_and_end_in_their_order() -> None:
             await asyncio.sleep(seconds)
             seen.append((name, loop.time()))
 
-        await asyncio.gather(sleeper("day", 86_400.0), sleeper("second", 1.0), sleeper("again", 1.0))
+        await asyncio.gather(
+            sleeper("day", 86_400.0), sleeper("second", 1.0), sleeper("again", 1.0)
+        )
         return seen
 
     began_at = time.monotonic()

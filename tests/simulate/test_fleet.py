@@ -11,7 +11,7 @@ import pytest
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
 from npu_gr.relay.brownout import BrownoutConfig
@@ -28,11 +28,13 @@ from npu_gr.simulate.config import (
 from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.fleet import Fleet, FleetResult, search, simulate
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 
 TOKEN_BYTES = 64
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-5, b0_s=1e-5, b1_s=0.0, kv_token_bytes=TOKEN_BYTES)
-USERS = UsersConfig(num_users=5000, zipf=0.8, history_tokens=Lognormal(median=300, sigma=0.5), growth_tokens=4)
+USERS = UsersConfig(
+    num_users=5000, zipf=0.8, history_tokens=Lognormal(median=300, sigma=0.5), growth_tokens=4
+)
 
 
 def config(**changes: Any) -> SimulateConfig:
@@ -48,7 +50,9 @@ def config(**changes: Any) -> SimulateConfig:
     return msgspec.structs.replace(plain, **changes)
 
 
-def traffic(qps: float, seconds: float = 10.0, users: UsersConfig = USERS, seed: int = 0) -> Iterator[TrafficRequest]:
+def traffic(
+    qps: float, seconds: float = 10.0, users: UsersConfig = USERS, seed: int = 0
+) -> Iterator[TrafficRequest]:
     return signals_and_ranks(visits(users, qps, seconds, seed), 100)
 
 
@@ -72,8 +76,13 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
     assert outcomes.num_ranks == asked["rank"]
     assert outcomes.outcomes.total() == outcomes.results.total() == asked["rank"]
     assert outcomes.verdicts.total() == asked["signal"]
-    assert len(outcomes.latencies_s) == outcomes.results[Result.GOOD] + outcomes.results[Result.SLOW]
-    assert {outcome for outcome, count in outcomes.outcomes.items() if count} > {Outcome.HBM_HIT, Outcome.DRAM_HIT}
+    assert (
+        len(outcomes.latencies_s) == outcomes.results[Result.GOOD] + outcomes.results[Result.SLOW]
+    )
+    assert {outcome for outcome, count in outcomes.outcomes.items() if count} > {
+        Outcome.HBM_HIT,
+        Outcome.DRAM_HIT,
+    }
     for instance in fleet.instances.values():
         check_pool(instance.tiers.pool)
         assert instance.tiers.pool.reserved_bytes == 0
@@ -102,7 +111,9 @@ def test_the_wait_for_the_device_is_that_of_an_m_d_1_queue(load: float) -> None:
         scheduler=SchedulerConfig(max_batch_requests=1, max_queue=100_000),
         admission=AdmissionConfig(enabled=False),
     )
-    ranks = (request for request in traffic(load / service_s, seconds, seed=4) if request.kind == "rank")
+    ranks = (
+        request for request in traffic(load / service_s, seconds, seed=4) if request.kind == "rank"
+    )
     outcomes, _ = run(settings, ranks, profile)
     wait_s = float(np.mean(outcomes.latencies_s)) - service_s
     theory_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine, deterministic service
@@ -114,7 +125,9 @@ def test_a_pool_without_pre_infers_hits_as_its_closed_form() -> None:
     """Users equally likely, room for K of N, the oldest given up first: hits = K / N (a FIFO cache of one size)."""
     num_users, room = 200, 60
     profile = DeviceProfile(a0_s=1e-6, a1_s=0.0, kv_token_bytes=TOKEN_BYTES)
-    users = UsersConfig(num_users=num_users, zipf=0.0, history_tokens=Lognormal(median=64.5, sigma=0.0))
+    users = UsersConfig(
+        num_users=num_users, zipf=0.0, history_tokens=Lognormal(median=64.5, sigma=0.0)
+    )
     settings = config(
         duration_s=150.0,
         warmup_s=20.0,
@@ -136,10 +149,18 @@ def test_the_trigger_that_serves_decides_here() -> None:
     always = verdicts()
     assert always[Verdict.PREINFER]
     # full_s = 1 ms + 10 us a token + 1 ms: of 300 tokens 5 ms
-    short = sum(request.kind == "signal" and request.num_tokens < 300 for request in found if request.due_at >= 2.0)
-    assert verdicts(min_prefix_tokens=300)[Verdict.SKIP_NOT_AT_RISK] == pytest.approx(short, rel=0.2)
+    short = sum(
+        request.kind == "signal" and request.num_tokens < 300
+        for request in found
+        if request.due_at >= 2.0
+    )
+    assert verdicts(min_prefix_tokens=300)[Verdict.SKIP_NOT_AT_RISK] == pytest.approx(
+        short, rel=0.2
+    )
     assert verdicts(policy="at_risk", rank_budget_s=10.0)[Verdict.PREINFER] == 0
-    assert verdicts(policy="at_risk", rank_budget_s=0.008)[Verdict.PREINFER] < always[Verdict.PREINFER]
+    assert (
+        verdicts(policy="at_risk", rank_budget_s=0.008)[Verdict.PREINFER] < always[Verdict.PREINFER]
+    )
     assert verdicts(max_inflight=1)[Verdict.SKIP_LOAD] > always[Verdict.SKIP_LOAD]
     limited = verdicts(q_m_per_s=10.0, q_m_fraction=0.5)
     assert limited[Verdict.SKIP_RATE]
@@ -157,7 +178,9 @@ def test_ranks_that_never_come_are_wasted_pre_infers() -> None:
 def test_losing_an_instance_moves_its_users_alone() -> None:
     async def homes(instances: int) -> dict[str, str]:
         ring = Fleet(config(instances=instances), DEVICE).ring
-        return {user: ring.owner(user.encode()) for user in (f"u{number}" for number in range(2000))}
+        return {
+            user: ring.owner(user.encode()) for user in (f"u{number}" for number in range(2000))
+        }
 
     before, after = clock.run(homes(10)), clock.run(homes(9))
     moved = {user for user in before if before[user] != after[user]}
@@ -183,7 +206,9 @@ def test_the_capacity_found_keeps_the_slo_and_one_less_does_not() -> None:
     settings = config(qps=250.0, duration_s=5.0, warmup_s=1.0, slo_s=0.02)
 
     def play(instances: int) -> FleetResult:
-        return simulate(msgspec.structs.replace(settings, instances=instances), DEVICE, traffic(250.0, 5.0))
+        return simulate(
+            msgspec.structs.replace(settings, instances=instances), DEVICE, traffic(250.0, 5.0)
+        )
 
     found = search(settings, DEVICE, lambda: traffic(250.0, 5.0), play)
     tried = dict(found.tried)

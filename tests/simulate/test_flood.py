@@ -1,7 +1,8 @@
 """A tenant that floods signals at any rate takes neither hits nor time from another tenant on the same instance.
 
-The scene of the security review: 20 users of tenant V with 800 tokens each, who signal and then rank; tenant E signals
-ever new users, and never ranks. Before tenants had shares, a flood of 310 signals a second left V 3 % of its hits.
+The scene of the security review: 20 users of tenant V with 800 tokens each, who signal and then
+rank; tenant E signals ever new users, and never ranks. Before tenants had shares, a flood of 310
+signals a second left V 3 % of its hits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.server.admission.controller import AdmissionConfig
@@ -25,7 +26,7 @@ from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 TOKENS = 800
 TOKEN_BYTES = 8192
@@ -33,7 +34,12 @@ SECONDS = 30.0
 WARM_S = 2.0  # not counted: until T_life is measured, the rate is a guess
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 DEVICE = DeviceProfile(  # a prefix of 800 tokens takes it 9 ms, and a rank on that 3 ms
-    a0_s=0.001, a1_s=1e-5, b0_s=1e-5, kv_token_bytes=TOKEN_BYTES, signal_host_s=0.0005, rank_host_s=[0.0015]
+    a0_s=0.001,
+    a1_s=1e-5,
+    b0_s=1e-5,
+    kv_token_bytes=TOKEN_BYTES,
+    signal_host_s=0.0005,
+    rank_host_s=[0.0015],
 )
 
 
@@ -58,13 +64,17 @@ def request(kind: str, tenant: str, user: str, num_tokens: int) -> TrafficReques
     return TrafficRequest(0.0, kind, user, num_tokens, 200, tenant)
 
 
-def scene(flood_per_s: float, *, q_m_per_s: float | None = None, hbm_prefixes: int = 100, names: int = 1) -> Seen:
+def scene(
+    flood_per_s: float, *, q_m_per_s: float | None = None, hbm_prefixes: int = 100, names: int = 1
+) -> Seen:
     """Play half a minute of V, beside so many signals a second of E (under so many names)."""
     config = SimulateConfig(
         device=DEVICE,
         trigger=TriggerConfig(policy="always", min_prefix_tokens=1, q_m_per_s=q_m_per_s),
         brownout=BrownoutConfig(enabled=False),
-        kv=KVConfig(hbm_bytes=hbm_prefixes * TOKENS * TOKEN_BYTES, dram_bytes=200 * TOKENS * TOKEN_BYTES),
+        kv=KVConfig(
+            hbm_bytes=hbm_prefixes * TOKENS * TOKEN_BYTES, dram_bytes=200 * TOKENS * TOKEN_BYTES
+        ),
         admission=AdmissionConfig(tenant_weights={"V": 1.0}),
     )
 
@@ -117,7 +127,9 @@ def quiet() -> Seen:
 
 
 @pytest.mark.parametrize("flood_per_s", [10.0, 100.0, 310.0, 1000.0, 3000.0])
-def test_a_flood_of_signals_leaves_another_tenant_its_hits_and_its_time(quiet: Seen, flood_per_s: float) -> None:
+def test_a_flood_of_signals_leaves_another_tenant_its_hits_and_its_time(
+    quiet: Seen, flood_per_s: float
+) -> None:
     seen = scene(flood_per_s)
     assert seen.hit_ratio >= 0.95 * quiet.hit_ratio
     assert seen.p99_s <= 1.2 * quiet.p99_s
@@ -125,7 +137,9 @@ def test_a_flood_of_signals_leaves_another_tenant_its_hits_and_its_time(quiet: S
     assert quiet.hit_ratio > 0.9
 
 
-@pytest.mark.parametrize("limits", [{"q_m_per_s": 40.0}, {"hbm_prefixes": 30}], ids=["rate", "small-pool"])
+@pytest.mark.parametrize(
+    "limits", [{"q_m_per_s": 40.0}, {"hbm_prefixes": 30}], ids=["rate", "small-pool"]
+)
 def test_it_holds_whatever_the_limit_is_that_they_share(limits: dict[str, Any]) -> None:
     quiet, seen = scene(0.0, **limits), scene(310.0, **limits)
     assert seen.hit_ratio >= 0.95 * quiet.hit_ratio

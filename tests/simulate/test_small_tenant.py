@@ -19,12 +19,22 @@ SECONDS = 10.0
 PER_S = 20.0  # requests of the small tenant
 PASS_S = 0.0053  # four ranks at once
 DEVICE = DeviceProfile(
-    a0_s=0.0004, a1_s=1e-5, b0_s=6e-6, kv_token_bytes=1024, signal_host_s=0.0005, rank_host_s=[0.001]
+    a0_s=0.0004,
+    a1_s=1e-5,
+    b0_s=6e-6,
+    kv_token_bytes=1024,
+    signal_host_s=0.0005,
+    rank_host_s=[0.001],
 )
 
 
 FAST = DeviceProfile(
-    a0_s=0.0002, a1_s=3e-6, b0_s=1.8e-6, kv_token_bytes=1024, signal_host_s=0.0002, rank_host_s=[0.0003]
+    a0_s=0.0002,
+    a1_s=3e-6,
+    b0_s=1.8e-6,
+    kv_token_bytes=1024,
+    signal_host_s=0.0002,
+    rank_host_s=[0.0003],
 )
 
 
@@ -41,11 +51,15 @@ def p99_s(hot_clients: int, device: DeviceProfile = DEVICE) -> float:
 
         async def hot(user: int) -> None:
             while loop.time() < SECONDS:
-                ranked = await instance.rank(TrafficRequest(0.0, RANK.name, f"h{user}", 60, 100, "hot"))
+                ranked = await instance.rank(
+                    TrafficRequest(0.0, RANK.name, f"h{user}", 60, 100, "hot")
+                )
                 await asyncio.sleep(0.02 if ranked.error else 0.0002)
 
         async def small(user: int) -> float:
-            ranked = await instance.rank(TrafficRequest(0.0, RANK.name, f"s{user}", 60, 100, "small"))
+            ranked = await instance.rank(
+                TrafficRequest(0.0, RANK.name, f"s{user}", 60, 100, "small")
+            )
             assert not ranked.error
             return ranked.latency_s
 
@@ -65,10 +79,12 @@ def p99_s(hot_clients: int, device: DeviceProfile = DEVICE) -> float:
 
 @pytest.mark.parametrize("hot_clients", [16, 64])
 def test_a_small_tenant_waits_for_passes_and_not_for_a_queue(hot_clients: int) -> None:
-    # the pass that runs, with nobody of the hot tenant's in its own; on the loop what that one has inside
+    # the pass that runs, with nobody of the hot tenant's in its own; on the loop what that one has
+    # inside
     assert p99_s(hot_clients) < p99_s(0) + 1.5 * PASS_S  # 2.0 with its own pass filled up
 
 
 def test_beside_a_fast_device_it_does_not_wait_for_all_that_the_loop_has_of_a_hot_one() -> None:
-    # 5.2 where the hot one holds all 16 places, 3.7 where it holds 6, 3.0 where none of them is in the small one's pass
+    # 5.2 where the hot one holds all 16 places, 3.7 where it holds 6, 3.0 where none of them is in
+    # the small one's pass
     assert p99_s(16, FAST) < 3.3 * p99_s(0, FAST)

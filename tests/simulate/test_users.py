@@ -25,7 +25,8 @@ def test_zipf_numbers_have_their_probabilities(s: float) -> None:
     expected *= count / expected.sum()
     found = np.bincount(drawn, minlength=n + 1)[1:]
     assert found.sum() == count
-    assert ((found - expected) ** 2 / expected).sum() < 90.0  # chi square, 49 degrees: P(> 90) = 0.03 %
+    # chi square, 49 degrees: P(> 90) = 0.03 %
+    assert ((found - expected) ** 2 / expected).sum() < 90.0
 
 
 def test_a_hundred_million_users_are_drawn_from_all_over() -> None:
@@ -79,7 +80,9 @@ def test_asks_are_in_order_and_every_rank_follows_its_signal() -> None:
     config = msgspec.structs.replace(PLAIN, dropout_ratio=0.25, lead_s=0.2, lead_sigma=0.5)
     found = list(signals_and_ranks(visits(config, 300.0, 20.0, 0), 7))
     assert all(a.due_at <= b.due_at for a, b in pairwise(found))
-    signals, ranks = ([request for request in found if request.kind == kind] for kind in ("signal", "rank"))
+    signals, ranks = (
+        [request for request in found if request.kind == kind] for kind in ("signal", "rank")
+    )
     assert len(ranks) / len(signals) == pytest.approx(0.75, abs=0.03)
     assert {request.user for request in ranks} <= {request.user for request in signals}
 
@@ -89,7 +92,10 @@ def test_the_fit_finds_the_model_of_a_log_again() -> None:
         num_users=2000,
         zipf=0.4,
         return_ratio=0.4,
-        return_s=[Lognormal(weight=0.7, median=20, sigma=0.4), Lognormal(weight=0.3, median=600, sigma=0.6)],
+        return_s=[
+            Lognormal(weight=0.7, median=20, sigma=0.4),
+            Lognormal(weight=0.3, median=600, sigma=0.6),
+        ],
         history_tokens=Lognormal(median=100, sigma=0.4),
         growth_tokens=3,
         candidates=20,
@@ -114,7 +120,9 @@ def test_the_fit_finds_the_model_of_a_log_again() -> None:
 
 def test_a_mixture_and_an_exponent_are_found_again() -> None:
     source = np.random.default_rng(0)
-    logs = np.concatenate([source.normal(np.log(10), 0.5, 6000), source.normal(np.log(1000), 0.8, 2000)])
+    logs = np.concatenate(
+        [source.normal(np.log(10), 0.5, 6000), source.normal(np.log(1000), 0.8, 2000)]
+    )
     short, long = sorted(fit_mixture(logs), key=lambda part: part.median)
     assert (short.median, short.sigma, short.weight) == pytest.approx((10, 0.5, 0.75), rel=0.1)
     assert (long.median, long.sigma) == pytest.approx((1000, 0.8), rel=0.15)
@@ -134,7 +142,8 @@ def test_a_log_is_asked_as_a_replay_sends_it() -> None:
     records = [
         QueryRecord(ts=0.0, kind="rank", user_id="a", candidates=[1, 2], history=columns(30)),
         QueryRecord(ts=1.0, kind="events", user_id="a", events=columns(5)),
-        QueryRecord(ts=1.5, kind="match", user_id="a", history=columns(40)),  # matches are not simulated
+        # matches are not simulated
+        QueryRecord(ts=1.5, kind="match", user_id="a", history=columns(40)),
         QueryRecord(ts=2.0, kind="rank", user_id="a", candidates=[1, 2, 3]),
     ]
     found = list(requests_of(records, ReplayOptions(base_url="http://nobody", signal_lead_s=0.5)))

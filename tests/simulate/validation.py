@@ -1,10 +1,11 @@
 """python -m tests.simulate.validation: one, two and four real instances on loopback, against the prediction.
 
-One traffic plays without a break. Of its slices of `SLICE_S` every other one fits the device's profile, and what was
-measured in the ones between is compared with a simulation of the whole traffic by that profile: whatever the machine
-does besides is in both. The rate is such that passes keep the devices together busy for `--busy` of one processor, so
-that they are the time that counts and no instance waits for another one's processor. Percentiles are medians over
-parts of `PART_S`, P99 is of all.
+One traffic plays without a break. Of its slices of `SLICE_S` every other one fits the device's
+profile, and what was measured in the ones between is compared with a simulation of the whole
+traffic by that profile: whatever the machine does besides is in both. The rate is such that passes
+keep the devices together busy for `--busy` of one processor, so that they are the time that counts
+and no instance waits for another one's processor. Percentiles are medians over parts of `PART_S`,
+P99 is of all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.history import Events
 from npu_gr.core.request import Outcome
 from npu_gr.core.settings import from_table
-from npu_gr.engine.kv.pages import KVLayout
+from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.route.placement import How
@@ -46,9 +47,20 @@ from npu_gr.simulate.users import TrafficRequest, visits
 from tests.serving import FIRST_ID, write_checkpoint
 
 USERS = UsersConfig(
-    num_users=400, zipf=0.7, history_tokens=Lognormal(median=800, sigma=0.5), growth_tokens=8, candidates=100
+    num_users=400,
+    zipf=0.7,
+    history_tokens=Lognormal(median=800, sigma=0.5),
+    growth_tokens=8,
+    candidates=100,
 )
-SHAPE: dict[str, Any] = {"dim": 64, "num_layers": 6, "num_heads": 2, "qk_dim": 32, "v_dim": 32, "head_dim": 32}
+SHAPE: dict[str, Any] = {
+    "dim": 64,
+    "num_layers": 6,
+    "num_heads": 2,
+    "qk_dim": 32,
+    "v_dim": 32,
+    "head_dim": 32,
+}
 SECTIONS: dict[str, Any] = {
     "relay": {"t_life_s": 2.0},
     "trigger": {"policy": "always", "min_prefix_tokens": 16},
@@ -86,13 +98,22 @@ def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[QueryRec
 
 
 @asynccontextmanager
-async def process(folder: Path, name: str, command: str, table: dict[str, Any], ready: str) -> AsyncIterator[Path]:
+async def process(
+    folder: Path, name: str, command: str, table: dict[str, Any], ready: str
+) -> AsyncIterator[Path]:
     """One of ours, from its readiness to the block's end; its log."""
     config, output = folder / f"{name}.yaml", folder / f"{name}.log"
     await asyncio.to_thread(config.write_text, yaml.safe_dump(table))
     with await asyncio.to_thread(output.open, "wb") as file:
         started = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "npu_gr", command, "--config", str(config), stdout=file, stderr=file
+            sys.executable,
+            "-m",
+            "npu_gr",
+            command,
+            "--config",
+            str(config),
+            stdout=file,
+            stderr=file,
         )
     try:
         async with aiohttp.ClientSession() as http:
@@ -127,7 +148,9 @@ def free_ports(count: int) -> list[int]:
 @asynccontextmanager
 async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, float]]:
     """The address to send to, and the measured copy bandwidth."""
-    write_checkpoint(folder / "checkpoint", max_history_tokens=MAX_TOKENS, scaling_seqlen=MAX_TOKENS, **SHAPE)
+    write_checkpoint(
+        folder / "checkpoint", max_history_tokens=MAX_TOKENS, scaling_seqlen=MAX_TOKENS, **SHAPE
+    )
     ports = free_ports(num_instances + 2)
     async with AsyncExitStack() as stack:
         output = folder
@@ -136,21 +159,35 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
                 "checkpoint": str(folder / "checkpoint"),
                 "features": {"kind": "none"},
                 "service": {"selfcheck_ratio": 0.0},
-                "admission": {"enabled": False},  # nothing is refused, here and there
+                "admission": {"enabled": False},  # nothing is rejected, here and there
                 "slo": {"rank_s": SLO_S},
-                "server": {"port": ports[number], "admin_port": 0, "log_requests": "slow", "drain_grace_s": 0.1},
+                "server": {
+                    "port": ports[number],
+                    "admin_port": 0,
+                    "log_requests": "slow",
+                    "drain_grace_s": 0.1,
+                },
                 **SECTIONS,
             }
             ready = f"http://127.0.0.1:{ports[number]}/readyz"
-            output = await stack.enter_async_context(process(folder, f"gr-{number}", "serve", table, ready))
+            output = await stack.enter_async_context(
+                process(folder, f"gr-{number}", "serve", table, ready)
+            )
         found = re.search(r"DRAM to HBM ([0-9.]+) GB/s", await asyncio.to_thread(output.read_text))
         assert found, "the service logs its copy bandwidth"
         if num_instances == 1:
             yield f"http://127.0.0.1:{ports[0]}", float(found[1]) * 1e9
             return
         port, admin = ports[-2:]
-        instances = [{"name": f"gr-{n}", "host": "127.0.0.1", "port": ports[n]} for n in range(num_instances)]
-        table = {"port": port, "admin_port": admin, "drain_grace_s": 0.1, "discovery": {"instances": instances}}
+        instances = [
+            {"name": f"gr-{n}", "host": "127.0.0.1", "port": ports[n]} for n in range(num_instances)
+        ]
+        table = {
+            "port": port,
+            "admin_port": admin,
+            "drain_grace_s": 0.1,
+            "discovery": {"instances": instances},
+        }
         table["relay"] = SECTIONS["relay"]
         ready = f"http://127.0.0.1:{port}/readyz"
         await stack.enter_async_context(process(folder, "router", "route", table, ready))
@@ -241,13 +278,18 @@ class Comparison(NamedTuple):
     fitted: dict[str, float]  # measured in the slices that fit: what differs between equals
 
     def errors(self, name: str) -> tuple[float, float]:
-        """Of the prediction, and of the other slices as one; relative, of ratios under 0.1 in tenths of all ranks."""
+        """Of the prediction, and of the other slices as one.
+
+        Relative, of ratios under 0.1 in tenths of all ranks.
+        """
         real = self.measured[name]
         told, other = ((of[name] - real) / max(real, 0.1) for of in (self.predicted, self.fitted))
         return told, other
 
 
-def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False) -> Comparison:
+def validate(
+    num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False
+) -> Comparison:
     """Measured and predicted figures; without signals hits come from users who return."""
     layout = KVLayout(
         num_layers=SHAPE["num_layers"],
@@ -261,7 +303,9 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
         async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
             options = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=4.0)
             first, _ = await measure(log(4.0, 10.0, 1, "other"), options)
-            rate = min(busy, 0.25 * num_instances) / float(np.mean([rank.device_s for rank in first]))
+            rate = min(busy, 0.25 * num_instances) / float(
+                np.mean([rank.device_s for rank in first])
+            )
             records = log(rate, seconds, 2)
             lead_s = LEAD_S if signals else None
             options = msgspec.structs.replace(options, warmup_s=4.0, signal_lead_s=lead_s)
@@ -292,20 +336,24 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
 def table(found: Comparison) -> str:
     """For people."""
     lines = [
-        f"{found.instances} instances, {found.rate:.1f} ranks/s, devices busy {found.busy_ratio:.0%}, "
+        f"{found.instances} instances, {found.rate:.1f} ranks/s, devices busy "
+        f"{found.busy_ratio:.0%}, "
         f"{found.ranks} ranks compared, load average {os.getloadavg()[0]:.1f}"
     ]
     for name, real in found.measured.items():
         told, other = found.errors(name)
         lines.append(
-            f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{told:>+9.1%}   other slices {other:>+7.1%}"
+            f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{told:>+9.1%}   other slices "
+            f"{other:>+7.1%}"
         )
     return "\n".join(lines)
 
 
 @click.command()
 @click.option("--instances", multiple=True, type=int, default=(1, 2, 4), show_default=True)
-@click.option("--seconds", default=130.0, show_default=True, help="Of traffic, for each number of instances.")
+@click.option(
+    "--seconds", default=130.0, show_default=True, help="Of traffic, for each number of instances."
+)
 @click.option("--busy", default=0.4, show_default=True, help="Processors that passes shall use.")
 @click.option("--signals", is_flag=True, help="Pre-infer: then nearly every rank hits.")
 def main(instances: tuple[int, ...], seconds: float, busy: float, signals: bool) -> None:

@@ -1,4 +1,7 @@
-"""An acceptance: a process each step; one that hangs or crashes is named, with its kernel; and a bundle for us."""
+"""An acceptance: a process each step; one that hangs or crashes is named, with its kernel.
+
+And a bundle for us.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def accept(folder: Path, *, timeout_s: float = 300.0) -> tuple[Acceptance, list[
 def packed(folder: Path) -> dict[str, str]:
     with tarfile.open(folder / "b.tar.gz") as bundle:
         files = {member.name: bundle.extractfile(member) for member in bundle if member.isfile()}
-        return {name.partition("/")[2]: file.read().decode() for name, file in files.items() if file}
+        return {
+            name.partition("/")[2]: file.read().decode() for name, file in files.items() if file
+        }
 
 
 @pytest.fixture
@@ -43,7 +48,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """A step that is this script of the shell."""
     monkeypatch.setattr(acceptance, "names", lambda _backend: ["operator a", "operator b"])
-    monkeypatch.setattr(acceptance, "_command", lambda _backend, step, _quick: ["sh", "-c", script, "sh", step])
+    monkeypatch.setattr(
+        acceptance, "_command", lambda _backend, step, _quick: ["sh", "-c", script, "sh", step]
+    )
 
 
 def is_gone(pid: int) -> bool:
@@ -65,7 +72,10 @@ def test_the_steps_go_from_single_operators_to_requests() -> None:
 def test_whole_requests_run_end_to_end_on_what_is_there(
     tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reduced: on the pretended NPU, whose operators are our kernels; at a service's sizes on a real one."""
+    """Reduced: on the pretended NPU, whose operators are our kernels.
+
+    At a service's sizes on a real one.
+    """
     monkeypatch.setattr(acceptance, "names", lambda _backend: ["ranks at production shapes"])
     done, _ = accept(tmp_path)
     found = {each.name: each for each in done.findings}
@@ -84,14 +94,21 @@ def test_an_operator_is_compared_on_the_device_and_packed(tmp_path: Path, machin
     assert begun == [CSR]
     assert {(each.state, each.found) for each in done.findings} == {(FindingState.OK, "as defined")}
     files = packed(tmp_path)
-    assert set(files) == {"machine.txt", "report.txt", "report.json", "operator-csr_gather_topk.log"}
+    assert set(files) == {
+        "machine.txt",
+        "report.txt",
+        "report.json",
+        "operator-csr_gather_topk.log",
+    }
     assert "npu_gr: csr_norm_bf16 on " in files["operator-csr_gather_topk.log"]
     assert json.loads(files["report.json"]) == json.loads(json.dumps(done.as_dict()))
     assert "\ntorch 2." in files["machine.txt"]
     assert "ASCEND_HOME_PATH=" in files["machine.txt"]
 
 
-def test_a_crash_names_the_kernel(tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_names_the_kernel(
+    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PRETENDED_CRASHES", "csr_merge")
     done, _ = accept(tmp_path)
     (broken,) = done.findings
@@ -100,8 +117,13 @@ def test_a_crash_names_the_kernel(tmp_path: Path, machine: None, monkeypatch: py
     assert "docs/ascend.md" in broken.remedy
 
 
-def test_a_hang_names_the_kernel_and_the_next_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has launched one kernel that ended and one that did not; what it started dies with it."""
+def test_a_hang_names_the_kernel_and_the_next_step_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has launched one kernel that ended and one that did not.
+
+    What it started dies with it.
+    """
     pid = tmp_path / "pid"
     hang = f"""test "$1" = 'operator b' && echo '{{"findings": [["b", "ok", "fine", ""]], "latencies": []}}' && exit
         echo npu_gr: csr_norm_bf16 on 40 cores; echo npu_gr: csr_norm_bf16 ended with 0
@@ -126,17 +148,23 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(tmp_path: Path, monkeypa
         ("echo no answer", "ended with exit status 0: no answer"),
     ],
 )
-def test_how_a_step_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str) -> None:
+def test_how_a_step_ended_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str
+) -> None:
     stand_in(monkeypatch, script)
     done, _ = accept(tmp_path)
     assert len(done.findings) == 2
     assert done.findings[0].found.startswith(found)
 
 
-def test_a_machine_that_is_not_well_ends_it_with_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_not_well_ends_it_with_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptance, "names", lambda _backend: ["machine", "operator a"])
     script = """echo '{"findings": [["NPU", "broken", "gone", "look"]], "latencies": [["rank", 1.5, 2.5]]}'"""
-    monkeypatch.setattr(acceptance, "_command", lambda _backend, _step, _quick: ["sh", "-c", script])
+    monkeypatch.setattr(
+        acceptance, "_command", lambda _backend, _step, _quick: ["sh", "-c", script]
+    )
     done, begun = accept(tmp_path)
     assert begun == ["machine"]
     assert not done.as_dict()["ok"]
@@ -146,7 +174,10 @@ def test_a_machine_that_is_not_well_ends_it_with_a_bundle(tmp_path: Path, monkey
 
 def test_canns_logs_are_packed_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "MAX_LOG_BYTES", 8)
-    script = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH/debug"; echo 0123456789 > "$ASCEND_PROCESS_LOG_PATH/debug/plog.log"'
+    script = (
+        'mkdir -p "$ASCEND_PROCESS_LOG_PATH/debug"; echo 0123456789 > '
+        '"$ASCEND_PROCESS_LOG_PATH/debug/plog.log"'
+    )
     stand_in(monkeypatch, script)
     accept(tmp_path)
     assert packed(tmp_path)["plog/debug/plog.log"] == "3456789\n"
@@ -158,7 +189,9 @@ def test_a_bundle_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
         accept(Path("/proc/none"))
 
 
-def test_an_interrupt_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen[bytes]):

@@ -1,4 +1,7 @@
-"""The kernels are built from what ships, into a folder of one's choice; a compiler that fails leaves nothing behind."""
+"""The kernels are built from what ships, into a folder of one's choice.
+
+A compiler that fails leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from npu_gr.tools.build_ops import build_cpu
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_the_cpu_kernels_are_built_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_kernels_are_built_and_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')  # -O3 takes a minute of the processor
+    # -O3 takes a minute of the processor
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"env {compiler}")  # as `ccache g++`
     assert load(library=build_cpu(tmp_path / "lib")).isa

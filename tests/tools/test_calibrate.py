@@ -15,7 +15,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.settings import to_table
-from npu_gr.jobs.histories import UserHistory
+from npu_gr.handlers.histories import UserHistory
 from npu_gr.relay.config import Calibration, beside
 from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load
@@ -35,7 +35,9 @@ def rank(ts: float, user: str, **fields: object) -> QueryRecord:
 def test_a_log_says_how_long_histories_are_and_how_long_a_prefix_waits() -> None:
     records = []
     for n in range(100):
-        records.append(QueryRecord(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1)))
+        records.append(
+            QueryRecord(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1))
+        )
         answer = LoggedAnswer(latency_ms=50.0)
         records.append(rank(n * 10.0 + 0.01 * n, f"u{n}", history=history(n + 1), answer=answer))
     found = traffic(records)
@@ -44,7 +46,9 @@ def test_a_log_says_how_long_histories_are_and_how_long_a_prefix_waits() -> None
     delayed = traffic([rank(float(n), "u", delay_ms=80.0) for n in range(30)])
     assert delayed.kv_p99_tokens is None
     assert delayed.t_life_s == pytest.approx(0.08)
-    assert traffic([rank(float(n), "u", history=history(7)) for n in range(30)]) == LogTraffic(7, None)
+    assert traffic([rank(float(n), "u", history=history(7)) for n in range(30)]) == LogTraffic(
+        7, None
+    )
     with pytest.raises(DataError, match="the log has 3 ranks, the least is 20"):
         traffic(records[:6])
 
@@ -59,12 +63,16 @@ async def test_it_is_measured_with_the_instances_own_parts(tmp_path: Path) -> No
     assert (
         await calibrate(config, LogTraffic(10**6, None), 0.01)
     ).kv_p99_tokens == 2048  # no longer than the model takes
-    small = msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, hbm_bytes=short.kv_token_bytes * 320))
+    small = msgspec.structs.replace(
+        config, kv=msgspec.structs.replace(config.kv, hbm_bytes=short.kv_token_bytes * 320)
+    )
     with pytest.raises(ConfigError, match=r"kv\.hbm_bytes: 1 prefixes of 500 tokens do not fit"):
         await calibrate(small, LogTraffic(500, None), 0.1)
 
 
-async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_instance_goes_on_from_it_where_it_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     found = await calibrate(make_config(tmp_path), LogTraffic(10, 0.2), 0.05)
     found = msgspec.structs.replace(found, q_m_per_s=5.0)
@@ -77,11 +85,17 @@ async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog:
             UserHistory.of(Events.make([1001] * 10, [0] * 10, range(10)), 0, 10)
         )
         assert relay.measured.kv_p99_bytes.value == relay.tiers[0].arena.layout.bytes(len(tokens))
-    async with serving(tmp_path, calibration=calibration, trigger={"q_m_per_s": 20.0}) as (_, service):
+    async with serving(tmp_path, calibration=calibration, trigger={"q_m_per_s": 20.0}) as (
+        _,
+        service,
+    ):
         measured = service.versions.ranker().relay.measured
         assert measured.q_inst_per_s == pytest.approx(0.8 * 20.0)  # what is configured wins
     with caplog.at_level(logging.WARNING):
-        async with serving(tmp_path, calibration={**calibration, "version": "another"}) as (_, service):
+        async with serving(tmp_path, calibration={**calibration, "version": "another"}) as (
+            _,
+            service,
+        ):
             relay = service.versions.ranker().relay
             assert relay.measured.t_life_p99_s.value == relay.t_life_s  # the guess
     assert "ignored the calibration: it is of another on cpu" in caplog.text

@@ -1,4 +1,4 @@
-"""What a configuration names is opened before a start does it, and what a start would refuse is told in words."""
+"""What a configuration names is opened before a start does it, and what a start would reject is told in words."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
             "log_user_key_file": str(tmp_path / "user-key"),
             "tls": {"certificate": str(pair.certificate), "key": str(pair.key)},
         },
-        record={"folder": str(tmp_path / "new" / "traffic"), "hash_key_file": str(tmp_path / "user-key")},
+        record={
+            "folder": str(tmp_path / "new" / "traffic"),
+            "hash_key_file": str(tmp_path / "user-key"),
+        },
     )
     assert is_well(list(found.values())), found
     assert "version" in found["checkpoint"].words
@@ -66,7 +69,11 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
 @pytest.mark.parametrize(
     ("sections", "key", "words"),
     [
-        ({"checkpoint": "/nowhere"}, "checkpoint", "No such file or directory: /nowhere/config.json"),
+        (
+            {"checkpoint": "/nowhere"},
+            "checkpoint",
+            "No such file or directory: /nowhere/config.json",
+        ),
         (
             {"features": {"path": "/proc/none/h.db"}},
             "features.path",
@@ -75,14 +82,28 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
         ({"features": {"path": "/etc/passwd"}}, "features.path", "/etc/passwd is no SQLite file"),
         ({"server": {"api_keys_file": "/nowhere"}}, "server.api_keys_file", "No such file"),
         ({"server": {"log_user_key_file": "/nowhere"}}, "server.log_user_key_file", "No such file"),
-        ({"server": {"tls": {"certificate": "/nowhere", "key": "/no"}}}, "server.tls", "No such file"),
-        ({"server": {"host": "no.such.host.invalid", "allow_unauthenticated": True}}, "server.port", "no.such.host"),
+        (
+            {"server": {"tls": {"certificate": "/nowhere", "key": "/no"}}},
+            "server.tls",
+            "No such file",
+        ),
+        (
+            {"server": {"host": "no.such.host.invalid", "allow_unauthenticated": True}},
+            "server.port",
+            "no.such.host",
+        ),
         ({"record": {"folder": "/etc/passwd/x"}}, "record.folder", "/etc/passwd is no folder"),
-        ({"record": {"folder": "r", "hash_key_file": "/nowhere"}}, "record.hash_key_file", "No such file"),
+        (
+            {"record": {"folder": "r", "hash_key_file": "/nowhere"}},
+            "record.hash_key_file",
+            "No such file",
+        ),
         ({"match": {"vectors": "/nowhere"}}, "match.vectors", "/nowhere"),
     ],
 )
-def test_what_a_start_refuses_is_told(tmp_path: Path, sections: dict[str, Any], key: str, words: str) -> None:
+def test_what_a_start_rejects_is_told(
+    tmp_path: Path, sections: dict[str, Any], key: str, words: str
+) -> None:
     found = examined(tmp_path, **sections)
     assert found[key].state is OpenedState.BROKEN
     assert words in found[key].words
@@ -95,14 +116,20 @@ def test_weights_that_are_not_the_manifests_are_told(tmp_path: Path, checkpoint:
 
 
 def generating(folder: Path, **changes: object) -> dict[str, Any]:
-    section = {"checkpoint": str(folder / "sid"), "catalogue": str(folder / "c.jsonl"), "codes": [4, 4]}
+    section = {
+        "checkpoint": str(folder / "sid"),
+        "catalogue": str(folder / "c.jsonl"),
+        "codes": [4, 4],
+    }
     return {"generate": section | changes}
 
 
 def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Path) -> None:
     hf_model(model_type="qwen3").save_pretrained(tmp_path / "sid")
     vocab_size = SIZES["vocab_size"]
-    (tmp_path / "c.jsonl").write_text('{"item_id": 1, "sid": [0, 1]}\n{"item_id": 2, "sid": [3, 3]}\n')
+    (tmp_path / "c.jsonl").write_text(
+        '{"item_id": 1, "sid": [0, 1]}\n{"item_id": 2, "sid": [3, 3]}\n'
+    )
     found = examined(tmp_path, **generating(tmp_path))
     assert found["generate.checkpoint"].state is OpenedState.OK, found
     assert found["generate.catalogue"].words.endswith("2 items")
@@ -111,11 +138,18 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     found = examined(tmp_path, **generating(tmp_path, codes=[4, vocab_size]))
     assert f"the last token would be {vocab_size + 3}" in found["generate.checkpoint"].words
     (tmp_path / "sid" / "model.safetensors").unlink()
-    assert examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state is OpenedState.BROKEN
+    assert (
+        examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state
+        is OpenedState.BROKEN
+    )
 
 
-def test_a_hook_and_popular_items(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rules.py").write_text("def apply(items, context): return items\ndef one(items): return items\n")
+def test_a_hook_and_popular_items(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rules.py").write_text(
+        "def apply(items, context): return items\ndef one(items): return items\n"
+    )
     (tmp_path / "popular").write_text("5\n6\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -124,10 +158,16 @@ def test_a_hook_and_popular_items(tmp_path: Path, checkpoint: Path, monkeypatch:
         return examined(tmp_path, **generating(tmp_path), recommend=recommend)
 
     found = hooked("my_rules:apply", "popular")
-    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (OpenedState.OK, OpenedState.OK)
+    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (
+        OpenedState.OK,
+        OpenedState.OK,
+    )
     assert found["recommend.popular"].words.endswith("2 items")
     found = hooked("my_rules:one", "none")
-    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (OpenedState.BROKEN, OpenedState.BROKEN)
+    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (
+        OpenedState.BROKEN,
+        OpenedState.BROKEN,
+    )
     assert "No module" in hooked("my_rulez:apply", "popular")["recommend.hook"].words
 
 
@@ -139,7 +179,9 @@ def test_a_port_in_use_is_a_note(tmp_path: Path, checkpoint: Path) -> None:
 
 
 def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoint: Path) -> None:
-    found = examined(tmp_path, features={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"})
+    found = examined(
+        tmp_path, features={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"}
+    )
     assert found["features.url"].state is OpenedState.NOTE
     assert "s3cret" not in str(found)
 
@@ -158,15 +200,26 @@ def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoi
     ],
 )
 def test_an_extra_that_is_not_installed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], module: str, key: str, extra: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    module: str,
+    key: str,
+    extra: str,
 ) -> None:
     real = importlib.util.find_spec
 
     def found() -> dict[str, Opened]:
-        return examined_router(**sections) if "discovery" in sections else examined(tmp_path, **sections)
+        return (
+            examined_router(**sections)
+            if "discovery" in sections
+            else examined(tmp_path, **sections)
+        )
 
     assert key not in found()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else real(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else real(name)
+    )
     assert found()[key].remedy == f"pip install 'npu_gr[{extra}]'"
 
 
@@ -190,7 +243,9 @@ def test_a_router(tmp_path: Path, authority: Authority) -> None:
 def test_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.yaml"
     (tmp_path / "url").write_text("redis://:s3cret@h:6379/0")
-    path.write_text(f"checkpoint: x\nfeatures: {{url: {{file: {tmp_path}/url}}}}\nkv: {{dram_bytes: 1GiB}}\n")
+    path.write_text(
+        f"checkpoint: x\nfeatures: {{url: {{file: {tmp_path}/url}}}}\nkv: {{dram_bytes: 1GiB}}\n"
+    )
     monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
     overrides = ["admission.tenant_weights={shop: 2}", "threads=3"]
     config = read(path, overrides)
@@ -208,8 +263,12 @@ def test_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert line in text.splitlines()
     assert "s3cret" not in text
     assert yaml.safe_load(text) == settings.to_table(config)
-    calibration = "{version: v, device: d, cost: {a0: 1, a1: 1, a2: 1, b0: 1, b1: 1}, copy_bytes_per_s: 1, "
-    beside(path).write_text(f"{calibration}kv_token_bytes: 2, kv_p99_tokens: 3, t_life_s: 4, q_m_per_s: 5}}")
+    calibration = (
+        "{version: v, device: d, cost: {a0: 1, a1: 1, a2: 1, b0: 1, b1: 1}, copy_bytes_per_s: 1, "
+    )
+    beside(path).write_text(
+        f"{calibration}kv_token_bytes: 2, kv_p99_tokens: 3, t_life_s: 4, q_m_per_s: 5}}"
+    )
     assert f"  version: v  # {beside(path)}" in shown(read(path), path).splitlines()
     path.write_text("checkpoint: x\ncalibration:\n")
     assert f"  version: v  # {beside(path)}" in shown(read(path), path).splitlines()

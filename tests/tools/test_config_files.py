@@ -30,24 +30,37 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 def test_every_key_is_explained_and_no_other(kind: str) -> None:
     told, known = notes(kind), settings_of(KINDS[kind][0])
     assert [path for path in known if path not in told] == []
-    assert [path for path, setting in known.items() if not told[path] and setting.section is None] == []
+    assert [
+        path for path, setting in known.items() if not told[path] and setting.section is None
+    ] == []
     if kind != "simulation":  # whose words are in part an instance's
         assert [path for path in told if path not in known] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_schema_that_ships_is_current(kind: str) -> None:
-    assert (ROOT / KINDS[kind][2]).read_text() == schema_text(kind), "npu-gr config KIND --schema > configs/..."
+    assert (ROOT / KINDS[kind][2]).read_text() == schema_text(kind), (
+        "npu-gr config KIND --schema > configs/..."
+    )
     jsonschema.Draft202012Validator.check_schema(schema(kind))
 
 
 def test_the_reference_is_current() -> None:
     page = reference()
-    assert (ROOT / "docs/configuration.md").read_text() == page, "npu-gr config --reference > docs/configuration.md"
+    assert (ROOT / "docs/configuration.md").read_text() == page, (
+        "npu-gr config --reference > docs/configuration.md"
+    )
     for kind in KINDS:
         if kind != "simulation":
-            assert [path for path, one in settings_of(KINDS[kind][0]).items() if f"`{path}`" not in page] == []
-    for option in ("npu-gr train rank", "`learning_rate`", "npu-gr train generate", "npu-gr train match"):
+            assert [
+                path for path, one in settings_of(KINDS[kind][0]).items() if f"`{path}`" not in page
+            ] == []
+    for option in (
+        "npu-gr train rank",
+        "`learning_rate`",
+        "npu-gr train generate",
+        "npu-gr train match",
+    ):
         assert option in page
 
 
@@ -62,7 +75,9 @@ def test_a_file_names_its_schema_and_fits_it(path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_to_begin_with_is_right_and_names_the_schema(kind: str) -> None:
     settings.parse(example(kind), KINDS[kind][0], kind)
-    assert example(kind).startswith(f"# yaml-language-server: $schema=file://{ROOT}/{KINDS[kind][2]}\n")
+    assert example(kind).startswith(
+        f"# yaml-language-server: $schema=file://{ROOT}/{KINDS[kind][2]}\n"
+    )
 
 
 def uncommented(text: str) -> dict[str, Any]:
@@ -75,7 +90,9 @@ def uncommented(text: str) -> dict[str, Any]:
 
 
 def test_a_key_that_is_commented_out_can_be_taken_as_it_stands() -> None:
-    table = uncommented((ROOT / "configs/cpu.yaml").read_text().replace("calibration: null", "calibration:"))
+    table = uncommented(
+        (ROOT / "configs/cpu.yaml").read_text().replace("calibration: null", "calibration:")
+    )
     table["features"] |= {"kind": "redis", "url": "rediss://127.0.0.1:6379/0"}
     config = settings.from_table(table, Config)
     validator("instance").validate(table)
@@ -136,7 +153,11 @@ def test_the_schema_takes_what_a_start_takes(
 
 
 def test_what_a_comment_is_and_whose() -> None:
-    text = "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n    f: '#'\n"
+    text = (
+        "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n "
+        "  "
+        " f: '#'\n"
+    )
     assert read(f"{text}# Prose: no key\n") == {
         "a": "first",
         "b": "second",

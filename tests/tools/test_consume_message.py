@@ -1,4 +1,7 @@
-"""A message is read as an event, by guessed or told fields and any usual time; or the text says why it is none."""
+"""A message is read as an event, by guessed or told fields and any usual time.
+
+Or the text says why it is none.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,16 @@ class Event(NamedTuple):
     timestamp: int
 
 
-def read(table: Any, fields: Fields | None = None, came_ms: int | None = 1_600_000_123_456) -> Event:
+def read(
+    table: Any, fields: Fields | None = None, came_ms: int | None = 1_600_000_123_456
+) -> Event:
     value = table if isinstance(table, bytes | None) else json.dumps(table).encode()
     message = Message("t", 0, 1, cast(int, came_ms), None, value)
     found = read_event(message, fields or Fields(), EventModel(ACTIONS))
     events = found.events
-    return Event(found.user.user, int(events.items[0]), int(events.actions[0]), int(events.timestamps[0]))
+    return Event(
+        found.user.user, int(events.items[0]), int(events.actions[0]), int(events.timestamps[0])
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,13 @@ def read(table: Any, fields: Fields | None = None, came_ms: int | None = 1_600_0
     [
         {"user_id": "u", "item_id": "SKU-1", "event": "purchase", "timestamp": 1_600_000_000},
         {"userId": "u", "sku": "SKU-1", "eventType": "purchase", "ts": 1_600_000_000_999},
-        {"User": "u", "Product ID": "SKU-1", "action": "purchase", "created_at": "2020-09-13T12:26:40Z", "more": [{}]},
+        {
+            "User": "u",
+            "Product ID": "SKU-1",
+            "action": "purchase",
+            "created_at": "2020-09-13T12:26:40Z",
+            "more": [{}],
+        },
     ],
 )
 def test_fields_are_guessed(table: dict[str, Any]) -> None:
@@ -45,7 +58,12 @@ def test_fields_are_guessed(table: dict[str, Any]) -> None:
 
 
 def test_fields_are_told() -> None:
-    table = {"user_id": "wrong", "p": {"who": 7, "what": 42}, "kind": "view", "at.utc": "2020-09-13 14:26:40+02:00"}
+    table = {
+        "user_id": "wrong",
+        "p": {"who": 7, "what": 42},
+        "kind": "view",
+        "at.utc": "2020-09-13 14:26:40+02:00",
+    }
     fields = Fields(user="p.who", item="p.what", event="kind", time="at.utc")
     assert read(table, fields) == Event("7", 42, 0, 1_600_000_000)
 
@@ -57,7 +75,14 @@ def test_numbers_are_events_and_the_broker_knows_the_time() -> None:
 @pytest.mark.parametrize(
     "time",
     [
-        *(1.6e9, 1_600_000_000_500, 1_600_000_000_500_000, 1_600_000_000_500_000_000, "1600000000", "1600000000.7"),
+        *(
+            1.6e9,
+            1_600_000_000_500,
+            1_600_000_000_500_000,
+            1_600_000_000_500_000_000,
+            "1600000000",
+            "1600000000.7",
+        ),
         *("2020-09-13T12:26:40", "2020-09-13T12:26:40.5+00:00", " 2020-09-13 12:26:40Z "),
     ],
 )
@@ -80,7 +105,10 @@ def test_times(time: str | float) -> None:
         ({"user": "u", "item": 1.5, "event": "view"}, "is no item"),
         ({"user": "u", "item": -1, "event": "view"}, "item: "),
         ({"user": "u", "item": "x" * 600, "event": "view"}, "item: "),
-        ({"user": "u", "item": "a", "event": "nap"}, "event: 'nap' is none of the model's: view, purchase, 4.5"),
+        (
+            {"user": "u", "item": "a", "event": "nap"},
+            "event: 'nap' is none of the model's: view, purchase, 4.5",
+        ),
         ({"user": "u", "item": "a", "event": {}}, "is no event"),
         ({"user": "u", "item": "a", "event": "view", "time": "noon"}, "neither a number nor ISO"),
         ({"user": "u", "item": "a", "event": "view", "time": True}, "is no time"),

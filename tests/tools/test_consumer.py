@@ -18,12 +18,12 @@ from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessa
 from npu_gr.core.feature_schema.encode import hash_names
 from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryConfig, HistoryStore
-from npu_gr.tools import consume as module
-from npu_gr.tools.consume import MOST_OF_USER, ConsumeConfig, EventConsumer
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryConfig, HistoryStore
+from npu_gr.tools import kafka_ingest as module
 from npu_gr.tools.consume_message import Fields
 from npu_gr.tools.ingest import EventModel, Target
+from npu_gr.tools.kafka_ingest import MOST_OF_USER, ConsumeConfig, EventConsumer
 from tests.features_of import every_feature
 
 ACTIONS = ("view", "purchase")
@@ -49,10 +49,16 @@ class Crash(BaseException):
 
 
 class Log:
-    """A topic of one partition, and the group's committed offset; a consumer that begins anew begins there."""
+    """A topic of one partition, and the group's committed offset.
+
+    A consumer that begins anew begins there.
+    """
 
     def __init__(self, values: list[bytes]) -> None:
-        self.messages = [Message("t", 0, at, 1_600_000_000_000 + at, None, value) for at, value in enumerate(values)]
+        self.messages = [
+            Message("t", 0, at, 1_600_000_000_000 + at, None, value)
+            for at, value in enumerate(values)
+        ]
         self.committed = 0
         self.commits: list[int] = []
         self.dies_at_commit = -1
@@ -106,13 +112,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def value(number: int, user: str = "u", event: str = "view") -> bytes:
-    return json.dumps({"user": user, "item": number, "event": event, "time": 1_600_000_000 + number}).encode()
+    return json.dumps(
+        {"user": user, "item": number, "event": event, "time": 1_600_000_000 + number}
+    ).encode()
 
 
-def events_of(log: Log, store: Any, folder: Path, stop: asyncio.Event, **features: str) -> EventConsumer:
+def events_of(
+    log: Log, store: Any, folder: Path, stop: asyncio.Event, **features: str
+) -> EventConsumer:
     target = Target(store, EventModel(ACTIONS, every_feature(("event",))), "it")
     letters = folder / "dead.jsonl"
-    config = ConsumeConfig(brokers="", topics=("t",), dead_letters=letters, fields=Fields(features=features))
+    config = ConsumeConfig(
+        brokers="", topics=("t",), dead_letters=letters, fields=Fields(features=features)
+    )
     return EventConsumer(log.consumer(stop), target, config)
 
 
@@ -124,9 +136,22 @@ async def consumed(log: Log, store: Any, folder: Path, **features: str) -> Colle
 
 
 async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) -> None:
-    """By the names of the model; what a message lacks is missing, and what does not fit is no event."""
-    told: list[dict[str, Any]] = [{"p": {"from": "fr"}, "spent": 2.5}, {"spent": None}, {"spent": "much"}, {}]
-    log = Log([json.dumps({**json.loads(value(number)), **more}).encode() for number, more in enumerate(told)])
+    """By the names of the model.
+
+    What a message lacks is missing, and what does not fit is no event.
+    """
+    told: list[dict[str, Any]] = [
+        {"p": {"from": "fr"}, "spent": 2.5},
+        {"spent": None},
+        {"spent": "much"},
+        {},
+    ]
+    log = Log(
+        [
+            json.dumps({**json.loads(value(number)), **more}).encode()
+            for number, more in enumerate(told)
+        ]
+    )
     done = await consumed(log, store, tmp_path, country="p.from", spent="spent")
     assert counted(done) == {"written": 3, "known": 0, "dead": 1}
     assert "features.spent: row 0 is a text" in (tmp_path / "dead.jsonl").read_text()
@@ -134,13 +159,17 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
     assert read.names["country"].tolist() == hash_names([["fr"], [], []], 1).tolist()
     assert read.numbers["spent"].tolist()[0] == 2.5
     assert np.isnan(read.numbers["spent"][1:]).all()
-    with pytest.raises(ConfigError, match="--feature colour: no feature of events of it; it has country, tags"):
+    with pytest.raises(
+        ConfigError, match="--feature colour: no feature of events of it; it has country, tags"
+    ):
         await consumed(Log([]), store, tmp_path, colour="colour")
 
 
 def counted(registry: CollectorRegistry) -> dict[str, int]:
     return {
-        result: int(registry.get_sample_value("npu_gr_consume_messages_total", {"result": result}) or 0)
+        result: int(
+            registry.get_sample_value("npu_gr_consume_messages_total", {"result": result}) or 0
+        )
         for result in ("written", "known", "dead")
     }
 
@@ -157,7 +186,8 @@ async def items(store: HistoryStore, user: str = "u") -> list[int]:
 async def test_a_crash_between_acknowledgement_and_commit_counts_nothing_twice(
     store: HistoryStore, tmp_path: Path
 ) -> None:
-    log = Log([value(number) for number in range(700)])  # of one user: more than the keys that the store remembers
+    # of one user: more than the keys that the store remembers
+    log = Log([value(number) for number in range(700)])
     for crash in range(5):
         log.dies_at_commit = len(log.commits) + crash
         with pytest.raises(Crash):
@@ -167,7 +197,8 @@ async def test_a_crash_between_acknowledgement_and_commit_counts_nothing_twice(
     assert 0 < known <= MOST_OF_USER
     assert await items(store) == [*range(700)]
     steps = zip([0, *log.commits], log.commits, strict=False)
-    assert max(after - before for before, after in steps) <= MOST_OF_USER  # what may be read again has its keys
+    # what may be read again has its keys
+    assert max(after - before for before, after in steps) <= MOST_OF_USER
 
 
 async def test_poison_blocks_nobody(store: HistoryStore, tmp_path: Path) -> None:
@@ -182,7 +213,9 @@ async def test_poison_blocks_nobody(store: HistoryStore, tmp_path: Path) -> None
 class Failing:
     """A store in front of another one that fails first, or fails for one item."""
 
-    def __init__(self, store: HistoryStore, errors: list[Exception], bad: int = -1, reason: Any = None) -> None:
+    def __init__(
+        self, store: HistoryStore, errors: list[Exception], bad: int = -1, reason: Any = None
+    ) -> None:
         self._store = store
         self.errors = errors
         self._bad = bad
@@ -196,21 +229,31 @@ class Failing:
         is_bad = [self._bad in one.events.items.tolist() for one in batch]
         if any(is_bad) and isinstance(self._reason, Unprocessable):
             raise self._reason  # the form of one fails the whole call
-        written = iter(await self._store.write_many([one for one, bad in zip(batch, is_bad, strict=True) if not bad]))
+        written = iter(
+            await self._store.write_many(
+                [one for one, bad in zip(batch, is_bad, strict=True) if not bad]
+            )
+        )
         return [self._reason if bad else next(written) for bad in is_bad]
 
 
-async def test_a_partition_that_leaves_with_its_commit_is_not_looked_at(store: HistoryStore, tmp_path: Path) -> None:
+async def test_a_partition_that_leaves_with_its_commit_is_not_looked_at(
+    store: HistoryStore, tmp_path: Path
+) -> None:
     log = Log([value(number) for number in range(10)])
     log.leaves_after = 1
     assert counted(await consumed(log, store, tmp_path))["written"] == 10
     assert log.commits == [10]
 
 
-async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(store: HistoryStore, tmp_path: Path) -> None:
+async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(
+    store: HistoryStore, tmp_path: Path
+) -> None:
     config = ConsumeConfig(brokers="", topics=("t",), dead_letters=tmp_path / "dead.jsonl")
     with pytest.raises(ConfigError, match="it: its model has no actions"):
-        EventConsumer(Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), config)
+        EventConsumer(
+            Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), config
+        )
 
 
 async def test_a_store_without_room_is_waited_for(store: HistoryStore, tmp_path: Path) -> None:
@@ -221,10 +264,15 @@ async def test_a_store_without_room_is_waited_for(store: HistoryStore, tmp_path:
     assert failing.calls == [10] * 4
     assert registry.get_sample_value("npu_gr_consume_retries_total") == 3
     assert (await items(store), log.commits) == ([*range(10)], [10])
-    assert registry.get_sample_value("npu_gr_consume_lag_messages", {"topic": "t", "partition": "0"}) == 0
+    assert (
+        registry.get_sample_value("npu_gr_consume_lag_messages", {"topic": "t", "partition": "0"})
+        == 0
+    )
 
 
-@pytest.mark.parametrize("reason", [StoreFailed("damaged"), Unprocessable("users[4]: not the form")])
+@pytest.mark.parametrize(
+    "reason", [StoreFailed("damaged"), Unprocessable("users[4]: not the form")]
+)
 async def test_one_that_can_never_be_written_is_a_dead_letter(
     reason: Exception, store: HistoryStore, tmp_path: Path
 ) -> None:
@@ -234,7 +282,9 @@ async def test_one_that_can_never_be_written_is_a_dead_letter(
     assert (log.committed, [line["reason"] for line in dead(tmp_path)]) == (10, [str(reason)])
 
 
-async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(store: HistoryStore, tmp_path: Path) -> None:
+async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(
+    store: HistoryStore, tmp_path: Path
+) -> None:
     log = Log([value(number) for number in range(10)])
     stop = asyncio.Event()
 
@@ -270,7 +320,9 @@ LETTER = Message("t", 1, 7, 1_600_000_000_000, b"key", b"{", (("trace", b"abc"),
 
 def letters_of(path: Path) -> Callable[[list[Any]], None]:
     target = Target(cast(Any, None), EventModel(ACTIONS), "it")
-    return EventConsumer(None, target, ConsumeConfig(brokers="", topics=(), dead_letters=path))._bury
+    return EventConsumer(
+        None, target, ConsumeConfig(brokers="", topics=(), dead_letters=path)
+    )._bury
 
 
 def decoded(text: str | None) -> bytes | None:
@@ -283,7 +335,12 @@ async def test_a_line_has_all_of_the_message(tmp_path: Path) -> None:
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (decoded(first["key"]), decoded(first["value"])) == (LETTER.key, LETTER.value)
     assert [(name, decoded(value)) for name, value in first["headers"]] == [*LETTER.headers]
-    assert (first["topic"], first["partition"], first["offset"], first["reason"]) == ("t", 1, 7, "no JSON")
+    assert (first["topic"], first["partition"], first["offset"], first["reason"]) == (
+        "t",
+        1,
+        7,
+        "no JSON",
+    )
     assert (second["key"], second["value"], second["headers"]) == (None, None, [])
 
 
@@ -297,7 +354,11 @@ async def test_a_line_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
     letters([(LETTER, "three")])
     lines = path.read_bytes().splitlines()
     assert lines[1] == whole[:40]
-    assert [json.loads(line)["reason"] for line in (lines[0], *lines[2:])] == ["one", "two", "three"]
+    assert [json.loads(line)["reason"] for line in (lines[0], *lines[2:])] == [
+        "one",
+        "two",
+        "three",
+    ]
 
 
 async def test_a_file_that_was_rotated_away_is_made_anew_and_private(tmp_path: Path) -> None:

@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 
 from npu_gr.catalogue.names import EMPTY
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.report import Latencies, Report
 from npu_gr.tools.demo import longest_users, sum_up
-from npu_gr.tools.judge import ServiceEvaluation
+from npu_gr.tools.evaluate import ServiceEvaluation
 from npu_gr.train.site.report import SiteReport
 from tests.replay.test_report import report
 
-LOG = Interactions(np.zeros(6, np.int32), np.arange(6), np.full(6, 4.0), np.arange(6) + 800_000_000, ["it's me"])
+LOG = Interactions(
+    np.zeros(6, np.int32), np.arange(6), np.full(6, 4.0), np.arange(6) + 800_000_000, ["it's me"]
+)
 
 
 def found(num_within: int, **more: object) -> Report:
-    times = [Latencies(name="rank", count=100, ms={"p50": 5.4, "p95": 9.0, "p99": 36.0, "p99.9": 40.0})]
+    times = [
+        Latencies(name="rank", count=100, ms={"p50": 5.4, "p95": 9.0, "p99": 36.0, "p99.9": 40.0})
+    ]
     outcomes = {"hbm_hit": 98, "miss_full": 2}
     made = report([], 0.05, {})
     return dataclasses.replace(
@@ -45,7 +49,9 @@ def lines(measured: Report, recommended: float = 2.0) -> list[str]:
         outcomes={},
         hides_seen=True,
     )
-    slower = dataclasses.replace(found(90), num_ranks=30, stages_p50_ms={"queue": 0.1, "device": 2.8})
+    slower = dataclasses.replace(
+        found(90), num_ranks=30, stages_p50_ms={"queue": 0.1, "device": 2.8}
+    )
     return sum_up(Path(".demo"), site, measured, slower, evaluation, LOG, EMPTY, latency_ratio=0.99)
 
 

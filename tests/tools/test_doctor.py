@@ -32,7 +32,8 @@ class Wrong(CPUBackend):
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
         out = super().hstu_targets(call)
-        return out * torch.linspace(1.0, 1.1, out.shape[2])  # a norm behind it would hide one factor for all
+        # a norm behind it would hide one factor for all
+        return out * torch.linspace(1.0, 1.1, out.shape[2])
 
     def beam_attention(self, call: BeamCall) -> Tensor:
         return super().beam_attention(call) * float("nan")
@@ -51,7 +52,9 @@ def test_ops_are_compared_with_their_definition() -> None:
     assert "report this line" in wrong["cpu: beam_fork"].remedy
 
 
-def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unbuilt() -> None:
         raise NativeError("no library")
 
@@ -62,14 +65,29 @@ def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytes
         "CPU kernels",
         "Ascend driver",
         "NPU: torch_npu",
-    } | ({"CUDA: torch"} if torch.version.cuda is None else set() if torch.cuda.is_available() else {"CUDA: device"})
+    } | (
+        {"CUDA: torch"}
+        if torch.version.cuda is None
+        else set()
+        if torch.cuda.is_available()
+        else {"CUDA: device"}
+    )
     assert all(check.remedy for check in found if check.state is not FindingState.OK)
     assert "-> pip install 'npu_gr[npu]'" in table(found)
     of_cuda = examine("cuda")
     assert not is_well(of_cuda) or torch.cuda.is_available()
     sections = list(dict.fromkeys(check.section for check in of_cuda))
-    assert sections == ["machine", "backend cuda (chosen)", "backend cpu (not chosen)", "backend npu (not chosen)"]
-    titles = [line for line in table(found).splitlines() if line and not line.startswith((" ", "ok ", "missing "))]
+    assert sections == [
+        "machine",
+        "backend cuda (chosen)",
+        "backend cpu (not chosen)",
+        "backend npu (not chosen)",
+    ]
+    titles = [
+        line
+        for line in table(found).splitlines()
+        if line and not line.startswith((" ", "ok ", "missing "))
+    ]
     assert titles == ["machine", "backend cpu (the default)", "backend cuda", "backend npu"]
 
 
@@ -82,7 +100,11 @@ def test_a_gpu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, device = checks._cuda(is_needed=False)
-    assert (device.name, device.state, "nvidia-smi" in device.remedy) == ("CUDA: device", FindingState.MISSING, True)
+    assert (device.name, device.state, "nvidia-smi" in device.remedy) == (
+        "CUDA: device",
+        FindingState.MISSING,
+        True,
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: about)
@@ -96,7 +118,9 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     npu = FakeRuntime()
     monkeypatch.setattr(npu_device, "find", npu.as_npu)
     monkeypatch.setattr(
-        doctor, "choose", lambda name: NPUBackend("off", npu.as_npu()) if name == "npu" else CPUBackend()
+        doctor,
+        "choose",
+        lambda name: NPUBackend("off", npu.as_npu()) if name == "npu" else CPUBackend(),
     )
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     (tmp_path / "version.cfg").write_text("# CANN\nruntime_running_version=[8.5.0]\n")
@@ -108,7 +132,11 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
     with npu.recording():
         found = {check.name: check for check in examine("npu")}
-    assert found["Ascend driver"][:3] == ("Ascend driver", FindingState.OK, "Version=25.0.rc1, 1 devices")
+    assert found["Ascend driver"][:3] == (
+        "Ascend driver",
+        FindingState.OK,
+        "Version=25.0.rc1, 1 devices",
+    )
     assert found["NPU: device"].found.startswith("Ascend910B1")
     assert "8.5.0" in found["NPU: CANN"].found
     assert found["Ascend C operators"].state is FindingState.MISSING
@@ -125,7 +153,9 @@ def test_native_operators_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatc
     found = {check.name: check for check in checks._ascend(is_needed=True)}
     assert all(found[f"Ascend C {name}"].state is FindingState.OK for name in names)
     for name in names:
-        ops = SimpleNamespace(**{other: ascend_ops.definition(other) for other in names} | {name: wrong(name)})
+        ops = SimpleNamespace(
+            **{other: ascend_ops.definition(other) for other in names} | {name: wrong(name)}
+        )
         assert [op for op, why in disagreements(torch.device("cpu"), ops) if why] == [name]
 
 

@@ -31,7 +31,9 @@ def instance(folder: Path, **sections: Any) -> list[WayIn]:
 
 def router(folder: Path, **settings: Any) -> list[WayIn]:
     path = folder / "router.yaml"
-    discovery = {"instances": [{"name": "a", "host": settings.pop("to", "127.0.0.1"), "port": 8080}]}
+    discovery = {
+        "instances": [{"name": "a", "host": settings.pop("to", "127.0.0.1"), "port": 8080}]
+    }
     path.write_text(yaml.safe_dump({"discovery": discovery, **settings}))
     return examine(path)
 
@@ -50,20 +52,28 @@ def test_what_ships_is_open_to_this_machine_alone(name: str) -> None:
 
 def test_an_address_without_keys_is_open(tmp_path: Path) -> None:
     found = instance(tmp_path, server={"host": "0.0.0.0", "allow_unauthenticated": True})
-    assert of(found, "server 0.0.0.0:8080")[1:3] == (Openness.OPEN, "whoever reaches it, with no key")
+    assert of(found, "server 0.0.0.0:8080")[1:3] == (
+        Openness.OPEN,
+        "whoever reaches it, with no key",
+    )
     assert of(found, "server.admin 127.0.0.1:8081").openness is Openness.LOCAL
     assert not is_closed(found)
 
 
 def test_keys_in_clear_are_open_and_over_tls_closed(tmp_path: Path) -> None:
-    server = {"host": "0.0.0.0", "admin_host": "10.0.0.7", "api_keys_file": write_keys(tmp_path / "keys")}
+    server = {
+        "host": "0.0.0.0",
+        "admin_host": "10.0.0.7",
+        "api_keys_file": write_keys(tmp_path / "keys"),
+    }
     (tmp_path / "keys").chmod(0o600)
     clear = instance(tmp_path, server=server)
     assert "who listens on the way" in of(clear, "server 0").whom
     found = instance(tmp_path, server={**server, "tls": TLS})
     assert of(found, "server 0")[1:3] == (
         Openness.CLOSED,
-        "whoever has a key with the scope of the route (erase, infer, ingest, observe) and a certificate",
+        "whoever has a key with the scope of the route (erase, infer, ingest, observe) and a "
+        "certificate",
     )
     assert of(found, "server.admin 10")[1:3] == (
         Openness.CLOSED,
@@ -73,7 +83,13 @@ def test_keys_in_clear_are_open_and_over_tls_closed(tmp_path: Path) -> None:
 
 def test_one_address_for_both_is_open(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
-    server = {"host": "10.0.0.1", "admin_host": "10.0.0.1", "port": 8080, "admin_port": 8080, "api_keys_file": keys}
+    server = {
+        "host": "10.0.0.1",
+        "admin_host": "10.0.0.1",
+        "port": 8080,
+        "admin_port": 8080,
+        "api_keys_file": keys,
+    }
     found = instance(tmp_path, server={**server, "tls": TLS})
     assert "(admin, erase, infer, ingest, observe)" in of(found, "server 10").whom
     assert of(found, "server.admin_port").openness is Openness.OPEN
@@ -89,10 +105,16 @@ def test_each_key_says_what_it_may(tmp_path: Path) -> None:
     path.chmod(0o620)
     found = instance(tmp_path, server={"api_keys_file": str(path)})
     assert of(found, "key everything").openness is Openness.OPEN
-    assert of(found, "key ranking")[1:3] == (Openness.CLOSED, "infer, ingest for the tenant 'shop'; ends never")
+    assert of(found, "key ranking")[1:3] == (
+        Openness.CLOSED,
+        "infer, ingest for the tenant 'shop'; ends never",
+    )
     assert "others can add keys: its mode is 620" in of(found, "api_keys_file").whom
     path.unlink()
-    assert of(instance(tmp_path, server={"api_keys_file": str(path)}), "api_keys_file").openness is Openness.OPEN
+    assert (
+        of(instance(tmp_path, server={"api_keys_file": str(path)}), "api_keys_file").openness
+        is Openness.OPEN
+    )
 
 
 def test_every_caller_as_a_proxy_is_open(tmp_path: Path) -> None:
@@ -146,8 +168,13 @@ def test_a_router(tmp_path: Path) -> None:
     assert of(found, "router 0").openness is Openness.CLOSED
     assert of(found, "instances gr-0").openness is Openness.OPEN
     pair = {name: TLS[name] for name in ("certificate", "key")}
-    found = router(tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS, instances_tls=pair)
-    assert of(found, "instances gr-0")[1:3] == (Openness.CLOSED, "encrypted; the router shows a certificate")
+    found = router(
+        tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS, instances_tls=pair
+    )
+    assert of(found, "instances gr-0")[1:3] == (
+        Openness.CLOSED,
+        "encrypted; the router shows a certificate",
+    )
 
 
 def test_a_routers_picker_and_peers(tmp_path: Path) -> None:
@@ -168,7 +195,9 @@ def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
     done = run(main, ["doctor", "--security", "--config", path])
     assert (done.exit_code, done.output.split()[0]) == (0, "local")
     given = ["doctor", "--security", "--json", "--config", path]
-    done = run(main, [*given, "--set", "server.host=0.0.0.0", "--set", "server.allow_unauthenticated=true"])
+    done = run(
+        main, [*given, "--set", "server.host=0.0.0.0", "--set", "server.allow_unauthenticated=true"]
+    )
     assert done.exit_code == 1
     told = json.loads(done.output)
     assert told["ok"] is False
@@ -182,7 +211,9 @@ def test_every_host_port_file_and_url_of_the_types_has_a_line(cls: type[Any]) ->
     has_none = [
         path
         for path in ways_in(cls)
-        if path not in LINES and not re.fullmatch(_FILE, path.rpartition(".")[2]) and path != "server.otlp_endpoint"
+        if path not in LINES
+        and not re.fullmatch(_FILE, path.rpartition(".")[2])
+        and path != "server.otlp_endpoint"
     ]
     assert has_none == []
     assert len(ways_in(cls)) > 10
@@ -196,11 +227,18 @@ def test_files_that_are_read_and_addresses_of_every_kind_are_looked_at(tmp_path:
     found = instance(
         tmp_path,
         checkpoint=str(tmp_path / "model"),
-        recommend={"popular": str(tmp_path / "popular.txt"), "sources": {"trunk": 9}},
-        server={"log_user_key_file": str(tmp_path / "user.key"), "grpc_port": 8083, "agent_port": 8082},
+        recommend={"popular": str(tmp_path / "popular.txt"), "sources": {"shared_encoder": 9}},
+        server={
+            "log_user_key_file": str(tmp_path / "user.key"),
+            "grpc_port": 8083,
+            "agent_port": 8082,
+        },
     )
     assert of(found, "checkpoint").openness is Openness.CLOSED
-    assert of(found, "recommend.popular")[1:3] == (Openness.OPEN, "other users can change it: its mode is 666")
+    assert of(found, "recommend.popular")[1:3] == (
+        Openness.OPEN,
+        "other users can change it: its mode is 666",
+    )
     assert of(found, "server.log_user_key_file").openness is Openness.CLOSED
     assert of(found, "server.grpc").openness is Openness.LOCAL
     assert of(found, "server.agent").openness is Openness.LOCAL

@@ -20,11 +20,10 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.redis import RedisStore
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.histories import KnownHistory
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.histories import KnownHistory
+from npu_gr.history_store.embedded import EmbeddedStore
+from npu_gr.history_store.redis import RedisStore
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.replay import erased
 from npu_gr.replay.erased import recorded_as
 from npu_gr.replay.purge import purge
@@ -32,11 +31,12 @@ from npu_gr.replay.recorder import RecordConfig, Recorder
 from npu_gr.server.access_log import hash_of
 from npu_gr.tools import erase_check
 from npu_gr.tools.erase_check import exit_code, search_memory
-from tests.features.redis_server import redis_path
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.replay.test_recorder import over
 from tests.serving import serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 USER = UserKey("t", "anna")
 
@@ -47,7 +47,9 @@ def configured(folder: Path, **sections: Any) -> Path:
     return folder / "config.yaml"
 
 
-def checked(config: Path, *options: str, user: str = "anna", tenant: str = "t") -> tuple[int, dict[str, list[str]]]:
+def checked(
+    config: Path, *options: str, user: str = "anna", tenant: str = "t"
+) -> tuple[int, dict[str, list[str]]]:
     """The exit code, and of each verdict what was searched."""
     done = CliRunner().invoke(
         main, ["erase-check", user, "--tenant", tenant, "--config", str(config), "--json", *options]
@@ -88,7 +90,10 @@ def test_the_embedded_store(tmp_path: Path) -> None:
 
 def test_a_store_that_runs_is_searched_with_its_log(tmp_path: Path) -> None:
     config = configured(tmp_path, features={"path": str(tmp_path / "a #1%?" / "h.db")})
-    code = "import asyncio, sys; from tests.tools.test_erase_check import appended; asyncio.run(appended(sys.argv[1]))"
+    code = (
+        "import asyncio, sys; from tests.tools.test_erase_check import appended; "
+        "asyncio.run(appended(sys.argv[1]))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "a #1%?" / "h.db")],
         stdin=subprocess.PIPE,
@@ -130,11 +135,16 @@ def test_rows_that_were_deleted_without_being_overwritten(tmp_path: Path) -> Non
 def test_recordings(tmp_path: Path, suffix: Any, users: Any) -> None:
     folder = tmp_path / "traffic"
     config = configured(tmp_path, record={"folder": str(folder)})
-    with Recorder(RecordConfig(folder=str(folder), enabled=True, users=users, suffix=suffix)) as recorder:
+    with Recorder(
+        RecordConfig(folder=str(folder), enabled=True, users=users, suffix=suffix)
+    ) as recorder:
         recorder.offer(over("anna"))
         recorder.offer(over("bert"))
     (path,) = folder.glob("traffic-*")
-    assert checked(config, tenant="") == (1, {"found": [path.name], "not found": [], "not searched": []})
+    assert checked(config, tenant="") == (
+        1,
+        {"found": [path.name], "not found": [], "not searched": []},
+    )
     part = path.rename(path.with_name(path.name + ".part"))
     assert checked(config, tenant="")[1]["found"] == [part.name]
     path = part.rename(path)
@@ -159,7 +169,11 @@ def test_logs_hold_the_user_or_the_hash(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.log").write_text(f'{{"user": "{hash_of(USER, key)}"}}\n')
     (tmp_path / "b.log").write_text("nothing\n")
     (tmp_path / "c.log.gz").write_bytes(gzip.compress(b"GET /v1/users/anna"))
-    options = [word for name in ("a.log", "b.log", "c.log.gz", "d.log") for word in ("--logs", str(tmp_path / name))]
+    options = [
+        word
+        for name in ("a.log", "b.log", "c.log.gz", "d.log")
+        for word in ("--logs", str(tmp_path / name))
+    ]
     assert checked(config, *options) == (
         1,
         {"found": ["a.log", "c.log.gz"], "not found": ["b.log"], "not searched": ["d.log"]},
@@ -178,17 +192,24 @@ def test_vectors_that_were_trained_with_the_user(tmp_path: Path) -> None:
 
 def test_redis(tmp_path: Path) -> None:
     async def work(path: str, erases: bool) -> None:
-        store = await RedisStore.connect(HistoryConfig(kind="redis", url=SecretUrl(f"unix://{path}"), timeout_s=30.0))
+        store = await RedisStore.connect(
+            HistoryConfig(kind="redis", url=SecretUrl(f"unix://{path}"), timeout_s=30.0)
+        )
         await (store.erase(USER) if erases else store.append(USER, events(3), "once"))
         await store.close()
 
     with redis_path(tmp_path) as path:
-        config = configured(tmp_path, features={"kind": "redis", "url": f"unix://{path}", "timeout_s": 30.0})
+        config = configured(
+            tmp_path, features={"kind": "redis", "url": f"unix://{path}", "timeout_s": 30.0}
+        )
         asyncio.run(work(path, erases=False))
         assert checked(config)[0] == 1
         asyncio.run(work(path, erases=True))
         unseen = ["files of Redis"]
-        assert checked(config) == (2, {"found": [], "not found": ["keys of Redis"], "not searched": unseen})
+        assert checked(config) == (
+            2,
+            {"found": [], "not found": ["keys of Redis"], "not searched": unseen},
+        )
     assert checked(config)[1]["not searched"] == ["Redis", *unseen]
 
 
@@ -205,7 +226,9 @@ async def test_the_memory_of_instances(tmp_path: Path) -> None:
 
 def test_nothing_of_a_history_is_shown(tmp_path: Path) -> None:
     folder = tmp_path / "traffic"
-    config = configured(tmp_path, record={"folder": str(folder)}, features={"path": str(tmp_path / "h.db")})
+    config = configured(
+        tmp_path, record={"folder": str(folder)}, features={"path": str(tmp_path / "h.db")}
+    )
     stored(tmp_path, lambda store: store.append(UserKey("", "anna"), events(30)))
     with Recorder(RecordConfig(folder=str(folder), enabled=True, users="clear")) as recorder:
         recorder.offer(over("anna"))
@@ -218,7 +241,9 @@ def test_nothing_of_a_history_is_shown(tmp_path: Path) -> None:
 
 def test_found_outweighs_what_could_not_be_searched() -> None:
     def of(*verdicts: Any) -> int:
-        return exit_code([erase_check.Searched(place="", what="", verdict=verdict) for verdict in verdicts])
+        return exit_code(
+            [erase_check.Searched(place="", what="", verdict=verdict) for verdict in verdicts]
+        )
 
     assert of("not found") == 0
     assert of("not found", "not searched") == 2

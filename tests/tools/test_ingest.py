@@ -15,8 +15,8 @@ from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.server.codec.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.tools import ingest
 from npu_gr.tools.ingest import ServiceWriter, url_of
 from tests.client.scripted import Answer, answer, problem, scripted
@@ -60,13 +60,15 @@ async def test_a_write_that_something_else_answers_is_not_done(body: bytes) -> N
 @pytest.mark.parametrize("num", [0, 2])
 async def test_an_answer_of_other_users_is_none(num: int) -> None:
     users = [{"num_events": 1, "num_added": 1, "error": None}] * num
-    async with writing(answer({"request_id": "r", "num_added": num, "num_failed": 0, "users": users})) as writer:
+    async with writing(
+        answer({"request_id": "r", "num_added": num, "num_failed": 0, "users": users})
+    ) as writer:
         with pytest.raises(Unavailable, match=f"tells of {num} users of 1"):
             await writer.write_many([WRITE])
 
 
 @pytest.mark.parametrize("body", [b'{"detail": "\xff"}', DEEP, b"no JSON", b"[]", b"{}"])
-async def test_a_refusal_in_any_form_is_an_error_of_ours(body: bytes) -> None:
+async def test_a_rejection_in_any_form_is_an_error_of_ours(body: bytes) -> None:
     async with writing(answer(body, 418)) as writer:
         with pytest.raises(NpuGrError, match="status 418"):
             await writer.model()
@@ -104,13 +106,20 @@ def test_calls_with_features_fit_and_lose_nothing(mode: Mode) -> None:
     for number, (num, width) in enumerate(((9000, 1), (700, 60), (20, 0), (3, 1024), (5000, 3))):
         events = Events.make(np.arange(num), np.zeros(num), 1000 + np.arange(num))
         hashes = random.integers(1, 2**62, (num, width)).astype(np.uint64)
-        columns = Columns({"n": np.arange(num, dtype=np.float32)}, {"h": hashes}) if width else Columns()
+        columns = (
+            Columns({"n": np.arange(num, dtype=np.float32)}, {"h": hashes}) if width else Columns()
+        )
         batch.append(Write(UserKey("t", f"u{number}"), replace(events, features=columns), mode))
     seen: dict[int, Events] = {}
     for places, writes in ingest._calls(batch):
-        users = [UserEvents(user_id=one.user.user, events=ingest._on_the_wire(one.events)) for one in writes]
+        users = [
+            UserEvents(user_id=one.user.user, events=ingest._on_the_wire(one.events))
+            for one in writes
+        ]
         body = msgspec.msgpack.encode(IngestBody(users=users, tenant="t", mode=writes[0].mode))
         assert len(body) <= INGEST_BYTES
         for place, one in zip(places, writes, strict=True):
             seen[place] = seen[place] + one.events if place in seen else one.events
-    assert [seen[place].fingerprint() for place in range(len(batch))] == [one.events.fingerprint() for one in batch]
+    assert [seen[place].fingerprint() for place in range(len(batch))] == [
+        one.events.fingerprint() for one in batch
+    ]

@@ -20,7 +20,10 @@ def test_all_that_is_lacking_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError) as lacking:
             check_machine({"--port": taken, "--admin-port": free_port()})
-    told = "monitor: needs the program prometheus (Debian: apt-get install prometheus); a free port: --port"
+    told = (
+        "monitor: needs the program prometheus (Debian: apt-get install prometheus); a free "
+        "port: --port"
+    )
     assert str(lacking.value) == f"{told} {taken}: Address already in use"
     (tmp_path / "prometheus").touch(mode=0o755)
     check_machine({"--port": free_port()})
@@ -32,7 +35,13 @@ def made(folder: Path, *words: str) -> tuple[int, str]:
     (folder / "sh").symlink_to("/usr/bin/sh")
     command = ["make", *words, f"VENV={folder}/venv"]
     done = subprocess.run(
-        command, cwd=ROOT, env={"PATH": str(folder)}, capture_output=True, text=True, check=False, timeout=60
+        command,
+        cwd=ROOT,
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert not (folder / "venv").exists()
     return done.returncode, done.stdout
@@ -43,7 +52,8 @@ def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
     assert code != 0
     assert told.splitlines() == [
         "no Grafana and no Docker: the dashboards are written all the same, to be",
-        "  imported into a Grafana of yours; apt-get install docker.io, and monitor says what to type then",
+        "  imported into a Grafana of yours; apt-get install docker.io, and monitor says what to "
+        "type then",
         "make monitor lacks",
         "  the program prometheus: apt-get install prometheus",
         "  Python 3.11 or newer with venv: apt-get install python3 python3-venv, or PYTHON=...",
@@ -51,14 +61,18 @@ def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_make_goes_on_with_what_is_needed_and_without_grafana(tmp_path: Path, is_taken: bool) -> None:
+def test_make_goes_on_with_what_is_needed_and_without_grafana(
+    tmp_path: Path, is_taken: bool
+) -> None:
     (tmp_path / "prometheus").write_text("#!/bin/sh\n")
     # a Python whose port 9090 is in use, or not, whatever this machine's is
-    refuses = 'case "$2" in *9090*) exit 1;; esac' if is_taken else ""
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{refuses}\n")
+    rejects = 'case "$2" in *9090*) exit 1;; esac' if is_taken else ""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{rejects}\n")
     (tmp_path / "docker").write_text("#!/bin/sh\n")
     for program in tmp_path.iterdir():
         program.chmod(0o755)
     code, told = made(tmp_path, "can-monitor", "PYTHON=python")
-    says = "make monitor lacks\n  port 9090, which is in use: npu-gr demo --help names the options\n"
+    says = (
+        "make monitor lacks\n  port 9090, which is in use: npu-gr demo --help names the options\n"
+    )
     assert (code == 0, told) == ((False, says) if is_taken else (True, ""))

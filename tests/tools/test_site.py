@@ -26,10 +26,32 @@ from tests.cli.test_processes import until
 
 NUM_USERS, NUM_EVENTS, NUM_ITEMS = 60, 30, 80
 TINY = (
-    *("rank.epochs=1", "rank.dim=16", "rank.head_dim=16", "rank.qk_dim=8", "rank.v_dim=8", "rank.test_users=20"),
-    *("generate.epochs=1", "generate.dim=16", "generate.mlp_dim=16", "generate.code_count=[16, 16]"),
-    *("generate.test_users=20", "generate.validation_users=10", "generate.vector_dim=8", "retrieve.dim=8"),
-    *("retrieve.windows=[5]", "retrieve.powers=[0.5]", "retrieve.decays=[0.8]", "retrieve.priors=[0.1]"),
+    *(
+        "rank.epochs=1",
+        "rank.dim=16",
+        "rank.head_dim=16",
+        "rank.qk_dim=8",
+        "rank.v_dim=8",
+        "rank.test_users=20",
+    ),
+    *(
+        "generate.epochs=1",
+        "generate.dim=16",
+        "generate.mlp_dim=16",
+        "generate.code_count=[16, 16]",
+    ),
+    *(
+        "generate.test_users=20",
+        "generate.validation_users=10",
+        "generate.vector_dim=8",
+        "retrieve.dim=8",
+    ),
+    *(
+        "retrieve.windows=[5]",
+        "retrieve.powers=[0.5]",
+        "retrieve.decays=[0.8]",
+        "retrieve.priors=[0.1]",
+    ),
 )
 
 
@@ -41,7 +63,10 @@ def company_csv(folder: Path) -> tuple[Path, Path]:
     began_at = datetime.datetime(2026, 9, 1, tzinfo=datetime.UTC)
     rows = []
     for user in users:
-        at, item = began_at + datetime.timedelta(hours=draw.random() * 100), draw.randrange(NUM_ITEMS)
+        at, item = (
+            began_at + datetime.timedelta(hours=draw.random() * 100),
+            draw.randrange(NUM_ITEMS),
+        )
         for _ in range(NUM_EVENTS):
             at += datetime.timedelta(minutes=draw.expovariate(1 / 60))
             item = (item * 7 + 3) % NUM_ITEMS if draw.random() < 0.7 else draw.randrange(NUM_ITEMS)
@@ -54,7 +79,10 @@ def company_csv(folder: Path) -> tuple[Path, Path]:
     with log.open("w", newline="") as file:
         csv.writer(file).writerows([["visitor_id", "sku", "event_type", "event_time"], *rows])
     with items.open("w", newline="") as file:
-        named = [[sku, f'Thing "{number}", großes', draw.choice(["toys", "tools"])] for number, sku in enumerate(skus)]
+        named = [
+            [sku, f'Thing "{number}", großes', draw.choice(["toys", "tools"])]
+            for number, sku in enumerate(skus)
+        ]
         csv.writer(file).writerows([["sku", "title", "category"], *named])
     return log, items
 
@@ -86,12 +114,19 @@ def command(*arguments: object) -> str:
 def served(site: Path) -> Iterator[int]:
     """Run `npu-gr serve --config site/serve.yaml`; yields the port."""
     port = free_port()
-    settings = [f"server.port={port}", f"server.admin_port={free_port()}", "server.drain_grace_s=0.1"]
+    settings = [
+        f"server.port={port}",
+        f"server.admin_port={free_port()}",
+        "server.drain_grace_s=0.1",
+    ]
     settings += ["features.read_timeout_s=5.0", "features.timeout_s=10.0"]  # a busy machine
     settings += [f"slo.{kind}_s=5.0" for kind in KINDS]
     line = [sys.executable, "-m", "npu_gr", "serve", "--config", str(site / "serve.yaml")]
     line += [word for setting in settings for word in ("--set", setting)]
-    with (site / "log").open("wb") as log, subprocess.Popen(line, stdout=log, stderr=log) as process:
+    with (
+        (site / "log").open("wb") as log,
+        subprocess.Popen(line, stdout=log, stderr=log) as process,
+    ):
         try:
             until(lambda: is_ready(port) or process.poll() is not None)
             assert process.poll() is None, (site / "log").read_text()
@@ -124,12 +159,17 @@ def curls(readme: str) -> list[tuple[str, dict[str, Any]]]:
         check=True,
     ).stdout
     calls = [call.split("\0") for call in words.split("\0\0\0") if call]
-    return [(call[1].removeprefix("localhost:8080"), json.loads(call[call.index("-d") + 1])) for call in calls]
+    return [
+        (call[1].removeprefix("localhost:8080"), json.loads(call[call.index("-d") + 1]))
+        for call in calls
+    ]
 
 
 def check_answers(site: Path, titles: set[str]) -> None:
     calls = curls((site / "README.md").read_text())
-    assert [path for path, _ in calls] == ["/v1/recommend"] * 2 + ["/v1/events"] + ["/v1/recommend"] * 2
+    assert [path for path, _ in calls] == ["/v1/recommend"] * 2 + ["/v1/events"] + [
+        "/v1/recommend"
+    ] * 2
     with served(site) as port:
         found = [post(port, path, body) for path, body in calls]
     assert [status for status, _ in found] == [200] * len(calls), found
@@ -140,7 +180,7 @@ def check_answers(site: Path, titles: set[str]) -> None:
         assert set(answer["titles"]) <= titles
     assert known["history"]["source"] == "store"
     assert known["history"]["num_tokens"] > 5
-    assert set(cold["origins"]) <= {"trunk", "popular", "match"}
+    assert set(cold["origins"]) <= {"shared_encoder", "popular", "match"}
     assert told["num_events"] == 1
     assert cold_again["history"]["num_tokens"] == 1
     assert calls[-1][1]["history"]["items"][-1] == NEW_ITEM
@@ -161,5 +201,7 @@ def test_three_commands_from_a_log_to_recommendations(tmp_path: Path, make_log: 
         assert again.count("reusing version") == 3
         assert "0 events added" in again
     with items.open(newline="") as file:
-        titles = {row[1] for row in csv.reader(file, delimiter="\t" if items.suffix == ".item" else ",")}
+        titles = {
+            row[1] for row in csv.reader(file, delimiter="\t" if items.suffix == ".item" else ",")
+        }
     check_answers(site, titles)

@@ -1,10 +1,13 @@
-"""A log with a planted rule: the next item is the last one's successor, mostly; users differ in how much they like."""
+"""A log with a planted rule: the next item is the last one's successor, mostly.
+
+Users differ in how much they like.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 
 NUM_ITEMS = 30
 
@@ -15,7 +18,11 @@ def planted(num_users: int = 60, num_events: int = 30, seed: int = 0) -> Interac
     for user in range(num_users):
         item, generous = int(random.integers(NUM_ITEMS)), bool(random.integers(2))
         for _ in range(num_events):
-            item = (item * 7 + 3) % NUM_ITEMS if random.random() < 0.9 else int(random.integers(NUM_ITEMS))
+            item = (
+                (item * 7 + 3) % NUM_ITEMS
+                if random.random() < 0.9
+                else int(random.integers(NUM_ITEMS))
+            )
             users.append(user)
             items.append(item)
             values.append(5.0 if generous ^ (random.random() < 0.1) else 1.0)

@@ -7,7 +7,7 @@ import pytest
 
 from npu_gr.train.baselines import DecayedTransitions, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
-from npu_gr.train.judge import HeldOut, Judge, unique_edges
+from npu_gr.train.evaluate import Evaluator, HeldOut, unique_edges
 from npu_gr.train.linear import Candidate, tune
 from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
@@ -20,11 +20,13 @@ def log() -> InteractionLog:
     return build_log(planted(), [], "leave-one-out")
 
 
-def test_all_are_fitted_and_those_that_know_the_order_find_the_planted_rule(log: InteractionLog) -> None:
-    baselines, left_out = fit_baselines(log, "leave-one-out", 0)
+def test_all_are_fitted_and_those_that_know_the_order_find_the_planted_rule(
+    log: InteractionLog,
+) -> None:
+    baselines, skipped = fit_baselines(log, "leave-one-out", 0)
     found = {b.name: baseline_figures(log, log.next_items(), b).hr_at_10 for b in baselines}
     assert list(found) == NAMES
-    assert left_out == ()
+    assert skipped == ()
     assert found["decayed transitions"] > 0.9
     assert all(value > 0 for value in found.values())
 
@@ -33,13 +35,19 @@ def test_the_last_event_decides_nothing(log: InteractionLog) -> None:
     """What is asked for is no part of the settings, and of no model."""
     changed = log.items.copy()
     changed[~log.trained] = (changed[~log.trained] + 1) % log.num_items
-    other = InteractionLog(**{name: getattr(log, name) for name in InteractionLog.__slots__} | {"items": changed})
-    for one, two in zip(*(fit_baselines(each, "leave-one-out", 0).fitted for each in (log, other)), strict=True):
+    other = InteractionLog(
+        **{name: getattr(log, name) for name in InteractionLog.__slots__} | {"items": changed}
+    )
+    for one, two in zip(
+        *(fit_baselines(each, "leave-one-out", 0).fitted for each in (log, other)), strict=True
+    ):
         for user in (0, 5):
             np.testing.assert_array_equal(one.next_items(log, user), two.next_items(other, user))
 
 
-def test_what_is_too_large_is_left_out_in_words(log: InteractionLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_is_left_out_in_words(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("npu_gr.train.linear.MAX_SIDE", 3)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == [name for name in NAMES if name != "EASE"]
@@ -52,7 +60,10 @@ def test_what_is_too_large_is_left_out_in_words(log: InteractionLog, monkeypatch
 
 def test_decayed_transitions_are_their_formula(log: InteractionLog) -> None:
     user = 4
-    rows = [log.items[log.starts[u] : log.starts[u] + log.num_trained[u]].tolist() for u in range(log.num_users)]
+    rows = [
+        log.items[log.starts[u] : log.starts[u] + log.num_trained[u]].tolist()
+        for u in range(log.num_users)
+    ]
     counts = np.zeros((log.num_items, log.num_items))
     for row in rows:
         for at in range(len(row)):
@@ -80,10 +91,15 @@ def test_the_better_candidate_is_chosen_with_popularity_where_it_helps() -> None
     degrees = np.ones(300, np.int64)
     good = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     good[torch.arange(50), torch.from_numpy(goals)] += 2
-    judge = Judge.make(HeldOut(np.arange(50), goals), unique_edges(np.zeros(0, int), np.zeros(0, int), 50, 300))
-    candidates = [Candidate("chance", lambda: Fixed(torch.rand(50, 300))), Candidate("good", lambda: Fixed(good))]
-    assert tune(candidates, degrees, judge).name == "good"
+    evaluate = Evaluator.make(
+        HeldOut(np.arange(50), goals), unique_edges(np.zeros(0, int), np.zeros(0, int), 50, 300)
+    )
+    candidates = [
+        Candidate("chance", lambda: Fixed(torch.rand(50, 300))),
+        Candidate("good", lambda: Fixed(good)),
+    ]
+    assert tune(candidates, degrees, evaluate).name == "good"
     degrees[goals] = 50
-    chosen = tune(candidates[:1], degrees, judge)
+    chosen = tune(candidates[:1], degrees, evaluate)
     assert chosen.weight > 0 or chosen.exponent > 0
     assert chosen.validation > 0.5

@@ -1,4 +1,7 @@
-"""The cascade is chosen by half of the users and judged by the others; a stage that hurts is named."""
+"""The cascade is chosen by half of the users and evaluated by the others.
+
+A stage that hurts is named.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,38 @@ def places(share: float, seed: int, num_users: int = 400) -> F64:
 
 
 def test_every_set_of_few_sources_in_every_order() -> None:
-    ways = cascade_ways(["trunk", "match"], has_order=True)
+    ways = cascade_ways(["shared_encoder", "match"], has_blend=True)
     assert len(ways) == len(set(ways)) == 3 * 4
-    assert ways[0] == CascadeWay(("trunk",), "retrieval")
-    assert not any(way.order == "fitted" for way in cascade_ways(["trunk", "match"], has_order=False))
-    four = {way.sources for way in cascade_ways(["trunk", "transitions", "generate", "match"], has_order=False)}
+    assert ways[0] == CascadeWay(("shared_encoder",), "retrieval")
+    assert not any(
+        way.order == "fitted" for way in cascade_ways(["shared_encoder", "match"], has_blend=False)
+    )
+    four = {
+        way.sources
+        for way in cascade_ways(
+            ["shared_encoder", "transitions", "generate", "match"], has_blend=False
+        )
+    }
     assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [3, 4]
-    five = cascade_ways(["trunk", "transitions", "neighbours", "generate", "match"], has_order=True)
+    five = cascade_ways(
+        ["shared_encoder", "transitions", "neighbours", "generate", "match"], has_blend=True
+    )
     assert len(five) == len(set(five)) == (5 + 10 + 2) * 4
-    assert CascadeWay(("trunk", "transitions", "neighbours"), "fitted") in five
+    assert CascadeWay(("shared_encoder", "transitions", "neighbours"), "fitted") in five
 
 
 def test_the_best_of_half_is_judged_by_the_others() -> None:
-    whole = CascadeWay(("trunk", "match"), "rank")
-    ways = {way: places(0.2, seed) for seed, way in enumerate(cascade_ways(["trunk", "match"], has_order=True))}
-    best = CascadeWay(("trunk",), "fitted")
+    whole = CascadeWay(("shared_encoder", "match"), "rank")
+    ways = {
+        way: places(0.2, seed)
+        for seed, way in enumerate(cascade_ways(["shared_encoder", "match"], has_blend=True))
+    }
+    best = CascadeWay(("shared_encoder",), "fitted")
     ways[best] = places(0.5, 99)
     found = choose_way(ways, whole)
     assert found.way == best
     assert [row.way for row in found.rows[:2]] == [best, whole]
-    assert {row.way.name for row in found.rows[2:]} == {"trunk alone", "match alone"}
+    assert {row.way.name for row in found.rows[2:]} == {"shared encoder alone", "match alone"}
     assert found.rows[0].less is None
     for row in found.rows[1:]:
         assert row.less is not None
@@ -46,14 +61,20 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
     chooses = np.zeros(400, np.bool_)
     chooses[np.random.default_rng(0).permutation(400)[:200]] = True
     assert found.num_users == 200
-    assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)  # those who chose do not judge
-    assert json.loads(json.dumps(found.as_dict()))["sources"] == ["trunk"]
-    assert "trunk, fitted" in "\n".join(found.lines())
+    # those who chose do not evaluate
+    assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)
+    assert json.loads(json.dumps(found.as_dict()))["sources"] == ["shared_encoder"]
+    assert "shared encoder, fitted" in "\n".join(found.lines())
 
 
 def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
-    whole, lucky = CascadeWay(("trunk", "transitions", "neighbours"), "fitted"), CascadeWay(("match",), "retrieval")
-    every = cascade_ways(["trunk", "transitions", "neighbours", "generate", "match"], has_order=True)
+    whole, lucky = (
+        CascadeWay(("shared_encoder", "transitions", "neighbours"), "fitted"),
+        CascadeWay(("match",), "retrieval"),
+    )
+    every = cascade_ways(
+        ["shared_encoder", "transitions", "neighbours", "generate", "match"], has_blend=True
+    )
     ways = dict.fromkeys(every, np.full(400, MISSED))
     ways[whole] = np.where(np.arange(400) % 40 == 1, 0.0, MISSED)
     ways[lucky] = np.where(np.arange(400) % 10 == 0, 0.0, MISSED)
@@ -62,30 +83,37 @@ def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
     lucky_each, each = (ndcg_of_each(ways[way][chooses], 10) for way in (lucky, whole))
     gap = difference_of_users(lucky_each, each)
     assert gap.low > 0
-    assert choose_way({way: ways[way] for way in (whole, lucky)}, whole).way == lucky  # it is one of two
+    # it is one of two
+    assert choose_way({way: ways[way] for way in (whole, lucky)}, whole).way == lucky
     assert choose_way(ways, whole).way == whole  # it is one of 68
 
 
 def test_a_stage_that_hurts_is_named_and_one_that_does_not_is_not() -> None:
-    whole = CascadeWay(("trunk", "match"), "rank")
+    whole = CascadeWay(("shared_encoder", "match"), "rank")
     good = places(0.6, 1)
-    ways = dict.fromkeys(cascade_ways(["trunk", "match"], has_order=False), good)
+    ways = dict.fromkeys(cascade_ways(["shared_encoder", "match"], has_blend=False), good)
     assert choose_way(ways, whole).hurts == []
     ways[whole] = places(0.2, 2)
     hurts = choose_way(ways, whole).hurts
-    assert [line.partition(" hurts")[0] for line in hurts] == ["source trunk", "source match", "order rank"]
+    assert [line.partition(" hurts")[0] for line in hurts] == [
+        "source shared encoder",
+        "source match",
+        "order rank",
+    ]
 
 
 def test_the_configured_way_stays_unless_another_is_measurably_better() -> None:
-    whole = CascadeWay(("trunk", "match"), "fused")
-    ways = dict.fromkeys(cascade_ways(["trunk", "match"], has_order=True), places(0.3, 1))
-    ways[CascadeWay(("trunk",), "fitted")] = places(0.31, 1)
+    whole = CascadeWay(("shared_encoder", "match"), "fused")
+    ways = dict.fromkeys(cascade_ways(["shared_encoder", "match"], has_blend=True), places(0.3, 1))
+    ways[CascadeWay(("shared_encoder",), "fitted")] = places(0.31, 1)
     assert choose_way(ways, whole).way == whole
     assert [row.way for row in choose_way(ways, whole).rows].count(whole) == 1
 
 
 def test_the_sentence_says_what_the_interval_says() -> None:
     low, high = places(0.2, 1), places(0.6, 2)
-    assert "is better than trunk alone" in why("recommend", high, "trunk alone", low)
-    assert "is worse than" in why("recommend", low, "trunk alone", high)
-    assert "cannot be told from" in why("recommend", low, "trunk alone", low)
+    assert ("is better than shared encoder alone") in why(
+        "recommend", high, "shared encoder alone", low
+    )
+    assert "is worse than" in why("recommend", low, "shared encoder alone", high)
+    assert "cannot be told from" in why("recommend", low, "shared encoder alone", low)

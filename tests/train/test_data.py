@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.train.data import Split, batches, build_log, windows
 from tests.train.synthetic import planted
 
@@ -75,6 +75,6 @@ def test_batches_cover_the_trained_events_once_within_their_limit() -> None:
     assert sorted(seen) == np.flatnonzero(log.trained).tolist()
 
 
-def test_a_log_without_a_test_part_is_refused() -> None:
+def test_a_log_without_a_test_part_is_rejected() -> None:
     with pytest.raises(DataError, match="1 interactions: the time split leaves 0 to train on"):
         build_log(planted()[:1], [], "time")

@@ -8,7 +8,7 @@ import torch
 
 from npu_gr.core.errors import DataError
 from npu_gr.train import linear
-from npu_gr.train.judge import Graph, unique_edges
+from npu_gr.train.evaluate import Graph, unique_edges
 from npu_gr.train.linear import EASE, ItemKNN, PureSVD, spectrum
 
 
@@ -40,8 +40,11 @@ def test_item_knn_is_its_formula(a: float, b: float) -> None:
         np.testing.assert_allclose(model.weights(start, stop), table[start:stop, :15], atol=1e-5)
 
 
-@pytest.mark.parametrize(("num_users", "num_items"), [(12, 20), (20, 12)])  # by users' kernel, by items' matrix
-def test_ease_is_its_formula(num_users: int, num_items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# by users' kernel, by items' matrix
+@pytest.mark.parametrize(("num_users", "num_items"), [(12, 20), (20, 12)])
+def test_ease_is_its_formula(
+    num_users: int, num_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "BLOCK_ROWS", 5)
     graph = make_graph(num_users, num_items)
     x = dense(graph)
@@ -51,10 +54,12 @@ def test_ease_is_its_formula(num_users: int, num_items: int, monkeypatch: pytest
     model = EASE(graph, 10, 3.0)
     found = model.scores(torch.arange(num_users))
     np.testing.assert_allclose(found, (x @ weights)[:, :10], atol=1e-4)
-    np.testing.assert_allclose(torch.cat([model.weights(0, 3), model.weights(3, 10)]), weights[:10, :10], atol=1e-5)
+    np.testing.assert_allclose(
+        torch.cat([model.weights(0, 3), model.weights(3, 10)]), weights[:10, :10], atol=1e-5
+    )
 
 
-def test_ease_too_large_to_invert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ease_too_large_to_invert_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MAX_SIDE", 11)
     with pytest.raises(DataError, match="12 users and 20 items, and it inverts at most 11"):
         EASE(make_graph(12, 20), 20, 1.0)

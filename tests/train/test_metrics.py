@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from npu_gr.train.metrics import auc, auc_terms, hit_ratio, ndcg, rank_of
 
-SCORES = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25)
+SCORES = st.lists(
+    st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25
+)
 
 
 @given(SCORES)

@@ -1,4 +1,7 @@
-"""The next item is ranked among all items, and among those that the user has not had; it never leaves itself out."""
+"""The next item is ranked among all items, and among those that the user has not had.
+
+It never leaves itself out.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ def test_the_history_counts_overall_and_not_unseen() -> None:
     assert ranks.overall.tolist() == [2.5, 2.0]  # items 2 and 3 above, item 4 ties: half a place
     assert ranks.unseen.tolist() == [1.0, 2.0]
     assert ranks.is_repeat.tolist() == [False, True]
-    assert (ranks.repeat_ratio, ranks.judges_all) == (0.5, False)
-    assert ranks.judged is ranks.unseen
+    assert (ranks.repeat_ratio, ranks.evaluates_all) == (0.5, False)
+    assert ranks.evaluated is ranks.unseen
     again = rank_next_items(log, targets[1:], scores[1:])
-    assert again.judges_all
-    assert again.judged is again.overall
+    assert again.evaluates_all
+    assert again.evaluated is again.overall
     assert scores[0].tolist() == [0.0, 1.0, 2.0, 3.0, 1.0]

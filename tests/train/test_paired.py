@@ -9,25 +9,33 @@ from npu_gr.train.metrics import auc, difference, difference_of_auc, difference_
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, compare
 
 
-def ranks(share: float, num_users: int = 1000, unseen: float | None = None, repeats: float = 0.0) -> NextItemRanks:
+def ranks(
+    share: float, num_users: int = 1000, unseen: float | None = None, repeats: float = 0.0
+) -> NextItemRanks:
     """The first users hit at rank 0, the others miss; of the unseen items another share may hit."""
     users = np.arange(num_users)
     overall, among_unseen = (
-        np.where(users < part * num_users, 0.0, 50.0) for part in (share, share if unseen is None else unseen)
+        np.where(users < part * num_users, 0.0, 50.0)
+        for part in (share, share if unseen is None else unseen)
     )
     return NextItemRanks(overall, among_unseen, users < repeats * num_users)
 
 
 def test_users_drawn_by_their_gap_are_users_drawn_one_by_one() -> None:
     random = np.random.default_rng(0)
-    ours, theirs = random.integers(0, 2, 300).astype(np.float64), random.integers(0, 2, 300).astype(np.float64) / 2
+    ours, theirs = (
+        random.integers(0, 2, 300).astype(np.float64),
+        random.integers(0, 2, 300).astype(np.float64) / 2,
+    )
     fast, slow = difference_of_users(ours, theirs), difference(ours[None], theirs[None])
     assert fast.mean == pytest.approx(slow.mean)
     assert (fast.low, fast.high) == pytest.approx((slow.low, slow.high), abs=0.01)
 
 
 def test_the_strongest_baseline_is_named_and_a_win_has_no_warning() -> None:
-    found = compare("ours", ranks(0.3), {"weak": ranks(0.01), "strong": ranks(0.2), "other": ranks(0.1)})
+    found = compare(
+        "ours", ranks(0.3), {"weak": ranks(0.01), "strong": ranks(0.2), "other": ranks(0.1)}
+    )
     assert found is not None
     assert (found.baseline, found.is_better) == ("strong", True)
     assert found.differences["HR@10"].mean == pytest.approx(0.1)
@@ -46,7 +54,10 @@ def test_a_tie_and_a_loss_are_warned_of() -> None:
 
 def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
     """Counting what was had before wins among all items, and a model that wins among the unseen ones is no better."""
-    for repeats, strongest, of_what in ((0.5, "novel", "unseen items"), (0.51, "again", "all items")):
+    for repeats, strongest, of_what in (
+        (0.5, "novel", "unseen items"),
+        (0.51, "again", "all items"),
+    ):
         baselines = {
             "again": ranks(0.6, unseen=0.1, repeats=repeats),
             "novel": ranks(0.1, unseen=0.2, repeats=repeats),
@@ -55,7 +66,9 @@ def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
         assert found is not None
         assert found.baseline == strongest
         assert found.is_better is (of_what == "unseen items")
-        assert f"judged by {of_what}: {repeats:.0%} of the next items are repeats" in found.text()
+        assert (
+            f"evaluated by {of_what}: {repeats:.0%} of the next items are repeats"
+        ) in found.text()
         assert found.as_dict()["grounds"] == found.grounds
         assert "are too good by these" in found.grounds
         assert next(iter(found.differences)).endswith("unseen") is (of_what == "unseen items")

@@ -37,24 +37,32 @@ def test_markov_counts_pairs_of_one_user(log: InteractionLog) -> None:
 
 
 @pytest.mark.parametrize("kind", [Means, MatrixFactorisation])
-def test_generous_users_are_recognised(kind: type[Means | MatrixFactorisation], log: InteractionLog) -> None:
+def test_generous_users_are_recognised(
+    kind: type[Means | MatrixFactorisation], log: InteractionLog
+) -> None:
     assert evaluate_baseline(log, kind(log), log.values >= 4, log.next_items()).auc > 0.85
 
 
 @pytest.mark.parametrize("kind", [Means, MatrixFactorisation])
-def test_an_event_is_scored_before_it_is_known(kind: type[Means | MatrixFactorisation], log: InteractionLog) -> None:
+def test_an_event_is_scored_before_it_is_known(
+    kind: type[Means | MatrixFactorisation], log: InteractionLog
+) -> None:
     baseline: Baseline = kind(log)
     before = baseline.liking(log)
     changed = log.actions.copy()
     changed[~log.trained] = 1 - changed[~log.trained]  # each user's last event
-    other = InteractionLog(**{name: getattr(log, name) for name in InteractionLog.__slots__} | {"actions": changed})
+    other = InteractionLog(
+        **{name: getattr(log, name) for name in InteractionLog.__slots__} | {"actions": changed}
+    )
     after = baseline.liking(other)
     assert before is not None
     assert after is not None
     np.testing.assert_allclose(before, after)
 
 
-def test_folding_in_the_training_history_solves_the_user_it_was_fitted_with(log: InteractionLog) -> None:
+def test_folding_in_the_training_history_solves_the_user_it_was_fitted_with(
+    log: InteractionLog,
+) -> None:
     factors = MatrixFactorisation(log)
     part = slice(log.starts[3], log.starts[3] + log.num_trained[3])
     rows = factors._fold_in(log.items[part], log.values[part])

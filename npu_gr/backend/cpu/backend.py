@@ -13,14 +13,14 @@ from npu_gr.backend.base import Arrangement
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.cpu.beams import NativeBeams, NativeTopk
@@ -45,8 +45,8 @@ class CPUBackend(TorchOps):
         """Load the kernels.
 
         Args:
-            mode: "auto" uses the kernels if they are built and warns if not, "require" raises if they are not, "off"
-                uses torch ops alone.
+            mode: "auto" uses the kernels if they are built and warns if not, "require" raises if
+                they are not, "off" uses torch ops alone.
             isa: a lower instruction set than the CPU's best, for tests and measurements.
 
         Raises:
@@ -60,7 +60,10 @@ class CPUBackend(TorchOps):
         except NativeError as error:
             if mode == "require" or isa:
                 raise ConfigError(f"native: the CPU kernels are required, but {error}") from error
-            log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
+            log.warning(
+                "the CPU kernels are missing, torch ops run instead, several times slower: %s",
+                error,
+            )
         self._hstu: HstuKernels | None = None
         if self.native:
             self.kernels = self.native.isa
@@ -79,7 +82,13 @@ class CPUBackend(TorchOps):
         return super().beam_topk(call)
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float = 1.0,
     ) -> Choices:
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
@@ -95,7 +104,7 @@ class CPUBackend(TorchOps):
             return self._items.products(query, items, rows)
         return super().item_products(query, items, rows)
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Sum by the native kernel."""
         return NativeOrder(self.native, tables) if self.native else None
 
@@ -116,12 +125,17 @@ class CPUBackend(TorchOps):
             super().pack_kv(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        # a weight made under inference_mode has no version counter, so a write to it would go unnoticed
-        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+        # a weight made under inference_mode has no version counter, so a write to it would go
+        # unnoticed
+        if (
+            self._hstu
+            and {x.dtype, layer.weight.dtype} <= set(ELEMENT)
+            and not layer.weight.is_inference()
+        ):
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
 
-    def hstu_whole(self, call: HstuWholeCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
         return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
 

@@ -1,8 +1,9 @@
 """The native kernels of generation: beam attention, and xBeam's selection.
 
-Attention reads prefix and own tokens as they are stored, one softmax over both (`ops/cpu/beam.h`); the workspace holds
-one KV head's prefix in fp32. Selection takes one pass over the logits, or none but the valid ones (`ops/cpu/topk.h`,
-`head.h`). Workspaces are made once and grow; results are small new tensors.
+Attention reads prefix and own tokens as they are stored, one softmax over both (`ops/cpu/beam.h`);
+the workspace holds one KV head's prefix in fp32. Selection takes one pass over the logits, or none
+but the valid ones (`ops/cpu/topk.h`, `head.h`). Workspaces are made once and grow; results are
+small new tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class NativeBeams:
         shared = call.shared
         out = torch.empty(q.shape, dtype=q.dtype)
         ancestry = None if call.ancestry is None else call.ancestry.contiguous()
-        keys, values = ((c_void_p * len(shared))(*(slab[i].data_ptr() for slab in shared)) for i in (0, 1))
+        keys, values = (
+            (c_void_p * len(shared))(*(slab[i].data_ptr() for slab in shared)) for i in (0, 1)
+        )
         own_k, own_v = call.unshared
         job = BeamJob(
             q=q.data_ptr(),
@@ -85,7 +88,11 @@ class NativeTopk:
     @staticmethod
     def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
         """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
-        return scores.dtype in ELEMENT and acc.dtype == torch.float32 and follow.code.dtype == torch.int32
+        return (
+            scores.dtype in ELEMENT
+            and acc.dtype == torch.float32
+            and follow.code.dtype == torch.int32
+        )
 
     def beam_topk(self, call: TopkCall, norm: Tensor | None = None) -> Choices:
         """Select; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
@@ -109,7 +116,13 @@ class NativeTopk:
         )
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float,
     ) -> Choices:
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         assert weight.stride(1) == 1
@@ -137,10 +150,19 @@ class NativeTopk:
         )
         self._kernels.gathered_head(head)
         return self._select(
-            follow, width, acc, len(weight), num_rows=len(hidden), num_codes=len(weight), over_valid=1, **values
+            follow,
+            width,
+            acc,
+            len(weight),
+            num_rows=len(hidden),
+            num_codes=len(weight),
+            over_valid=1,
+            **values,
         )
 
-    def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
+    def _select(
+        self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any
+    ) -> Choices:
         lo = follow.lo.contiguous()
         degree = follow.degree.contiguous()
         acc = acc.contiguous()

@@ -1,13 +1,16 @@
-"""HSTU attention and the packing of keys and values by the CPU kernels; mirrors `ops/cpu/hstu_call.h`.
+"""HSTU attention and the packing of keys and values by the CPU kernels.
 
-Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that are not in tiles
-yet are packed into a scratch first, so every tile begins at a multiple of 64 tokens whatever was cached: cached and
-full inference give the same bits.
+Mirrors `ops/cpu/hstu_call.h`.
 
-Linear layers through the CPU kernels: weights packed once, SiLU in registers; mirrors `Affine` of hstu_call.h.
+Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that
+are not in tiles yet are packed into a scratch first, so every tile begins at a multiple of 64
+tokens whatever was cached: cached and full inference give the same bits.
 
-A layer's packed weights live as long as the layer. They are packed again when its weight is replaced or written to.
-For inference only: no gradient passes through.
+Linear layers through the CPU kernels: weights packed once, SiLU in registers; mirrors `Affine` of
+hstu_call.h.
+
+A layer's packed weights live as long as the layer. They are packed again when its weight is
+replaced or written to. For inference only: no gradient passes through.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class _Rows(Structure):
     _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64)]
 
 
-_SHAPE = [(name, c_int64) for name in ("num_rows", "num_heads", "qk_dim", "v_dim", "row_dtype", "tile_dtype")]
+_SHAPE = [
+    (name, c_int64)
+    for name in ("num_rows", "num_heads", "qk_dim", "v_dim", "row_dtype", "tile_dtype")
+]
 
 
 class _Hstu(Structure):
@@ -71,11 +77,15 @@ class _Reused(threading.local):
     """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
-        self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
+        # tiles of rows that nobody keeps, by shape
+        self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}
 
 
 class HstuKernels:
-    """The kernels of one instruction set, and the scratch memory that they reuse. Any thread may call."""
+    """The kernels of one instruction set, and the scratch memory that they reuse.
+
+    Any thread may call.
+    """
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -101,7 +111,11 @@ class HstuKernels:
         return self._attend(self._kernels.hstu_targets, call, own, call.cached)
 
     def _attend(
-        self, op: Callable[[object], None], call: HstuCall, own: Slab | None, slabs: Sequence[Slab | Tiles]
+        self,
+        op: Callable[[object], None],
+        call: HstuCall,
+        own: Slab | None,
+        slabs: Sequence[Slab | Tiles],
     ) -> Tensor:
         """Attend over `slabs`, and each row over its own key and value if `own` has them (candidates)."""
         rows, heads, qk_dim = call.q.shape
@@ -123,30 +137,44 @@ class HstuKernels:
             len(times), times.data_ptr(), call.query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
         )  # fmt: skip
-        native.scratch = self.scratch.at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
+        native.scratch = self.scratch.at(
+            self._kernels.hstu_scratch_bytes(byref(native), own is None)
+        )
         op(byref(native))
         return out
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
-        """The tokens of all slabs in tiles, full ones but for the last; whole tiles are read where they are."""
+        """The tokens of all slabs in tiles, full ones but for the last.
+
+        Whole tiles are read where they are.
+        """
         slabs = [s for s in slabs if (s.num_tokens if isinstance(s, Tiles) else len(s[0]))]
         whole: list[Tiles] = []
         while slabs and isinstance(first := slabs[0], Tiles):
             whole.append(first)
             slabs = slabs[1:]
-            if first.num_tokens % TILE_TOKENS and slabs:  # a tile to be filled up: continue in a copy of it
+            # a tile to be filled up: continue in a copy of it
+            if first.num_tokens % TILE_TOKENS and slabs:
                 full = first.num_tokens // TILE_TOKENS
-                whole[-1] = Tiles(first.k[:full], first.v[:full], full * TILE_TOKENS, first.qk_dim, first.v_dim)
+                whole[-1] = Tiles(
+                    first.k[:full], first.v[:full], full * TILE_TOKENS, first.qk_dim, first.v_dim
+                )
                 rest = first.k[full : full + 1], first.v[full : full + 1]
                 return [
                     *whole,
-                    self._packed(slabs, Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]), first.k.dtype),
+                    self._packed(
+                        slabs,
+                        Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]),
+                        first.k.dtype,
+                    ),
                 ]
         if slabs:
             whole.append(self._packed(slabs, None, whole[0].k.dtype if whole else dtype))
         return whole
 
-    def _packed(self, slabs: Sequence[Slab | Tiles], begun: Tiles | None, dtype: torch.dtype) -> Tiles:
+    def _packed(
+        self, slabs: Sequence[Slab | Tiles], begun: Tiles | None, dtype: torch.dtype
+    ) -> Tiles:
         """A tile that is begun, and slabs behind it, in scratch tiles."""
         rows = [unpack(s) if isinstance(s, Tiles) else s for s in slabs]
         at = begun.num_tokens if begun else 0
@@ -161,7 +189,9 @@ class HstuKernels:
             at += len(k)
         return into._replace(num_tokens=total)
 
-    def _own_tiles(self, num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
+    def _own_tiles(
+        self, num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype
+    ) -> Tiles:
         key = (num_heads, qk_dim, v_dim, dtype)
         own = self._reused.own
         if key not in own or len(own[key].k) < num_tiles:
@@ -172,7 +202,10 @@ class HstuKernels:
 
 class _Affine(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_in", "num_out", "x_dtype", "tile_dtype", "y_dtype")),
+        *(
+            (name, c_int64)
+            for name in ("num_rows", "num_in", "num_out", "x_dtype", "tile_dtype", "y_dtype")
+        ),
         ("x", c_void_p),
         ("x_stride", c_int64),
         ("weight", c_void_p),
@@ -198,7 +231,9 @@ class AffineKernel:
         self._kernels = native.kernels
         self._hstu = hstu
         self._has_dot = native.has_bf16_dot
-        self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], Packed]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], Packed]] = (
+            WeakKeyDictionary()
+        )
 
     def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
         packed = self.packed(layer, first, last)

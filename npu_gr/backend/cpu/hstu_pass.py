@@ -1,12 +1,15 @@
 """A ranker's whole forward pass in one call of the CPU kernels; mirrors `ops/cpu/hstu_pass_call.h`.
 
-A batch is one array of int64: each request's numbers, page runs, times and ids, one request behind the other. The
-kernels check it, size their scratch, and then compute every layer without the interpreter lock. What of a model they
-read is described once, and again when a weight is replaced or written to.
+A batch is one array of int64: each request's numbers, page runs, times and ids, one request behind
+the other. The kernels check it, size their scratch, and then compute every layer without the
+interpreter lock. What of a model they read is described once, and again when a weight is replaced
+or written to.
 
-NEXT, the search and a rank of what is found in one call of the CPU kernels; mirrors `ops/cpu/hstu_find_call.h`.
+NEXT, the search and a rank of what is found in one call of the CPU kernels; mirrors
+`ops/cpu/hstu_find_call.h`.
 
-Between its passes nothing waits for the interpreter: the kernels write the second pass' numbers themselves.
+Between its passes nothing waits for the interpreter: the kernels write the second pass' numbers
+themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.calls import HstuFindCall, HstuFound, HstuHead, HstuSegment, HstuWeights, HstuWholeCall
+from npu_gr.backend.calls import (
+    FusedForwardCall,
+    HstuFindCall,
+    HstuFound,
+    HstuHead,
+    HstuSegment,
+    HstuWeights,
+)
 from npu_gr.backend.cpu.hstu import AffineKernel, HstuKernels
 from npu_gr.backend.cpu.items import ItemsJob
 from npu_gr.backend.cpu.library import ELEMENT, Native, address
@@ -64,7 +74,10 @@ class PassHead(Structure):
 
 class _Model(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("dim", "num_layers", "num_heads", "qk_dim", "v_dim", "dtype")),
+        *(
+            (name, c_int64)
+            for name in ("dim", "num_layers", "num_heads", "qk_dim", "v_dim", "dtype")
+        ),
         *((name, c_int64) for name in ("norm_group", "is_joined", "is_silu", "position_buckets")),
         *((name, c_double) for name in ("alpha", "scale")),
         ("layers", POINTER(_Layer)),
@@ -96,7 +109,9 @@ class _Places(NamedTuple):
         """Addresses and version counters; None = one of them has none, as it was made under inference_mode."""
         tensors: list[Any] = [place[name] for place, name in self.held]
         try:
-            return [tensor.data_ptr() for tensor in tensors] + [tensor._version for tensor in tensors]
+            return [tensor.data_ptr() for tensor in tensors] + [
+                tensor._version for tensor in tensors
+            ]
         except RuntimeError:
             return None
 
@@ -129,7 +144,7 @@ def checked(found: int) -> int:
 
 
 class HstuPassKernel:
-    """Compute `Backend.hstu_whole` for fp32 and bf16. Any thread may call."""
+    """Compute `Backend.fused_forward` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
         self._size = native.kernels.hstu_pass_bytes
@@ -138,7 +153,7 @@ class HstuPassKernel:
         self._affine = affine
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
 
-    def __call__(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
+    def __call__(self, call: FusedForwardCall) -> npt.NDArray[np.float32] | None:
         ready = self.prepared(call)
         if ready is None:
             return None
@@ -150,7 +165,7 @@ class HstuPassKernel:
         self.run(byref(native))
         return out
 
-    def prepared(self, call: HstuWholeCall) -> PreparedPass | None:
+    def prepared(self, call: FusedForwardCall) -> PreparedPass | None:
         """Describe a call but for its head and what it writes to; None = the kernels do not take it."""
         parts: list[Any] = []
         num_candidates = 0
@@ -179,11 +194,17 @@ class HstuPassKernel:
             native.x, native.num_rows = x.data_ptr(), x.shape[0]
         return PreparedPass(native, described.heads, num_candidates, held)
 
-    def _describe(self, owner: nn.Module, weights: HstuWeights, dtype: torch.dtype) -> _Described | None:
+    def _describe(
+        self, owner: nn.Module, weights: HstuWeights, dtype: torch.dtype
+    ) -> _Described | None:
         """Describe a model; None = a write to one of its weights would go unnoticed, or they are of several dtypes."""
         first = weights.layers[0]
-        of_layers = {linear.weight.dtype for layer in weights.layers for linear in (layer.uvqk, layer.out)}
-        if of_layers != {dtype} or any(own.is_inference() for own in (*owner.parameters(), *owner.buffers())):
+        of_layers = {
+            linear.weight.dtype for layer in weights.layers for linear in (layer.uvqk, layer.out)
+        }
+        if of_layers != {dtype} or any(
+            own.is_inference() for own in (*owner.parameters(), *owner.buffers())
+        ):
             return None
         read: list[Tensor] = []
         kept: list[object] = []
@@ -202,7 +223,13 @@ class HstuPassKernel:
             packed = self._affine.packed(of, first, end)
             kept.append(packed)
             element = ELEMENT[packed.weight.dtype]
-            return _Linear(packed.weight.data_ptr(), packed.bias.data_ptr(), of.in_features, end - first, element)
+            return _Linear(
+                packed.weight.data_ptr(),
+                packed.bias.data_ptr(),
+                of.in_features,
+                end - first,
+                element,
+            )
 
         def head(of: HstuHead) -> tuple[Any, int]:
             hidden = linear(of.hidden) if of.hidden is not None else _Linear()
@@ -216,8 +243,14 @@ class HstuPassKernel:
             into.norm_in, into.norm_attention = norm(layer.norm_in), norm(layer.norm_attention)
             into.uvqk, into.out = linear(layer.uvqk), linear(layer.out)
             if layer is weights.layers[-1]:
-                into.v, into.k = linear(layer.uvqk, uv, 2 * uv), linear(layer.uvqk, 2 * uv + qk, 2 * (uv + qk))
-            into.position_bias, into.time_bias = floats(layer.bias.position), floats(layer.bias.time)
+                into.v, into.k = (
+                    linear(layer.uvqk, uv, 2 * uv),
+                    linear(layer.uvqk, 2 * uv + qk, 2 * (uv + qk)),
+                )
+            into.position_bias, into.time_bias = (
+                floats(layer.bias.position),
+                floats(layer.bias.time),
+            )
         kept.append(layers)
         model = _Model(
             first.uvqk.in_features, len(weights.layers), weights.num_heads, weights.qk_dim, weights.v_dim,
@@ -240,7 +273,9 @@ def _places(owner: nn.Module, read: Sequence[Tensor]) -> _Places:
         for name, tensor in place.items()
         if id(tensor) in wanted
     ]
-    assert len({id(place[name]) for place, name in found}) == len(wanted), "a weight is none of the model's"
+    assert len({id(place[name]) for place, name in found}) == len(wanted), (
+        "a weight is none of the model's"
+    )
     return _Places(found)
 
 
@@ -306,7 +341,8 @@ class HstuFindKernel:
         starts = [0, *itertools.accumulate(map(len, call.hidden))]
         job = ItemsJob(None, table.data_ptr(), num, call.num_items, dim, k)
         num_workspace = -(-self._kernels.best_items_bytes(byref(job)) // 8)
-        # all of one type lies in one piece of memory: what goes in or comes out first, then what the kernels use alone
+        # all of one type lies in one piece of memory: what goes in or comes out first, then what
+        # the kernels use alone
         hidden_at, rows_at = 3 * num + 1, 3 * num + 1 + starts[-1]
         scored_at = rows_at + num * k
         work_at = scored_at + num

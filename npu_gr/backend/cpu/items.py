@@ -1,8 +1,9 @@
 """The native kernels of retrieval: the best items, and the sums of a fitted order.
 
-The best items take one pass over the items, at the speed of memory for a lone query (`ops/cpu/items.h`). The sums take
-one call a request, whose work does not grow with the catalogue (`ops/cpu/order.h`, which `order_call.h` and this file
-describe field by field). Results are small new tensors.
+The best items take one pass over the items, at the speed of memory for a lone query
+(`ops/cpu/items.h`). The sums take one call a request, whose work does not grow with the catalogue
+(`ops/cpu/order.h`, which `order_call.h` and this file describe field by field). Results are small
+new tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import OrderCall, OrderTables
+from npu_gr.backend.calls import BlendCall, BlendTables
 from npu_gr.backend.cpu.library import Native, address
 
 
@@ -42,7 +43,10 @@ class _ProductsJob(Structure):
 
 
 class NativeItems:
-    """Compute `Backend.best_items` and `item_products`, which agree to the last bit. Any thread may call."""
+    """Compute `Backend.best_items` and `item_products`, which agree to the last bit.
+
+    Any thread may call.
+    """
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -75,7 +79,13 @@ class NativeItems:
         scores = torch.empty(len(rows))
         num_items, dim = items.shape
         call = _ProductsJob(
-            query.data_ptr(), items.data_ptr(), num_items, dim, rows.data_ptr(), len(rows), scores.data_ptr()
+            query.data_ptr(),
+            items.data_ptr(),
+            num_items,
+            dim,
+            rows.data_ptr(),
+            len(rows),
+            scores.data_ptr(),
         )
         if self._kernels.item_products(byref(call)):
             raise IndexError(f"an item row is outside of the {num_items} items")
@@ -84,10 +94,19 @@ class NativeItems:
 
 class _Tables(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("successors", "log_prob", "neighbours", "similarity", "rest", "shares")),
-        *((name, c_int64) for name in ("num_items", "num_successors", "num_neighbours", "is_summed")),
+        *(
+            (name, c_void_p)
+            for name in ("successors", "log_prob", "neighbours", "similarity", "rest", "shares")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("num_items", "num_successors", "num_neighbours", "is_summed")
+        ),
         *((name, c_double) for name in ("decay", "scale")),
-        *((name, c_float) for name in ("retrieval", "click", "transitions", "alike", "popularity", "seen")),
+        *(
+            (name, c_float)
+            for name in ("retrieval", "click", "transitions", "alike", "popularity", "seen")
+        ),
     ]
 
 
@@ -95,19 +114,22 @@ class _Job(Structure):
     _fields_ = [
         ("tables", POINTER(_Tables)),
         *((name, c_void_p) for name in ("recent", "candidates", "retrieval", "click", "seen")),
-        *((name, c_int64) for name in ("num_recent", "num_candidates", "num_followed", "num_liked")),
+        *(
+            (name, c_int64)
+            for name in ("num_recent", "num_candidates", "num_followed", "num_liked")
+        ),
         *((name, c_void_p) for name in ("workspace", "sums")),
     ]
 
 
 class NativeOrder:
-    """Compute what `Backend.order_sums` prepares. Any thread may call."""
+    """Compute what `Backend.blend_sums` prepares. Any thread may call."""
 
-    def __init__(self, native: Native, tables: OrderTables) -> None:
+    def __init__(self, native: Native, tables: BlendTables) -> None:
         """Point at the tables, which stay as they are."""
         self._kernels = native.kernels
         self._room = _Room()
-        self._held = held = OrderTables(
+        self._held = held = BlendTables(
             np.ascontiguousarray(tables.successors),
             np.ascontiguousarray(tables.log_prob),
             np.ascontiguousarray(tables.rest),
@@ -117,9 +139,16 @@ class NativeOrder:
             *tables[6:],
         )
         num_items, num_successors = held.successors.shape
-        if len(held.rest) != num_items + 1 or len(held.shares) != num_items + 1 or len(held.neighbours) != num_items:
+        if (
+            len(held.rest) != num_items + 1
+            or len(held.shares) != num_items + 1
+            or len(held.neighbours) != num_items
+        ):
             raise ValueError("tables of an order: their lengths differ")
-        tables_at = [address(array) for array in (held.successors, held.log_prob, held.neighbours, held.similarity)]
+        tables_at = [
+            address(array)
+            for array in (held.successors, held.log_prob, held.neighbours, held.similarity)
+        ]
         self._tables = pointer(
             _Tables(
                 *tables_at, address(held.rest), address(held.shares),
@@ -128,7 +157,7 @@ class NativeOrder:
             )
         )  # fmt: skip
 
-    def __call__(self, call: OrderCall) -> npt.NDArray[np.float32]:
+    def __call__(self, call: BlendCall) -> npt.NDArray[np.float32]:
         """Sum the terms of each candidate: float32 [c]."""
         num_recent, count = len(call.recent), len(call.candidates)
         if max(call.num_followed, call.num_liked) > num_recent:
@@ -146,7 +175,7 @@ class NativeOrder:
         job.num_followed, job.num_liked = call.num_followed, call.num_liked
         job.tables, job.sums = self._tables, room.terms_at
         room.hold_workspace(self._kernels.order_bytes(byref(job)))
-        self._kernels.order_sums(byref(job))
+        self._kernels.blend_sums(byref(job))
         return room.terms[:count].copy()
 
     def alike(self, liked: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -194,6 +223,8 @@ class _Room(threading.local):
         if term is None:
             return 0
         if term.shape != (count,):
-            raise ValueError(f"a term of the order has the shape {term.shape}, there are {count} candidates")
+            raise ValueError(
+                f"a term of the order has the shape {term.shape}, there are {count} candidates"
+            )
         self.terms[place * count : (place + 1) * count] = term
         return self.terms_at + 4 * place * count

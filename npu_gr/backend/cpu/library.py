@@ -1,7 +1,8 @@
 """The CPU kernels of `ops/cpu`: find the library, choose the instruction set, declare the functions' types.
 
-The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by ctypes, which releases
-the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors `ops/cpu/kernels.h`, field by field.
+The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by
+ctypes, which releases the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors
+`ops/cpu/kernels.h`, field by field.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 ABI = 11  # NPU_GR_ABI of ops/cpu/kernels.h
-ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
+# best first; generic on x86-64, neon on aarch64
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
 LIBRARY = Path(__file__).with_name("_native.abi3.so")
@@ -131,7 +133,7 @@ class Table(ctypes.Structure):
         ("best_items", CFUNCTYPE(None, c_void_p)),
         ("item_products", CFUNCTYPE(c_int64, c_void_p)),
         ("order_bytes", CFUNCTYPE(c_int64, c_void_p)),
-        ("order_sums", CFUNCTYPE(None, c_void_p)),
+        ("blend_sums", CFUNCTYPE(None, c_void_p)),
         ("neighbour_sums", CFUNCTYPE(None, c_void_p, c_void_p)),
     ]
 
@@ -159,10 +161,13 @@ def load(isa: str = "", library: Path = LIBRARY) -> Native:
         library: the shared object.
 
     Raises:
-        NativeError: the library was not built, comes from other sources, or this CPU lacks the instruction set.
+        NativeError: the library was not built, comes from other sources, or this CPU lacks the
+            instruction set.
     """
     if not library.exists():
-        raise NativeError(f"{library.name} was not built: no C++ compiler when npu_gr was installed")
+        raise NativeError(
+            f"{library.name} was not built: no C++ compiler when npu_gr was installed"
+        )
     try:
         found = ctypes.CDLL(str(library)).npu_gr_kernels
     except (OSError, AttributeError) as error:

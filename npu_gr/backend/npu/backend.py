@@ -1,11 +1,15 @@
-"""Ascend devices through torch_npu. Not yet run on an NPU by us: tested on a device that records what it is told.
+"""Ascend devices through torch_npu.
 
-The native operators of `ops/ascendc` run where they are installed and the call fits, Huawei's `mxrec::hstu_paged` for a
-ranker without relative bias where its library is configured, a Triton kernel where the configuration asks for it, torch
-ops elsewhere: `ops` says which, `hstu_ways` what a ranker can choose from. A call that does not fit (`limits.py`) is
-counted, and logged the first time.
+Not yet run on an NPU by us: tested on a device that records what it is told.
 
-Invariant: between a request's uploads and its result the host never waits for the device, where `ops` says ascend_c.
+The native operators of `ops/ascendc` run where they are installed and the call fits, Huawei's
+`mxrec::hstu_paged` for a ranker without relative bias where its library is configured, a Triton
+kernel where the configuration asks for it, torch ops elsewhere: `ops` says which, `hstu_ways` what
+a ranker can choose from. A call that does not fit (`limits.py`) is counted, and logged the first
+time.
+
+Invariant: between a request's uploads and its result the host never waits for the device, where
+`ops` says ascend_c.
 """
 
 from __future__ import annotations
@@ -22,7 +26,15 @@ from torch import Tensor
 
 from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, HstuShape, Over, TopkCall
+from npu_gr.backend.calls import (
+    BeamCall,
+    Choices,
+    HstuCall,
+    HstuPassCall,
+    HstuShape,
+    Over,
+    TopkCall,
+)
 from npu_gr.backend.names import AttentionMode, NativeMode
 from npu_gr.backend.npu import hstu_triton
 from npu_gr.backend.npu import ops as ascend_ops
@@ -58,27 +70,33 @@ class NPUBackend(StreamedOps):
         """Find the device and the operators that are installed for it.
 
         Args:
-            native: the library of ops/ascendc: "auto" uses it if it loads and warns if not, "require" raises if it does
-                not load, "off" uses torch ops alone.
+            native: the library of ops/ascendc: "auto" uses it if it loads and warns if not,
+                "require" raises if it does not load, "off" uses torch ops alone.
             npu: the device; None = the one that `find` finds.
             folder: where the library is; None = `lib` beside this file.
-            hstu_library: of Huawei's `mxrec::hstu_paged`, for rankers without a relative bias; None = without it.
+            hstu_library: of Huawei's `mxrec::hstu_paged`, for rankers without a relative bias; None
+                = without it.
             attention: "triton" loads the Triton kernel for HSTU, which is never used otherwise.
 
         Raises:
-            ConfigError: there is no NPU, a library is required and does not load, `hstu_library` is of no use, or there
-                is no Triton.
+            ConfigError: there is no NPU, a library is required and does not load, `hstu_library` is
+                of no use, or there is no Triton.
         """
         try:
             self._npu = npu or find()
         except NpuNotFound as error:
-            raise ConfigError(f"backend 'npu' is configured but cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"backend 'npu' is configured but cannot be loaded: {error}"
+            ) from error
         runtime = self._npu.runtime
-        super().__init__(runtime, self._npu.device, getattr(runtime, "NPUGraph", None))  # only newer versions have it
+        # only newer versions have it
+        super().__init__(runtime, self._npu.device, getattr(runtime, "NPUGraph", None))
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
-        self._paged = PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
+        self._paged = (
+            PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
+        )
         self._fused = self._find_fused()
         self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
         self._triton = hstu_triton.load(self.device) if attention == "triton" else None
@@ -98,7 +116,9 @@ class NPUBackend(StreamedOps):
             ascend_ops.load_library(ascend_ops.library_path(self._npu.soc, folder))
         except ConfigError as error:
             if is_required:
-                raise ConfigError(f"native: the Ascend C operators are required, but {error}") from error
+                raise ConfigError(
+                    f"native: the Ascend C operators are required, but {error}"
+                ) from error
             log.warning("the Ascend C operators are missing, torch ops run instead: %s", error)
             return False
         return True
@@ -106,7 +126,10 @@ class NPUBackend(StreamedOps):
     def _find_fused(self) -> FusedAttention | None:
         fused = FusedAttention.find(self.device)
         if fused is not None and not fused.agrees(self.device):
-            log.warning("npu_fused_infer_attention_score disagrees with our definition, torch ops run instead")
+            log.warning(
+                "npu_fused_infer_attention_score disagrees with our definition, torch ops "
+                "run instead"
+            )
             return None
         return fused
 
@@ -119,8 +142,13 @@ class NPUBackend(StreamedOps):
             self.fell_back("beam_fork", limit)
             ascend_ops.beam_fork_(keys, values, parent, num_slots)
             return
-        # where several requests share an arena, only the rows of one layer lie together: one launch a layer
-        parts = [(keys, values)] if keys.is_contiguous() else zip(keys.split(1), values.split(1), strict=True)
+        # where several requests share an arena, only the rows of one layer lie together: one launch
+        # a layer
+        parts = (
+            [(keys, values)]
+            if keys.is_contiguous()
+            else zip(keys.split(1), values.split(1), strict=True)
+        )
         for part in parts:
             torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
 
@@ -136,14 +164,24 @@ class NPUBackend(StreamedOps):
     def _native_topk(self, call: TopkCall) -> Choices:
         follow = call.follow
         codes = call.codes
-        select = partial(_select, code=follow.code, width=call.width, over=call.over, codes=codes, scale=call.scale)
+        select = partial(
+            _select,
+            code=follow.code,
+            width=call.width,
+            over=call.over,
+            codes=codes,
+            scale=call.scale,
+        )
         inputs = [call.logits, call.acc, follow.lo, follow.degree]
         if follow.allowed is not None:
             inputs.append(follow.allowed)
-        if self._graphs is None or follow.allowed is not None:  # a replay would have to copy the request's own filter
+        # a replay would have to copy the request's own filter
+        if self._graphs is None or follow.allowed is not None:
             return Choices(*select(*inputs))
         columns = None if codes is None else (codes.start, codes.stop)
-        found = self._graphs.run(follow.code, (call.width, call.over, columns, call.scale), select, inputs)
+        found = self._graphs.run(
+            follow.code, (call.width, call.over, columns, call.scale), select, inputs
+        )
         return Choices(*(out.clone() for out in found))
 
     def order_of(self, numbers: Tensor) -> Tensor:
@@ -160,7 +198,9 @@ class NPUBackend(StreamedOps):
             return super().best_items(queries, items, k, hidden)
         return best_items(queries, items, k, hidden, self.upload)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
+    ) -> Tensor:
         if self._fused and self._fused.takes(q, k.shape[1]):
             return self._fused.causal(q, k, v, past, scale)
         return super().causal_attention(q, k, v, past, scale)
@@ -168,19 +208,26 @@ class NPUBackend(StreamedOps):
     def beam_attention(self, call: BeamCall) -> Tensor:
         if self._fused is None:
             return super().beam_attention(call)
-        if self._fused.takes(call.q, call.unshared[0].shape[2]) and any(len(k) for k, _ in call.shared):
+        if self._fused.takes(call.q, call.unshared[0].shape[2]) and any(
+            len(k) for k, _ in call.shared
+        ):
             return self._fused.beams(call)
         return super().beam_attention(call._replace(is_split=True))
 
     # ---- HSTU
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        """Prefer our own kernels: five launches a layer for a whole batch; the others take one a slab and request."""
+        """Prefer our own kernels: five launches a layer for a whole batch.
+
+        The others take one a slab and request.
+        """
         if not shape.has_plain_times:
             return ("torch",)
         heads = shape.num_heads, shape.qk_dim, shape.v_dim, shape.dtype
         takes = {
-            "triton": self._triton and shape.dtype == shape.kept_dtype and self._triton.takes_numbers(shape.dtype),
+            "triton": self._triton
+            and shape.dtype == shape.kept_dtype
+            and self._triton.takes_numbers(shape.dtype),
             "ascend_c": self._passes and shape.has_plain_layers and shape_limit(shape) is None,
             "mxrec": self._paged and not shape.is_biased and self._paged.takes_heads(*heads),
         }
@@ -242,7 +289,10 @@ def _select(
     codes: slice | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise, select, and give NaN scores if a logit is not a number; launches only, so that a graph can hold it."""
+    """Normalise, select, and give NaN scores if a logit is not a number.
+
+    Launches only, so that a graph can hold it.
+    """
     scaled = logits if scale == 1.0 else logits.to(accumulator(logits.dtype)) * scale
     norm = scaled.float().logsumexp(1) if over == "row" else None
     level = scaled if codes is None else scaled[:, codes]

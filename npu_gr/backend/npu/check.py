@@ -1,8 +1,10 @@
-"""Check that the native operators of ops/ascendc compute what their definitions say; ties, -inf and NaN included.
+"""Check that the native operators of ops/ascendc compute what their definitions say.
 
-Inputs are multiples of a quarter: the scores are exact in fp32, so the choices must be equal. Where the device takes a
-logarithm itself, the scores have a tolerance and the choices are not compared. Those of HSTU have one, for its
-exponential.
+Ties, -inf and NaN included.
+
+Inputs are multiples of a quarter: the scores are exact in fp32, so the choices must be equal. Where
+the device takes a logarithm itself, the scores have a tolerance and the choices are not compared.
+Those of HSTU have one, for its exponential.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 
 LOG_TOLERANCE = 1e-4  # nats
-# Of a result's greatest number: the device's exponential, division and root may be a few units in the last place off,
-# and a rounding to 16 bits may then go the other way.
+# Of a result's greatest number: the device's exponential, division and root may be a few units in
+# the last place off, and a rounding to 16 bits may then go the other way.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS = 4
 DIM = 64
@@ -47,7 +49,9 @@ def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, 
     ops = ops or torch.ops.npu_gr
     for schema in ascend_ops.SCHEMAS:
         name = schema.split("(")[0]
-        wrong = [why for arguments in _cases(name) if (why := difference(name, arguments, device, ops))]
+        wrong = [
+            why for arguments in _cases(name) if (why := difference(name, arguments, device, ops))
+        ]
         yield name, wrong[0] if wrong else ""
 
 
@@ -78,12 +82,18 @@ def difference(name: str, arguments: list[Any], device: torch.device, ops: Any =
     return ""
 
 
-def _results(name: str, run: Callable[..., Any], arguments: list[Any], device: torch.device) -> list[Tensor]:
+def _results(
+    name: str, run: Callable[..., Any], arguments: list[Any], device: torch.device
+) -> list[Tensor]:
     """Run and return the results on the host; a tensor that is written in place is a result."""
     moved = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in arguments]
     made = run(*moved)
     schema = getattr(torch.ops.npu_gr, name).default._schema
-    written = [x for a, x in zip(schema.arguments, moved, strict=True) if a.alias_info and a.alias_info.is_write]
+    written = [
+        x
+        for a, x in zip(schema.arguments, moved, strict=True)
+        if a.alias_info and a.alias_info.is_write
+    ]
     results = written if made is None else [made] if isinstance(made, Tensor) else made
     return [x.cpu() for x in results]
 
@@ -110,10 +120,16 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 yield [logits.to(dtype), mask, k, numbers(rows)]
     elif name == "csr_gather_topk":
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for rows, codes, k in ((1, 4096, 128), (128, 300, 512), (4, 9000, 512)):  # the last fills the buffer
+            # the last fills the buffer
+            for rows, codes, k in ((1, 4096, 128), (128, 300, 512), (4, 9000, 512)):
                 degree = ints(codes // 2, rows)
                 lo = (degree + 3).cumsum(0).int() - degree - 3
-                code = torch.cat([torch.randperm(codes, generator=generator)[: d + 3].sort().values for d in degree])
+                code = torch.cat(
+                    [
+                        torch.randperm(codes, generator=generator)[: d + 3].sort().values
+                        for d in degree
+                    ]
+                )
                 allowed = ints(10, len(code)) < 7
                 logits = numbers(rows, codes).to(dtype)
                 acc = numbers(rows)
@@ -140,9 +156,20 @@ def hstu_cases(name: str) -> Iterator[list[Any]]:
         if name == "hstu_rows":
             planes = [numbers(40, PAGE_TOKENS, HEADS, DIM).to(dtype) for _ in range(2)]
             ids = torch.randperm(40, generator=generator)[:33].int()
-            made = [torch.zeros(batch, HEADS, slots, DIM, dtype=dtype) for slots in (ROWS, KEYS, KEYS)]
+            made = [
+                torch.zeros(batch, HEADS, slots, DIM, dtype=dtype) for slots in (ROWS, KEYS, KEYS)
+            ]
             mixed = numbers(queries, 4 * width).to(dtype)
-            yield [mixed, meta, ids, *planes, *made, torch.zeros(queries, width, dtype=dtype), -0.125, True]
+            yield [
+                mixed,
+                meta,
+                ids,
+                *planes,
+                *made,
+                torch.zeros(queries, width, dtype=dtype),
+                -0.125,
+                True,
+            ]
         elif name == "hstu_scores":
             random = np.random.default_rng(0)
             times = []
@@ -190,7 +217,9 @@ def service_calls(name: str, quick: bool = False) -> Iterator[tuple[str, list[An
     elif name == "csr_gather_topk":
         degree = torch.randint(0, codes // 16, (beams,), generator=generator, dtype=torch.int32)
         lo = degree.cumsum(0).int() - degree
-        code = torch.cat([torch.randperm(codes, generator=generator)[:d].sort().values for d in degree.tolist()]).int()
+        code = torch.cat(
+            [torch.randperm(codes, generator=generator)[:d].sort().values for d in degree.tolist()]
+        ).int()
         logits = numbers(beams, codes).bfloat16()
         shared = [numbers(beams), lo, degree, code]
         yield f"{beams} beams x {codes} bf16, k {k}", [logits, numbers(beams), *shared, None, k]

@@ -1,8 +1,8 @@
 """Find an Ascend NPU: check every step before the first op, cheapest first, and name the step that fails.
 
-torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched. Where torch_npu is
-installed, plain `import torch` imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first, as
-`npu_gr/core/process.py` does.
+torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched.
+Where torch_npu is installed, plain `import torch` imports it too, unless
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first, as `npu_gr/core/process.py` does.
 """
 
 from __future__ import annotations
@@ -113,14 +113,18 @@ def _cann() -> None:
     try:
         ctypes.CDLL(DRIVER_LIBRARY)
     except OSError as error:
-        raise NpuNotFound("CANN", f"CANN is not there: {error}", "install it and source its set_env.sh") from error
+        raise NpuNotFound(
+            "CANN", f"CANN is not there: {error}", "install it and source its set_env.sh"
+        ) from error
 
 
 def _import() -> Any:
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = f"install the torch-npu that was made for torch {torch.__version__} and for this CANN"
+        remedy = (
+            f"install the torch-npu that was made for torch {torch.__version__} and for this CANN"
+        )
         raise NpuNotFound("import", f"torch_npu cannot be imported: {error}", remedy) from error
 
 
@@ -130,14 +134,17 @@ def _device(package: Any) -> Npu:
         remedy = "see npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
         raise NpuNotFound("device", "torch_npu sees no NPU", remedy)
     index = runtime.current_device()
-    return Npu(runtime, torch.device("npu", index), runtime.get_device_name(index), package.__version__)
+    return Npu(
+        runtime, torch.device("npu", index), runtime.get_device_name(index), package.__version__
+    )
 
 
 def find() -> Npu:
     """Find the current device of this process.
 
     Raises:
-        NpuNotFound: names the step that failed; torch_npu is imported only after the two steps before it have passed.
+        NpuNotFound: names the step that failed; torch_npu is imported only after the two steps
+            before it have passed.
     """
     _package()
     _cann()

@@ -1,7 +1,8 @@
 """What the HSTU kernels of ops/ascendc are told of a batch and of a layer; `ops/ascendc/kernels/hstu_*.h` says how.
 
-Times are int32 seconds from a request's first token on, made on the host: they decide nothing but differences. Blocks
-of times come with their least and greatest, so that a kernel knows before it looks which buckets a tile can hold.
+Times are int32 seconds from a request's first token on, made on the host: they decide nothing but
+differences. Blocks of times come with their least and greatest, so that a kernel knows before it
+looks which buckets a tile can hold.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class BatchTimes(NamedTuple):
     bounds: I32  # [requests, row slots / 32 + key slots / 256, 2]
 
 
-def batch_times(entries: Sequence[Entry], times: Sequence[I32], row_slots: int, key_slots: int) -> BatchTimes:
+def batch_times(
+    entries: Sequence[Entry], times: Sequence[I32], row_slots: int, key_slots: int
+) -> BatchTimes:
     """Lay the times of a batch out for the kernels.
 
     Args:
@@ -71,7 +74,9 @@ def batch_times(entries: Sequence[Entry], times: Sequence[I32], row_slots: int, 
         times: of each request's keys.
         row_slots, key_slots: rows and keys that each request has room for.
     """
-    rows = np.stack([_padded(t[e.keys - e.rows :], row_slots) for e, t in zip(entries, times, strict=True)])
+    rows = np.stack(
+        [_padded(t[e.keys - e.rows :], row_slots) for e, t in zip(entries, times, strict=True)]
+    )
     keys = np.stack([_padded(t, key_slots) for t in times])
     row_bounds = bounds(rows.reshape(-1), ROW_BLOCK).reshape(len(entries), -1, 2)
     key_bounds = bounds(keys.reshape(-1), KEY_BLOCK).reshape(len(entries), -1, 2)
@@ -105,5 +110,9 @@ def layer_tables(bias: BiasTables) -> LayerTables:
         ],
         dim=1,
     )
-    near = torch.stack([falling[:, shift : falling.shape[1] - 7 + shift] for shift in reversed(range(8))], dim=1)
-    return LayerTables(torch.stack([time, time + position[:, -1:]], dim=1).contiguous(), near.contiguous())
+    near = torch.stack(
+        [falling[:, shift : falling.shape[1] - 7 + shift] for shift in reversed(range(8))], dim=1
+    )
+    return LayerTables(
+        torch.stack([time, time + position[:, -1:]], dim=1).contiguous(), near.contiguous()
+    )

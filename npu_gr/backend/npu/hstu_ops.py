@@ -1,9 +1,11 @@
 """The HSTU operators `torch.ops.npu_gr.hstu_*`: schemas and their definition in plain torch, request by request.
 
-A layer is `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`; `hstu_pass.py` runs them. All of them are
-told of a batch by `meta` int32 [B, 8], the fields of `hstu_batch.Entry`; their results stand in tensors of the caller.
+A layer is `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`; `hstu_pass.py` runs
+them. All of them are told of a batch by `meta` int32 [B, 8], the fields of `hstu_batch.Entry`;
+their results stand in tensors of the caller.
 
-Sizes: B requests, H heads, D width of a head (Dq, Dv), R row slots, K key slots, Q queries in all, P positions.
+Sizes: B requests, H heads, D width of a head (Dq, Dv), R row slots, K key slots, Q queries in all,
+P positions.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor
 
 SCHEMAS = (
-    "hstu_rows(Tensor mixed, Tensor meta, Tensor page_ids, Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor(c!) q, "
+    "hstu_rows(Tensor mixed, Tensor meta, Tensor page_ids, Tensor(a!) k_plane, Tensor(b!) v_plane, "
+    "Tensor(c!) q, "
     "Tensor(d!) k, Tensor(e!) v, Tensor(f!) u, float q_scale, bool silu_all) -> ()",
-    "hstu_scores(Tensor(a!) scores, Tensor meta, Tensor bounds, Tensor row_times, Tensor key_times, Tensor tables, "
+    "hstu_scores(Tensor(a!) scores, Tensor meta, Tensor bounds, Tensor row_times, Tensor "
+    "key_times, Tensor tables, "
     "Tensor near, float alpha) -> ()",
-    "hstu_finish(Tensor attention, Tensor u, Tensor norm, Tensor meta, Tensor(a!) out, float scale, float eps) -> ()",
+    "hstu_finish(Tensor attention, Tensor u, Tensor norm, Tensor meta, Tensor(a!) out, float "
+    "scale, float eps) -> ()",
 )
 NEAR_END = 288  # repeats at each end of a table of positions
 
@@ -44,9 +49,11 @@ def hstu_rows(
         mixed: fp32, fp16 or bf16 [N, U | V | Q | K], each part [H, D].
         meta: int32 [B, 8].
         page_ids: int32 [..], the pages of all requests.
-        k_plane, v_plane: [pages, tokens, H, D]; new history rows of a request that keeps them are written.
+        k_plane, v_plane: [pages, tokens, H, D]; new history rows of a request that keeps them are
+            written.
         q: [B, H, R, Dq], written: queries times q_scale.
-        k, v: [B, H, K, D], written: cached tokens, new rows behind them, zeros from the last key on.
+        k, v: [B, H, K, D], written: cached tokens, new rows behind them, zeros from the last key
+            on.
         u: [Q, H * Dv], written: SiLU(U) of the queries.
         q_scale: factor on the queries.
         silu_all: SiLU of all parts, not of U alone.
@@ -62,7 +69,9 @@ def hstu_rows(
         own_k, own_v = (x[new].unflatten(1, (heads, -1)).to(q.dtype) for x in (k_all, v_all))
         if rows:
             u[query : query + rows] = u_all[asked].to(u.dtype)
-            q[n, :, :rows] = (q_all[asked] * q_scale).unflatten(1, (heads, -1)).transpose(0, 1).to(q.dtype)
+            q[n, :, :rows] = (
+                (q_all[asked] * q_scale).unflatten(1, (heads, -1)).transpose(0, 1).to(q.dtype)
+            )
             held = page_ids[page : page + -(-cached // page_tokens)].long()
             for into, plane, own in ((k, k_plane, own_k), (v, v_plane, own_v)):
                 into[n].zero_()
@@ -87,17 +96,19 @@ def hstu_scores(
 ) -> None:
     """Turn products of queries and keys into HSTU's weights, in place.
 
-    y = alpha * score + time[bucket] + position[distance], then y / (1 + exp(y)); 0 where a query does not see a key.
+    y = alpha * score + time[bucket] + position[distance], then y / (1 + exp(y)); 0 where a query
+    does not see a key.
 
     Args:
         scores: fp32, fp16 or bf16 [B, H, R, K].
         meta: int32 [B, 8].
-        bounds: int32 [B, R / 32 + K / 256, 2], least and greatest time of each block of rows, then of keys; decides
-            no number.
+        bounds: int32 [B, R / 32 + K / 256, 2], least and greatest time of each block of rows, then
+            of keys; decides no number.
         row_times: int32 [B, R], seconds.
         key_times: int32 [B, K].
         tables: fp32 [H, 2, 64]: time[bucket]; then time[bucket] + position[P - 1].
-        near: fp32 [H, 8, P + 576]: position by distance falling, ends repeated; row s is shifted by 7 - s.
+        near: fp32 [H, 8, P + 576]: position by distance falling, ends repeated; row s is shifted by
+            7 - s.
         alpha: factor on the scores.
     """
     positions = near.shape[2] - 2 * NEAR_END
@@ -123,9 +134,11 @@ def hstu_finish(
     Args:
         attention: fp32, fp16 or bf16 [B, H, R, Dv].
         u: [Q, H * Dv].
-        norm: fp32 [2, group], weight and bias of the norm over each head (group = Dv) or over a row (H * Dv).
+        norm: fp32 [2, group], weight and bias of the norm over each head (group = Dv) or over a row
+            (H * Dv).
         meta: int32 [B, 8].
-        out: [Q, 1, H * Dv] = u * norm(a), or [Q, 3, H * Dv] = u, a, u * norm(a); a = scale * attention; written.
+        out: [Q, 1, H * Dv] = u * norm(a), or [Q, 3, H * Dv] = u, a, u * norm(a); a = scale *
+            attention; written.
         scale: factor on the attention.
         eps: of the norm.
     """

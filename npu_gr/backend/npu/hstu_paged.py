@@ -1,11 +1,13 @@
 """Huawei's paged HSTU attention, `mxrec::hstu_paged`, for the layers that it can run: those without a relative bias.
 
-It computes SiLU(alpha q k^T) * silu_scale over a paged history and the rows' own targets. HSTU has no softmax, so the
-output over several slabs is the sum over each, and a call a slab serves any cut of the history. No wheel has it: it is
-built from Ascend/RecSDK (`torch_library/common/build_ops.sh`), and its library is loaded from a configured path.
+It computes SiLU(alpha q k^T) * silu_scale over a paged history and the rows' own targets. HSTU has
+no softmax, so the output over several slabs is the sum over each, and a call a slab serves any cut
+of the history. No wheel has it: it is built from Ascend/RecSDK
+(`torch_library/common/build_ops.sh`), and its library is loaded from a configured path.
 
-Source: Ascend/RecSDK, the operator's newest schema and test; limits as documented there. Not yet run on an NPU by us: a
-call on a few rows is compared with the plain definition before the operator is used at all.
+Source: Ascend/RecSDK, the operator's newest schema and test; limits as documented there. Not yet
+run on an NPU by us: a call on a few rows is compared with the plain definition before the operator
+is used at all.
 """
 
 from __future__ import annotations
@@ -31,8 +33,17 @@ MAX_HEADS = 16
 MAX_DIM = 512
 MAX_TARGETS = 512
 # of the newest schema, which are not in the older ones
-PLANES = ("k_cache", "v_cache")  # before: `kv_cache` alone, both in one tensor, and our planes are two
-ARGUMENTS = (*PLANES, "page_offsets", "page_ids", "last_page_len", "num_target", "alpha", "deterministic")
+# before: `kv_cache` alone, both in one tensor, and our planes are two
+PLANES = ("k_cache", "v_cache")
+ARGUMENTS = (
+    *PLANES,
+    "page_offsets",
+    "page_ids",
+    "last_page_len",
+    "num_target",
+    "alpha",
+    "deterministic",
+)
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 ALIGNED = 8  # a list of numbers begins at a multiple of 64 bytes
 CAUSAL = 0  # mask_type: history rows causal, a target sees the history and itself
@@ -59,22 +70,30 @@ class PagedHstu:
             upload: copies host numbers to the device without a wait.
 
         Raises:
-            ConfigError: there is no such file, it does not load, it has no such operator or an older one, or the
-                operator computes something else.
+            ConfigError: there is no such file, it does not load, it has no such operator or an
+                older one, or the operator computes something else.
         """
         if not library.is_file():
-            raise ConfigError(f"hstu_library: no file {library}: build it from Ascend/RecSDK, torch_library/common")
+            raise ConfigError(
+                f"hstu_library: no file {library}: build it from Ascend/RecSDK, "
+                "torch_library/common"
+            )
         try:
             torch.ops.load_library(library)
         except OSError as error:
             raise ConfigError(f"hstu_library: {library} does not load: {error}") from error
         made = cls(_operator(library), upload)
         if wrong := made.disagreement(device):
-            raise ConfigError(f"hstu_library: mxrec::hstu_paged of {library} computes something else: {wrong}")
+            raise ConfigError(
+                f"hstu_library: mxrec::hstu_paged of {library} computes something else: {wrong}"
+            )
         return made
 
     def disagreement(self, device: torch.device) -> str:
-        """Say where the operator differs from the plain definition; "" = nowhere. In fp32 and bf16, tails included."""
+        """Say where the operator differs from the plain definition; "" = nowhere.
+
+        In fp32 and bf16, tails included.
+        """
         generator = torch.Generator().manual_seed(0)
         plain = TorchOps()
         zero = torch.zeros(2, 64, device=device)
@@ -86,7 +105,9 @@ class PagedHstu:
                 )
                 times = torch.zeros(past_tokens + rows, dtype=torch.int64, device=device)
                 past = [(past_k, past_v)]
-                call = HstuCall(q, k, v, past, times, BiasTables(zero.to(dtype), zero.to(dtype)), 0.2)
+                call = HstuCall(
+                    q, k, v, past, times, BiasTables(zero.to(dtype), zero.to(dtype)), 0.2
+                )
                 shown = call._replace(times=times[rows:])
                 for name, got, want in (
                     ("history rows", self.causal(q, k, v, past, 0.2), plain.hstu_causal(call)),
@@ -96,18 +117,31 @@ class PagedHstu:
                         plain.hstu_targets(shown),
                     ),
                 ):
-                    worst = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+                    worst = float(
+                        (got.float() - want.float()).abs().max() / want.float().abs().max()
+                    )
                     if not worst <= tolerance:
-                        return f"{rows} {name} behind {past_tokens} tokens in {dtype} differ by {worst:.1e}"
+                        return (
+                            f"{rows} {name} behind {past_tokens} tokens in {dtype} differ by "
+                            f"{worst:.1e}"
+                        )
         return ""
 
     @staticmethod
     def takes_heads(heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
         """Tell whether heads are within the limits."""
-        return dtype in DTYPES and qk_dim == v_dim <= MAX_DIM and qk_dim % 16 == 0 and heads <= MAX_HEADS
+        return (
+            dtype in DTYPES
+            and qk_dim == v_dim <= MAX_DIM
+            and qk_dim % 16 == 0
+            and heads <= MAX_HEADS
+        )
 
     def takes(self, q: Tensor, v: Tensor, bias: BiasTables, num_tokens: int) -> bool:
-        """Tell whether a call is within the limits; reads a layer's bias tables only at the first call with them."""
+        """Tell whether a call is within the limits.
+
+        Reads a layer's bias tables only at the first call with them.
+        """
         rows, heads, width = q.shape
         if not self.takes_heads(heads, width, v.shape[2], q.dtype):
             return False
@@ -121,7 +155,8 @@ class PagedHstu:
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
         """Compute `Backend.hstu_causal` without a bias: attend to the past as targets do, then among the new rows.
 
-        More rows than there may be targets go in parts, to each of which the rows before it are past.
+        More rows than there may be targets go in parts, to each of which the rows before it are
+        past.
         """
         parts = []
         for start in range(0, len(q), MAX_TARGETS):
@@ -134,17 +169,23 @@ class PagedHstu:
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def targets(self, q: Tensor, k: Tensor, v: Tensor, history: Sequence[Slab], alpha: float) -> Tensor:
+    def targets(
+        self, q: Tensor, k: Tensor, v: Tensor, history: Sequence[Slab], alpha: float
+    ) -> Tensor:
         """Compute `Backend.hstu_targets` without a bias; needs at least one slab."""
         parts = []
         for some_q, some_k, some_v in zip(*(x.split(MAX_TARGETS) for x in (q, k, v)), strict=True):
             out = self._call(some_q, some_k, some_v, history[0], len(some_q), alpha)
             for slab in history[1:]:
-                out += self._call(some_q, some_k, torch.zeros_like(some_v), slab, len(some_q), alpha)
+                out += self._call(
+                    some_q, some_k, torch.zeros_like(some_v), slab, len(some_q), alpha
+                )
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, slab: Slab, num_targets: int, alpha: float) -> Tensor:
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, slab: Slab, num_targets: int, alpha: float
+    ) -> Tensor:
         tokens = len(slab[0])
         pages = -(-tokens // PAGE_TOKENS)
         k_cache, v_cache = (_pages(plane, pages) for plane in slab)
@@ -189,7 +230,10 @@ class PagedHstu:
             flat.extend(numbers)
             flat.extend([0] * (-len(flat) % ALIGNED))
         whole = self._upload(np.array(flat))
-        return [whole[start : start + len(numbers)] for start, numbers in zip(starts, lists, strict=True)]
+        return [
+            whole[start : start + len(numbers)]
+            for start, numbers in zip(starts, lists, strict=True)
+        ]
 
 
 def _operator(library: Path) -> Any:
@@ -201,11 +245,14 @@ def _operator(library: Path) -> Any:
     try:
         op = torch.ops.mxrec.hstu_paged.default
     except AttributeError:
-        raise ConfigError(f"hstu_library: {library} registers no operator mxrec::hstu_paged") from None
+        raise ConfigError(
+            f"hstu_library: {library} registers no operator mxrec::hstu_paged"
+        ) from None
     missing = [name for name in ARGUMENTS if name not in {a.name for a in op._schema.arguments}]
     if missing:
         raise ConfigError(
-            f"hstu_library: mxrec::hstu_paged of {library} is older than what is used here: it has no argument "
+            f"hstu_library: mxrec::hstu_paged of {library} is older than what is used here: it has "
+            "no argument "
             f"{', '.join(missing)}; build a newer Ascend/RecSDK"
         )
     return op

@@ -1,11 +1,13 @@
 """A whole HSTU pass by the kernels of `ops/ascendc`: `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`.
 
-Five launches a layer, whatever the batch: one or several requests, history chunks and candidates side by side. The
-host makes all numbers once a pass, of the times and page ids that it has, and uploads them together. Shapes are rounded
-up to slots, so that a pass is one device graph a set of slots; how much of them is used, the kernels read from memory.
+Five launches a layer, whatever the batch: one or several requests, history chunks and candidates
+side by side. The host makes all numbers once a pass, of the times and page ids that it has, and
+uploads them together. Shapes are rounded up to slots, so that a pass is one device graph a set of
+slots; how much of them is used, the kernels read from memory.
 
-Keys and values are read from their pages into a workspace, head by head, zeros behind the last; scores stand in
-another, [B, H, row slots, key slots]. Tables are negated, and the last kernel's scale with them: see hstu_scores.
+Keys and values are read from their pages into a workspace, head by head, zeros behind the last;
+scores stand in another, [B, H, row slots, key slots]. Tables are negated, and the last kernel's
+scale with them: see hstu_scores.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def _page_ids(pages: PagedKV, num_tokens: int, page_tokens: int) -> I32:
 class PassMaker:
     """Makes the passes of one backend, and keeps what a layer's weights become."""
 
-    def __init__(self, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor], graphs: Graphs | None) -> None:
+    def __init__(
+        self, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor], graphs: Graphs | None
+    ) -> None:
         self.upload = upload
         self.graphs = graphs
         # by identity: a reload reuses addresses
@@ -110,7 +114,9 @@ def _entries(call: HstuPassCall, page_tokens: int, is_last: bool) -> list[Entry]
     for s in call.segments:
         rows = s.num_candidates if is_last else s.num_new + s.num_candidates
         keys = s.num_cached + s.num_new + s.num_candidates
-        entries.append(Entry(rows, keys, s.num_cached, s.num_candidates, page, row, query, int(s.keeps)))
+        entries.append(
+            Entry(rows, keys, s.num_cached, s.num_candidates, page, row, query, int(s.keeps))
+        )
         page += -(-_held(s) // page_tokens)
         row += s.num_new + s.num_candidates
         query += rows
@@ -137,7 +143,9 @@ def _candidate_rows(segments: Sequence[HstuSegment], slots: int) -> I32:
 class KernelPass:
     """One pass; `HstuPass` of `base.py` says what its methods do."""
 
-    def __init__(self, maker: PassMaker, call: HstuPassCall, times: Sequence[I32], page_tokens: int) -> None:
+    def __init__(
+        self, maker: PassMaker, call: HstuPassCall, times: Sequence[I32], page_tokens: int
+    ) -> None:
         segments = call.segments
         self._maker = maker
         self._call = call
@@ -165,7 +173,9 @@ class KernelPass:
                 "key_times": _extended(laid.keys, missing),
             }
         self._arrays["candidates"] = _candidate_rows(segments, self._query_slots[1])
-        self.slots = Slots(requests, self._row_slots[0], keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype)
+        self.slots = Slots(
+            requests, self._row_slots[0], keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype
+        )
         self._numbers: dict[str, Tensor] = {}
         self._memory: dict[tuple[str, int], Tensor] = {}
 
@@ -174,7 +184,9 @@ class KernelPass:
         """No new history row is computed."""
         return not any(s.num_new for s in self._call.segments)
 
-    def run(self, owner: nn.Module, work: Callable[[KernelPass, Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(
+        self, owner: nn.Module, work: Callable[[KernelPass, Tensor], Tensor], x: Tensor
+    ) -> Tensor:
         arrays = self._arrays.values()
         joined = self._maker.upload(np.concatenate([array.ravel() for array in arrays]))
 
@@ -192,7 +204,14 @@ class KernelPass:
         padded[: len(x)] = x
         pages = None if self._planes is None else self._planes(0)[0].data_ptr()
         shapes = tuple(array.shape for array in arrays)
-        key = "hstu_pass", shapes, self.slots, self.is_all_candidates, bool(self._num_candidates), pages
+        key = (
+            "hstu_pass",
+            shapes,
+            self.slots,
+            self.is_all_candidates,
+            bool(self._num_candidates),
+            pages,
+        )
         return graphs.run(owner, key, launches, [padded, joined])[0][: self._num_candidates].clone()
 
     def candidates(self, x: Tensor) -> Tensor:
@@ -204,7 +223,9 @@ class KernelPass:
         call = self._call
         stage = int(layer.is_last)
         slots = self.slots._replace(rows=self._row_slots[stage])
-        numbers = {name: self._numbers[f"{name}{stage}"] for name in ("meta", "bounds", "row_times")}
+        numbers = {
+            name: self._numbers[f"{name}{stage}"] for name in ("meta", "bounds", "row_times")
+        }
         batch, rows, keys, heads = slots[:4]
         width = heads * slots.v_dim
         q = self._empty("q", stage, batch, heads, rows, slots.qk_dim)
@@ -220,7 +241,18 @@ class KernelPass:
         q_scale, alpha = (-call.alpha, 1.0) if is_exact else (1.0, -call.alpha)
         ops = torch.ops.npu_gr
         meta = numbers["meta"]
-        ops.hstu_rows(layer.mixed, meta, self._numbers["page_ids"], *planes, q, k, v, u, q_scale, call.silu_all)
+        ops.hstu_rows(
+            layer.mixed,
+            meta,
+            self._numbers["page_ids"],
+            *planes,
+            q,
+            k,
+            v,
+            u,
+            q_scale,
+            call.silu_all,
+        )
         if layer.is_last and not self._num_candidates:
             return None
         scores = self._empty("scores", stage, batch, heads, rows, keys)
@@ -244,7 +276,9 @@ class KernelPass:
         """Rows behind the last query are numbers too: the next layer computes on them."""
         return self._kept(name, stage, torch.zeros, shape)
 
-    def _kept(self, name: str, stage: int, make: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+    def _kept(
+        self, name: str, stage: int, make: Callable[..., Tensor], shape: tuple[int, ...]
+    ) -> Tensor:
         key = name, stage
         if key not in self._memory:
             device = self._numbers["page_ids"].device

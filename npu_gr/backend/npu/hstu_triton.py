@@ -19,12 +19,15 @@ def load(device: torch.device) -> Any:
     """Make the kernel's `Attention`.
 
     Raises:
-        ConfigError: triton-ascend is not installed or cannot be imported, or the kernel computes something else.
+        ConfigError: triton-ascend is not installed or cannot be imported, or the kernel computes
+            something else.
     """
     try:
         attention = importlib.import_module(MODULE).NpuAttention()
     except ImportError as error:
-        raise ConfigError(f"attention: triton needs triton-ascend, which brings triton: {error}") from error
+        raise ConfigError(
+            f"attention: triton needs triton-ascend, which brings triton: {error}"
+        ) from error
     if wrong := _disagreement(attention, device):
         raise ConfigError(f"attention: the Triton kernel computes something else: {wrong}")
     return attention
@@ -36,7 +39,9 @@ def _disagreement(attention: Any, device: torch.device) -> str:
     plain = TorchOps()
     for dtype, tolerance in TOLERANCES.items():
         q, k, v = (torch.randn(40, 2, 16, generator=generator).to(device, dtype) for _ in range(3))
-        past_k, past_v = (torch.randn(170, 2, 16, generator=generator).to(device, dtype) for _ in range(2))
+        past_k, past_v = (
+            torch.randn(170, 2, 16, generator=generator).to(device, dtype) for _ in range(2)
+        )
         tables = [torch.randn(2, 64, generator=generator).to(device, dtype) for _ in range(2)]
         times = (torch.arange(210) * 3600).to(device)
         past = [(past_k, past_v)]

@@ -1,10 +1,12 @@
 """The best items of a catalogue by a product and `masked_topk`: two launches a block, and no wait for the device.
 
-Pairs that must not be found are bits: all set, but for the words that have such a pair. The host makes those words and
-uploads them; the device writes them into a block's bits, one word a (query, 32 items).
+Pairs that must not be found are bits: all set, but for the words that have such a pair. The host
+makes those words and uploads them; the device writes them into a block's bits, one word a (query,
+32 items).
 
-Model (ops/ascendc's counts on the twin, published vendor figures): 1 M scores, k = 100: 12 us, of which 5 are the merge
-of the cores' lists, against 58 us of the vendor's topk, which knows neither bits nor an order of equal scores.
+Model (ops/ascendc's counts on the emulator, published vendor figures): 1 M scores, k = 100: 12 us,
+of which 5 are the merge of the cores' lists, against 58 us of the vendor's topk, which knows
+neither bits nor an order of equal scores.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class _Words(NamedTuple):
     bits: Tensor  # int32 [n]
 
 
-def best_items(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None, upload: Upload) -> Best:
+def best_items(
+    queries: Tensor, items: Tensor, k: int, hidden: Hidden | None, upload: Upload
+) -> Best:
     """Compute `Backend.best_items`.
 
     Args:
@@ -66,7 +70,9 @@ def block_items(num_queries: int, num_items: int) -> int:
     return min(size, num_items)
 
 
-def hidden_words(hidden: Hidden, start: int, num_items: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def hidden_words(
+    hidden: Hidden, start: int, num_items: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Make the words of a block's bits that are not all set.
 
     Args:
@@ -75,7 +81,8 @@ def hidden_words(hidden: Hidden, start: int, num_items: int) -> tuple[np.ndarray
         num_items: of the block.
 
     Returns:
-        Places int64 [n], ascending and distinct (query x words of a row + word); words int32 [n], lowest item first.
+        Places int64 [n], ascending and distinct (query x words of a row + word); words int32 [n],
+        lowest item first.
     """
     queries, items = (part.numpy() for part in hidden)
     low, high = np.searchsorted(items, (start, start + num_items))

@@ -1,7 +1,8 @@
 """The limits of the native operators of `ops/ascendc`: `tiling.h` and `hstu_tiling.h`, known to Python before a call.
 
-A call beyond a limit runs as torch ops; a call within them goes to the operator, and an error that the operator then
-raises is an error. `tests/backend/npu/test_limits.py` compares these functions with the headers, size by size.
+A call beyond a limit runs as torch ops; a call within them goes to the operator, and an error that
+the operator then raises is an error. `tests/backend/npu/test_limits.py` compares these functions
+with the headers, size by size.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ ELEMENT_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
 class VectorUnits(NamedTuple):
-    """The resources of an NPU; the defaults are the least of any 910B or A3, so each of them has a plan found here."""
+    """The resources of an NPU.
+
+    The defaults are the least of any 910B or A3, so each of them has a plan found here.
+    """
 
     cores: int = 40  # vector cores: 40 or 48
-    ub_bytes: int = 192 * 1024 - 256 - 8 * 1024  # Unified Buffer of one core; Select keeps 8 KiB, the system 256 bytes
+    # Unified Buffer of one core; Select keeps 8 KiB, the system 256 bytes
+    ub_bytes: int = 192 * 1024 - 256 - 8 * 1024
 
 
 LEAST = VectorUnits()
@@ -40,7 +45,8 @@ def topk_limit(call: TopkCall, units: VectorUnits = LEAST) -> str | None:
         return f"logits {call.logits.dtype} and codes {call.follow.code.dtype}"
     rows, columns = call.logits.shape
     codes = len(range(*(call.codes or slice(None)).indices(columns)))
-    element_bytes = ELEMENT_BYTES[call.logits.dtype] if call.scale == 1.0 else 4  # scaled logits are fp32
+    # scaled logits are fp32
+    element_bytes = ELEMENT_BYTES[call.logits.dtype] if call.scale == 1.0 else 4
     return csr_limit(rows, codes, call.width, element_bytes, units)
 
 
@@ -87,8 +93,12 @@ def csr_limit(rows: int, codes: int, k: int, element_bytes: int, units: VectorUn
     has_pieces = rows == 1 and _parts_for(1000 + codes, k, units.cores) > 1
     groups = rows if has_pieces else min(rows, _parts_for(1000 * rows, k, units.cores))
     held = -(-rows // groups)
-    # the planner halves its tile until the buffers fit; the smallest tile decides whether there is one at all
-    need = max(_csr_select_bytes(codes, held, k, element_bytes), _csr_norm_bytes(codes, rows, element_bytes))
+    # the planner halves its tile until the buffers fit; the smallest tile decides whether there is
+    # one at all
+    need = max(
+        _csr_select_bytes(codes, held, k, element_bytes),
+        _csr_norm_bytes(codes, rows, element_bytes),
+    )
     if need > units.ub_bytes:
         return "csr_gather_topk: a row of logits and k pairs do not fit the buffer"
     if _merge_bytes(k, rows) > units.ub_bytes:
@@ -128,7 +138,13 @@ def _csr_row_bytes(codes: int, element_bytes: int) -> int:
 
 def _csr_select_bytes(codes: int, rows: int, k: int, element_bytes: int) -> int:
     tables = 4 * _up(4 * rows, 32)
-    return _csr_row_bytes(codes, element_bytes) + 3 * 4 * MIN_TILE + tables + 8 * _up(k, 32) + _best_pairs_bytes(k)
+    return (
+        _csr_row_bytes(codes, element_bytes)
+        + 3 * 4 * MIN_TILE
+        + tables
+        + 8 * _up(k, 32)
+        + _best_pairs_bytes(k)
+    )
 
 
 def _csr_norm_bytes(codes: int, rows: int, element_bytes: int) -> int:
@@ -162,7 +178,12 @@ class Slots(NamedTuple):
 
 
 def hstu_limit(
-    slots: Slots, page_tokens: int, page_ids: int, group: int, is_joined: bool, units: VectorUnits = LEAST
+    slots: Slots,
+    page_tokens: int,
+    page_ids: int,
+    group: int,
+    is_joined: bool,
+    units: VectorUnits = LEAST,
 ) -> str | None:
     """Name the reason for which a kernel finds no plan; None = all three have one.
 
@@ -192,7 +213,10 @@ def hstu_limit(
         return "hstu_scores: tables, bounds and a tile do not fit the buffer"
     if group > MAX_GROUP:
         return f"hstu_finish: a norm over more than {MAX_GROUP} numbers"
-    if slots.num_heads * slots.v_dim // group > 255 or _finish_bytes(slots, group, is_joined, size) > units.ub_bytes:
+    if (
+        slots.num_heads * slots.v_dim // group > 255
+        or _finish_bytes(slots, group, is_joined, size) > units.ub_bytes
+    ):
         return "hstu_finish: a row does not fit the buffer"
     return None
 
@@ -216,7 +240,12 @@ def _rows_bytes(slots: Slots, page_ids: int, piece: int, size: int) -> int:
     whole = 2 * slots.num_heads * (slots.qk_dim + slots.v_dim)
     zeros = max(1, ZERO_BYTES // (head * size)) * head * size
     return (
-        32 * slots.requests + _up(4 * page_ids, 32) + 2 * piece * widest * size + 3 * whole * size + 8 * widest + zeros
+        32 * slots.requests
+        + _up(4 * page_ids, 32)
+        + 2 * piece * widest * size
+        + 3 * whole * size
+        + 8 * widest
+        + zeros
     )
 
 
@@ -225,11 +254,20 @@ def _scores_bytes(slots: Slots, size: int) -> int:
     bounds = _up(8 * (slots.rows // ROW_BLOCK + slots.keys // KEY_BLOCK) * slots.requests, 32)
     tables = 1024 + 512 * slots.num_heads
     times = 2 * 1024 + 8 * NEAR_END * 4 + ROW_BLOCK * 32 + 1024 + 256 + 1024 + 64
-    return 32 * slots.requests + bounds + tables + max(3 * size + 12, 5 * size + 8) * cells + cells + times
+    return (
+        32 * slots.requests
+        + bounds
+        + tables
+        + max(3 * size + 12, 5 * size + 8) * cells
+        + cells
+        + times
+    )
 
 
 def _finish_bytes(slots: Slots, group: int, is_joined: bool, size: int) -> int:
     cells = slots.num_heads * slots.v_dim
     groups = _up(cells // group, 8)
     buffers = (7 if is_joined else 5) * cells * size + 8 * cells
-    return 32 * slots.requests + _up(8 * group, 32) + buffers + _up(4 * groups, 32) * 2 + 32 * groups
+    return (
+        32 * slots.requests + _up(8 * group, 32) + buffers + _up(4 * groups, 32) * 2 + 32 * groups
+    )

@@ -1,7 +1,8 @@
 """The operators `torch.ops.npu_gr.*`: schemas, their definition in plain torch, shapes for fake tensors.
 
-The definitions are registered as CompositeExplicitAutograd: the CPU path, the oracle of a device's results, and what
-an NPU runs where no native library is loaded. `load_library` adds the native ones (ops/ascendc) for PrivateUse1.
+The definitions are registered as CompositeExplicitAutograd: the CPU path, the oracle of a device's
+results, and what an NPU runs where no native library is loaded. `load_library` adds the native ones
+(ops/ascendc) for PrivateUse1.
 
     masked_topk(logits [R, N] f32|f16|bf16, mask_bits u8 [R, ceil(N / 8)], k, bias f32 [R]?)
         -> value f32 [R, k], index i32 [R, k]
@@ -10,10 +11,12 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
     hstu_rows, hstu_scores, hstu_finish: `hstu_ops.py`
 
-A rank calls the three of HSTU, a generate `csr_gather_topk` and `beam_fork_`, a match `masked_topk`.
+A rank calls the three of HSTU, a generate `csr_gather_topk` and `beam_fork_`, a match
+`masked_topk`.
 
-Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN and -inf are
-never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
+Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN
+and -inf are never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 =
+allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from npu_gr.core.errors import ConfigError
 NAMESPACE = "npu_gr"
 SCHEMAS = (
     "masked_topk(Tensor logits, Tensor mask_bits, int k, Tensor? bias=None) -> (Tensor, Tensor)",
-    "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor code, Tensor? allowed, "
+    "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor "
+    "code, Tensor? allowed, "
     "int k) -> (Tensor, Tensor, Tensor)",
     "beam_fork_(Tensor(a!) keys, Tensor(b!) values, Tensor parent, int num_slots) -> ()",
     *hstu_ops.SCHEMAS,
@@ -47,7 +51,10 @@ def names() -> list[str]:
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of scores [R, N] and their columns; by a stable sort, because torch.topk leaves ties open."""
+    """Return the k best of scores [R, N] and their columns.
+
+    By a stable sort, because torch.topk leaves ties open.
+    """
     scores = scores.masked_fill(scores.isnan(), NEG_INF)
     value, index = scores.sort(dim=1, descending=True, stable=True)
     missing = max(0, k - scores.shape[1])
@@ -60,13 +67,17 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
     """Read table [R, N], int32, at index [R, k]; -1 stays -1."""
     empty = index < 0
     padded = torch.nn.functional.pad(table, (0, 1))  # a table of no columns can be read too
-    return padded.gather(1, index.long().masked_fill(empty, 0)).masked_fill(empty, -1).to(torch.int32)
+    return (
+        padded.gather(1, index.long().masked_fill(empty, 0)).masked_fill(empty, -1).to(torch.int32)
+    )
 
 
 def pack_mask(mask: Tensor) -> Tensor:
     """Pack a mask, bool [R, N], to bits uint8 [R, ceil(N / 8)], lowest first, padded with 0."""
     rows, columns = mask.shape
-    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -columns % 8)).view(rows, (columns + 7) // 8, 8)
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -columns % 8)).view(
+        rows, (columns + 7) // 8, 8
+    )
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (padded << shifts).sum(2, dtype=torch.uint8)
 
@@ -77,7 +88,9 @@ def unpack_mask(bits: Tensor, columns: int) -> Tensor:
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :columns].bool()
 
 
-def masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def masked_topk(
+    logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Select the k best allowed elements of each row.
 
     Args:
@@ -118,7 +131,9 @@ def csr_gather_topk(
         Score fp32 [k], parent int32 [k], edge int32 [k].
     """
     row = torch.repeat_interleave(torch.arange(len(lo), device=lo.device), degree.long())
-    first = torch.repeat_interleave(lo.long() - (degree.long().cumsum(0) - degree.long()), degree.long())
+    first = torch.repeat_interleave(
+        lo.long() - (degree.long().cumsum(0) - degree.long()), degree.long()
+    )
     edge = first + torch.arange(len(row), device=lo.device)
     value = logits.float()[row, code[edge].long()]
     if allowed is not None:
@@ -143,7 +158,9 @@ def beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> 
         plane[:, : len(parent), :num_slots] = plane[:, parent.long(), :num_slots]
 
 
-def _fake_masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _fake_masked_topk(
+    logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
@@ -194,7 +211,9 @@ def variant(soc: str) -> str:
     for prefix, known in (("ascend910b", "ascend910b"), ("ascend910_93", "ascend910_93")):
         if name.startswith(prefix):
             return known
-    raise ConfigError(f"no native ops for {soc}: 910B and A3 (910_93) have them, others run the torch composition")
+    raise ConfigError(
+        f"no native ops for {soc}: 910B and A3 (910_93) have them, others run the torch composition"
+    )
 
 
 LIBRARIES = Path(__file__).parent / "lib"  # where build.sh puts what it builds
@@ -220,7 +239,9 @@ def load_library(path: Path) -> None:
     except (OSError, ValueError, KeyError):
         built = None
     if built is not None and built.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise ConfigError(f"{path} was built for torch {built}, this is {torch.__version__}: build it again")
+        raise ConfigError(
+            f"{path} was built for torch {built}, this is {torch.__version__}: build it again"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:

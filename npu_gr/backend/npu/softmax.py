@@ -1,10 +1,11 @@
 """Softmax attention by Huawei's fused operator `npu_fused_infer_attention_score`, in bf16 and fp16 as the KV is stored.
 
-A call gives its output and the log-sum-exp of its scores, which is a stage: stages over slabs, and over a beam's own
-tokens, merge in fp32. So cached keys are read where they lie, and nothing but a merge is wider than the model.
+A call gives its output and the log-sum-exp of its scores, which is a stage: stages over slabs, and
+over a beam's own tokens, merge in fp32. So cached keys are read where they lie, and nothing but a
+merge is wider than the model.
 
-Source: the documentation of torch_npu for Atlas A2 and A3. Not yet run on an NPU by us: a call on a few rows is
-compared with the plain definition before the operator is used at all.
+Source: the documentation of torch_npu for Atlas A2 and A3. Not yet run on an NPU by us: a call on a
+few rows is compared with the plain definition before the operator is used at all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import AttentionStage, TorchOps, merged_with_own, unfold_rows
 
-ARGUMENTS = {"atten_mask", "num_heads", "input_layout", "num_key_value_heads", "sparse_mode", "softmax_lse_flag"}
+ARGUMENTS = {
+    "atten_mask",
+    "num_heads",
+    "input_layout",
+    "num_key_value_heads",
+    "sparse_mode",
+    "softmax_lse_flag",
+}
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_DIM = 256
 MAX_GROUP = 64  # query heads of a KV head
@@ -57,7 +65,12 @@ class FusedAttention:
                 for shape in ((rows, 4, 32), (rows, 2, 32), (past_tokens, 2, 32), (rows, 2, 2, 32))
             )
             slabs = [(past, past.flip(0))] if past_tokens else []
-            pairs = [(self.causal(q, k, k.flip(0), slabs, 0.2), plain.causal_attention(q, k, k.flip(0), slabs, 0.2))]
+            pairs = [
+                (
+                    self.causal(q, k, k.flip(0), slabs, 0.2),
+                    plain.causal_attention(q, k, k.flip(0), slabs, 0.2),
+                )
+            ]
             if slabs:
                 call = BeamCall(q, slabs, (own, own), 2, None, 0.2)
                 pairs.append((self.beams(call), plain.beam_attention(call)))
@@ -70,7 +83,12 @@ class FusedAttention:
     def takes(self, q: Tensor, num_kv_heads: int) -> bool:
         """Tell whether the operator takes queries [r, Hq, D] over keys of so many heads."""
         _, heads, dim = q.shape
-        return q.dtype in DTYPES and dim % 16 == 0 and dim <= MAX_DIM and heads <= MAX_GROUP * num_kv_heads
+        return (
+            q.dtype in DTYPES
+            and dim % 16 == 0
+            and dim <= MAX_DIM
+            and heads <= MAX_GROUP * num_kv_heads
+        )
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
         """Compute `Backend.causal_attention`."""
@@ -87,7 +105,9 @@ class FusedAttention:
             done = done.merge(stage)
         return merged_with_own(call, done)
 
-    def _stage(self, q: Tensor, slab: Slab, scale: float, is_causal: bool = False) -> AttentionStage:
+    def _stage(
+        self, q: Tensor, slab: Slab, scale: float, is_causal: bool = False
+    ) -> AttentionStage:
         k, v = slab
         kv_heads = k.shape[1]
         is_masked = is_causal and len(q) > 1  # one row sees everything
@@ -103,6 +123,7 @@ class FusedAttention:
             softmax_lse_flag=True,
             **{self._scale: scale},
         )
-        peak = lse.float().reshape(kv_heads, -1, 1)  # [1, Hq, rows, 1]: a KV head's query heads stand side by side
+        # [1, Hq, rows, 1]: a KV head's query heads stand side by side
+        peak = lse.float().reshape(kv_heads, -1, 1)
         output = out[0].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         return AttentionStage(peak, torch.ones_like(peak), output)

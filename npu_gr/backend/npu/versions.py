@@ -1,7 +1,8 @@
 """Which CANN and torch_npu the native operators are for: the one table, of which everything else is derived.
 
-`ops/ascendc/build.sh` runs this file, `npu-gr doctor` asks it, docs/ascend.md and the extra `npu` of pyproject.toml are
-compared with it by a test. Only the standard library is imported: build.sh runs it before torch is looked for.
+`ops/ascendc/build.sh` runs this file, `npu-gr doctor` asks it, docs/ascend.md and the extra `npu`
+of pyproject.toml are compared with it by a test. Only the standard library is imported: build.sh
+runs it before torch is looked for.
 
     python npu_gr/backend/npu/versions.py ASCEND_HOME_PATH TORCH_NPU_VERSION     prints 80500 for CANN 8.5.0
 """
@@ -21,8 +22,9 @@ class Release(NamedTuple):
     torch_npu: tuple[str, ...]  # exact releases, oldest first
 
 
-# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use no API that is younger than the
-# first row's; the headers of older releases are not public, so nobody could look.
+# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use no API that
+# is younger than the first row's; the headers of older releases are not public, so nobody could
+# look.
 MATRIX = (
     Release("8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0")),
     Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2")),
@@ -42,11 +44,17 @@ _PLACES = (
 
 
 class VersionError(ValueError):
-    """A toolkit or a torch_npu for which there are no native operators; the message says which there are."""
+    """A toolkit or a torch_npu for which there are no native operators.
+
+    The message says which there are.
+    """
 
 
 def _numbers(version: str) -> tuple[int, int, int]:
-    """Read 8.5.0, 8.3.RC1, 9.1.0-beta.3, 2.9.0.post2 or 2.13.0+cpu; a release candidate counts as its release."""
+    """Read 8.5.0, 8.3.RC1, 9.1.0-beta.3, 2.9.0.post2 or 2.13.0+cpu.
+
+    A release candidate counts as its release.
+    """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if found is None:
         raise VersionError(f"{version!r} is no version")
@@ -104,8 +112,13 @@ def check(cann: str, torch_npu: str) -> str:
     if minor(torch_npu) in map(minor, row.torch_npu):
         return ""
     if _numbers(torch_npu)[:2] > _numbers(NEWEST_TORCH_NPU)[:2]:
-        return f"torch_npu {torch_npu} is newer than {NEWEST_TORCH_NPU}, the newest that is known here"
-    raise VersionError(f"torch_npu {torch_npu} was not made for CANN {cann}, these were: {', '.join(row.torch_npu)}")
+        return (
+            f"torch_npu {torch_npu} is newer than {NEWEST_TORCH_NPU}, the newest that is known here"
+        )
+    raise VersionError(
+        f"torch_npu {torch_npu} was not made for CANN {cann}, these were: "
+        f"{', '.join(row.torch_npu)}"
+    )
 
 
 def table() -> str:
@@ -116,12 +129,17 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the number of the toolkit's CANN; exit status 2 with the reason if the pair has no native operators."""
+    """Print the number of the toolkit's CANN.
+
+    Exit status 2 with the reason if the pair has no native operators.
+    """
     home, torch_npu = arguments
     cann = cann_at(Path(home))
     try:
         if cann is None:
-            raise VersionError(f"no file under {home} says which CANN it is: is it the toolkit's folder?")
+            raise VersionError(
+                f"no file under {home} says which CANN it is: is it the toolkit's folder?"
+            )
         warning = check(cann, torch_npu)
     except VersionError as error:
         sys.stderr.write(f"{error}\n")

@@ -1,8 +1,8 @@
 """Beam attention by two kernels: all beams against the shared prefix, then each beam's own tokens and the merge.
 
     shared   [beams x grouped heads, keys] of one slab: a key tile is loaded once for all rows of a program, and the
-             programs of a KV head that need it again find it in the cache; SPAN keys a program, so that a long prefix
-             under few beams fills the device
+             programs of a KV head that need it again find it in the cache; SPAN keys a program, so
+             that a long prefix under few beams fills the device
     merge    every span's stage and the own tokens by an online softmax, normalised
 
 Source: staged attention of xGR, arXiv:2512.11529. A stage is (peak, total, output), fp32, base e.
@@ -29,7 +29,10 @@ def shared_kernel(
     dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, span: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
+    """Attend to a span of a slab's keys.
+
+    Folded row i is beam i % num_rows, query head i // num_rows of the group.
+    """
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     folded = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -47,15 +50,25 @@ def shared_kernel(
         at = start + tl.arange(0, keys)
         in_keys = at < num_keys
         offset = at[:, None].to(tl.int64)
-        key = tl.load(k + offset * k_row + kv_head * k_head + d[None, :], mask=in_keys[:, None] & in_d, other=0.0)
-        value = tl.load(v + offset * v_row + kv_head * v_head + d[None, :], mask=in_keys[:, None] & in_d, other=0.0)
+        key = tl.load(
+            k + offset * k_row + kv_head * k_head + d[None, :],
+            mask=in_keys[:, None] & in_d,
+            other=0.0,
+        )
+        value = tl.load(
+            v + offset * v_row + kv_head * v_head + d[None, :],
+            mask=in_keys[:, None] & in_d,
+            other=0.0,
+        )
         scores = tl.dot(queries, tl.trans(key), input_precision=precision) * scale
         scores = tl.where(in_keys[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp(peak - higher)
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        output = output * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
+        output = output * shrink[:, None] + tl.dot(
+            weights.to(value.dtype), value, input_precision=precision
+        )
         peak = higher
     stage = ((first_span + part) * tl.num_programs(1) + kv_head).to(tl.int64) * num_folded + folded
     tl.store(peak_out + stage, peak, mask=in_rows)
@@ -78,7 +91,9 @@ def merge_kernel(
     inside = in_rows[:, None] & in_d
     beam = (folded % num_rows).to(tl.int64)
     head = kv_head * group + folded // num_rows
-    queries = tl.load(q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    queries = tl.load(
+        q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
+    )
     queries = queries.to(tl.float32) * scale
     peak = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
@@ -148,4 +163,9 @@ def takes(call: BeamCall) -> bool:
     unshared = call.unshared
     planes = [*unshared, *(plane for slab in call.shared for plane in slab)]
     same = all(plane.dtype == q.dtype and plane.stride(-1) == 1 for plane in planes)
-    return same and q.stride(-1) == 1 and unshared[0].stride() == unshared[1].stride() and q.dtype != torch.float64
+    return (
+        same
+        and q.stride(-1) == 1
+        and unshared[0].stride() == unshared[1].stride()
+        and q.dtype != torch.float64
+    )

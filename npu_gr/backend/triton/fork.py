@@ -12,7 +12,14 @@ MAX_BEAMS = 1024  # what a program holds in registers
 
 @triton.jit(do_not_specialize=["num_rows", "num_numbers"])
 def fork_kernel(
-    plane, layer_stride, row_stride, parent, num_rows, num_numbers, rows: tl.constexpr, numbers: tl.constexpr
+    plane,
+    layer_stride,
+    row_stride,
+    parent,
+    num_rows,
+    num_numbers,
+    rows: tl.constexpr,
+    numbers: tl.constexpr,
 ):
     """Row i of a layer's first numbers becomes row parent[i]."""
     row = tl.arange(0, rows)

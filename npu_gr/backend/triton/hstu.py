@@ -1,20 +1,21 @@
 """HSTU attention by one kernel: history rows and candidate rows against slabs of cached keys, read where they lie.
 
-Without a softmax the sum over keys may be cut anywhere. A slab is one launch (a run of consecutive pages is one slab),
-and a slab is cut again into parts where the row blocks alone would not fill the device. Every part has its own fp32
-sums, which are added in order: equal inputs give equal bits.
+Without a softmax the sum over keys may be cut anywhere. A slab is one launch (a run of consecutive
+pages is one slab), and a slab is cut again into parts where the row blocks alone would not fill the
+device. Every part has its own fp32 sums, which are added in order: equal inputs give equal bits.
 
-The bias is that of `base.time_bucket` and the distance, from tables in fp32 that are made once a layer. A step of a
-program is of one of three kinds, in this order:
+The bias is that of `base.time_bucket` and the distance, from tables in fp32 that are made once a
+layer. A step of a program is of one of three kinds, in this order:
 
     far      every distance is beyond the position table: its last number is in the time table already
     near     the position table is read too
     edge     near, with masks: the diagonal and the end of the slab
 
-Times are int32 seconds since the earliest, made once a pass; a span that does not fit goes, in the same launch, by
-int64 and masks everywhere. SiLU is x / (1 + 2^-y), y = x log2(e): the tables and alpha carry log2(e), the sums ln 2.
-fp32 is three products of tf32 halves, as exact as fp32. `tanh.approx` would be one instruction less than exp and
-reciprocal; its error is 2^-11 of x, not of the result, and where many logits are negative the errors add up.
+Times are int32 seconds since the earliest, made once a pass; a span that does not fit goes, in the
+same launch, by int64 and masks everywhere. SiLU is x / (1 + 2^-y), y = x log2(e): the tables and
+alpha carry log2(e), the sums ln 2. fp32 is three products of tf32 halves, as exact as fp32.
+`tanh.approx` would be one instruction less than exp and reciprocal; its error is 2^-11 of x, not of
+the result, and where many logits are negative the errors add up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from npu_gr.backend.tiles import Slab
 ROWS = 64
 KEYS = 64
 
-PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, so that the parts are the same on every device
+# two for each multiprocessor of an H200; a constant, so that the parts are the same on every device
+PROGRAMS = 264
 MAX_PARTS = 16  # of one slab
 MIN_STEPS = 4  # of a part
 NUMBERS = 1024  # of one program of `sum_kernel`
@@ -54,7 +56,8 @@ _WIDE = tl.constexpr(3)
 # ways to the numbers of a table, and what they go with
 PLAIN = tl.constexpr(0)  # loads by address
 FAST = tl.constexpr(1)  # instructions of NVIDIA's
-SELECTS = tl.constexpr(2)  # a select a bucket, distances in rows; fractions are compared, integers would be scalar code
+# a select a bucket, distances in rows; fractions are compared, integers would be scalar code
+SELECTS = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -65,8 +68,12 @@ def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
     latest = tl.load(times + lane, mask=lane < num_tokens, other=-0x7FFFFFFFFFFFFFFF)
     for start in range(tokens, num_tokens, tokens):
         at = start + lane
-        earliest = tl.minimum(earliest, tl.load(times + at, mask=at < num_tokens, other=0x7FFFFFFFFFFFFFFF))
-        latest = tl.maximum(latest, tl.load(times + at, mask=at < num_tokens, other=-0x7FFFFFFFFFFFFFFF))
+        earliest = tl.minimum(
+            earliest, tl.load(times + at, mask=at < num_tokens, other=0x7FFFFFFFFFFFFFFF)
+        )
+        latest = tl.maximum(
+            latest, tl.load(times + at, mask=at < num_tokens, other=-0x7FFFFFFFFFFFFFFF)
+        )
     first = tl.min(earliest, 0)
     tl.store(limits, first)
     tl.store(limits + 1, tl.max(latest, 0))
@@ -80,8 +87,12 @@ def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
 def _weights(y, how: tl.constexpr):
     """-SiLU(x) log2(e) of y = -x log2(e)."""
     if how == FAST:  # where the power is infinite, the weight is 0
-        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
-        return y * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1)
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1
+        )
+        return y * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1
+        )
     return y / (1.0 + tl.exp2(tl.minimum(y, 120.0)))
 
 
@@ -168,7 +179,9 @@ def _attend_keys(
     elif kind >= _NEAR:
         distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
         bias += _look_up(by_distance, distance, look)
-    weights = _weights(tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, how)
+    weights = _weights(
+        tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, how
+    )
     if kind >= _EDGE:
         if how == SELECTS:  # positions are exact in fp32
             seen = (at.to(tl.float32) < num_keys.to(tl.float32))[None, :]
@@ -191,8 +204,9 @@ def attend_part(
 ):  # fmt: skip
     """Sum one part of a slab's keys for [rows from `first` on, head], or (with `whole`) give the result.
 
-    Row i is token first_row + i and sees keys up to itself; of `targets`, every row is token first_row, at
-    query_time, and sees all keys and (with `begins`, in the first part) itself. Part i is keys i span .. (i + 1) span.
+    Row i is token first_row + i and sees keys up to itself; of `targets`, every row is token
+    first_row, at query_time, and sees all keys and (with `begins`, in the first part) itself. Part
+    i is keys i span .. (i + 1) span.
     """
     row = first + tl.arange(0, rows)
     qk = tl.arange(0, qk_wide)
@@ -201,7 +215,9 @@ def attend_part(
     in_qk = (qk < qk_dim)[None, :]
     in_v = (vd < v_dim)[None, :]
     queries = tl.load(
-        q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :], mask=in_rows & in_qk, other=0.0
+        q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :],
+        mask=in_rows & in_qk,
+        other=0.0,
     )
     if how == SELECTS:
         by_time = tables + head * (time_buckets + rows * (buckets + rows + 2 * keys))
@@ -232,11 +248,14 @@ def attend_part(
     is_wide = tl.load(limits + 1) - earliest > _MAX_SPAN_S
     begin = part * span
     end = tl.minimum(begin + span, num_keys)
-    before = first_row - first_key  # keys that every row of `targets` sees, and that the first history row sees but one
+    # keys that every row of `targets` sees, and that the first history row sees but one
+    before = first_row - first_key
     if targets:
         is_wide |= query_time - earliest > _MAX_SPAN_S
         row_at = tl.full([1, 1], 0, tl.int32) + first_row
-        row_second = tl.full([1, 1], 1, tl.int32) + tl.maximum(query_time - earliest, -1).to(tl.int32)
+        row_second = tl.full([1, 1], 1, tl.int32) + tl.maximum(query_time - earliest, -1).to(
+            tl.int32
+        )
         row_time = tl.full([1, 1], 0, tl.int64) + query_time
         clear = end
         corner = first_row  # the first row's position
@@ -271,7 +290,17 @@ def attend_part(
     tl.store(out + into * v_dim + vd[None, :], acc.to(out.dtype.element_ty), mask=in_rows & in_v)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "first_row", "first_key", "first_part", "query_time", "span"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_keys",
+        "first_row",
+        "first_key",
+        "first_part",
+        "query_time",
+        "span",
+    ]
+)
 def hstu_kernel(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
@@ -281,7 +310,8 @@ def hstu_kernel(
     precision: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
     """`attend_part` for the grid [row blocks, heads, parts]."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows  # the last rows have the most keys: they start first
+    # the last rows have the most keys: they start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows
     attend_part(
         tl.program_id(1), tl.program_id(2), first,
         q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
@@ -324,8 +354,10 @@ class Attention(threading.local):
     programs = PROGRAMS  # that fill the device
 
     def __init__(self) -> None:
-        self._clocks = WeakIdKeyDictionary()  # times of a pass -> _Clock; all layers of a pass share the times
-        self._tables = WeakIdKeyDictionary()  # a layer's position table -> what it was made of, and the tables
+        # times of a pass -> _Clock; all layers of a pass share the times
+        self._clocks = WeakIdKeyDictionary()
+        # a layer's position table -> what it was made of, and the tables
+        self._tables = WeakIdKeyDictionary()
 
     def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
         """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
@@ -344,7 +376,9 @@ class Attention(threading.local):
         """Compute `Backend.hstu_targets`; `history` is `call.cached` without tiles."""
         return self._attend(call, (call.k, call.v), history, len(call.times))
 
-    def _attend(self, call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int) -> Tensor:
+    def _attend(
+        self, call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int
+    ) -> Tensor:
         """Launch once a slab; `own` holds candidates' keys and values, `first_row` is the position of the first row."""
         num_rows, heads, qk_dim = call.q.shape
         v_dim = call.v.shape[2]
@@ -361,9 +395,13 @@ class Attention(threading.local):
         blocks = -(-num_rows // ROWS)
         # each candidate sees itself, whatever there is beside it
         held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
-        cut = [_Part(slab, *_parts(self.programs, blocks * heads, len(slab[0]), keys)) for slab in held]
+        cut = [
+            _Part(slab, *_parts(self.programs, blocks * heads, len(slab[0]), keys)) for slab in held
+        ]
         total = sum(part.num_parts for part in cut)
-        sums = out if total == 1 else q.new_empty(total, num_rows, heads, v_dim, dtype=torch.float32)
+        sums = (
+            out if total == 1 else q.new_empty(total, num_rows, heads, v_dim, dtype=torch.float32)
+        )
         first_key = first_part = 0
         for index, (slab, num_parts, span) in enumerate(cut):
             k, v = (_unit_stride(x) for x in slab)
@@ -382,11 +420,16 @@ class Attention(threading.local):
             first_key += len(k)
             first_part += num_parts
         if total > 1:
-            sum_kernel[(-(-out.numel() // NUMBERS),)](sums, total, out.numel(), out, numbers=NUMBERS)
+            sum_kernel[(-(-out.numel() // NUMBERS),)](
+                sums, total, out.numel(), out, numbers=NUMBERS
+            )
         return out
 
     def _launch(
-        self, grid: tuple[int, int, int], arguments: tuple[object, ...], constants: Mapping[str, object]
+        self,
+        grid: tuple[int, int, int],
+        arguments: tuple[object, ...],
+        constants: Mapping[str, object],
     ) -> None:
         """Run `attend_part` for [row blocks, heads, parts]."""
         q = arguments[0]

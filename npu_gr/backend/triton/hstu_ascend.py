@@ -1,18 +1,20 @@
 """HSTU attention by Triton on an Ascend NPU: the kernel of `hstu.py` in forms that triton-ascend makes vector code of.
 
-Opt-in, `attention: triton`, and never chosen otherwise. What differs, from triton-ascend's documentation (3.2.0, which
-is for CANN 8.5.0) and its compilers:
+Opt-in, `attention: triton`, and never chosen otherwise. What differs, from triton-ascend's
+documentation (3.2.0, which is for CANN 8.5.0) and its compilers:
 
 - a grid of as many programs as there are AI cores, each of which goes through its tasks: more programs are dispatched
   in turns
 - nothing is loaded from computed addresses, which would move number by number: a time's bucket is found by a select for
-  each that a block can hold (three on average), and distances lie in rows, so that a block of them is loaded as it is
+  each that a block can hold (three on average), and distances lie in rows, so that a block of them
+  is loaded as it is
 - compares of int32 and int64 are scalar code: masks of weights compare positions in fp32, exact below 2^24; sums of
   int64 are scalar code too, so times are int32 but for spans over 2^31 seconds
 - fp32 products are "ieee": other precisions are NVIDIA's
 - a step of 64 rows and keys fits the 192 KB of a core's vector buffer, which a test asks the compiler
 
-Not yet run on an NPU by us: the interpreter compares it with the definition, the public compilers lower it to HIVM.
+Not yet run on an NPU by us: the interpreter compares it with the definition, the public compilers
+lower it to HIVM.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from npu_gr.backend.tiles import Slab
 from npu_gr.backend.triton import hstu
 from npu_gr.backend.triton.hstu import SELECTS, attend_part
 
-CORES = 20  # AI cores of the least 910B; a constant, so that the parts, and so the bits, are the same on every device
+# AI cores of the least 910B; a constant, so that the parts, and so the bits, are the same on every
+# device
+CORES = 20
 MAX_TOKENS = 1 << 24  # positions are compared in fp32
 
 
@@ -45,7 +49,10 @@ def hstu_tasks_kernel(
     qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
     precision: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """`attend_part` for each of [row blocks, parts, heads]; a program takes every num_programs-th, long ones first."""
+    """`attend_part` for each of [row blocks, parts, heads].
+
+    A program takes every num_programs-th, long ones first.
+    """
     for task in range(tl.program_id(0), blocks * parts * heads, tl.num_programs(0)):
         head = task % heads
         part = task // heads % parts
@@ -77,8 +84,13 @@ class NpuAttention(hstu.Attention):
         return by_distance[:, distance.flatten()]
 
     def _launch(
-        self, grid: tuple[int, int, int], arguments: tuple[object, ...], constants: Mapping[str, object]
+        self,
+        grid: tuple[int, int, int],
+        arguments: tuple[object, ...],
+        constants: Mapping[str, object],
     ) -> None:
         blocks, heads, parts = grid
         cores = min(CORES, blocks * heads * parts)
-        hstu_tasks_kernel[(cores,)](*arguments, blocks, parts, **constants, precision="ieee", how=SELECTS)
+        hstu_tasks_kernel[(cores,)](
+            *arguments, blocks, parts, **constants, precision="ieee", how=SELECTS
+        )

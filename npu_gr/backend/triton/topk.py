@@ -5,8 +5,9 @@
     blocks   one program a surviving block: the scores of its edges
     top-k    the `width` best of them
 
-Exact, ties included: a score and its place are one 64-bit key, so no two keys are equal. If an edge's block is not
-among the `width` best, each of those blocks has an edge that comes before it in the total order.
+Exact, ties included: a score and its place are one 64-bit key, so no two keys are equal. If an
+edge's block is not among the `width` best, each of those blocks has an edge that comes before it in
+the total order.
 
 Source: xBeam of xGR, arXiv:2512.11529; the blocks are ours.
 """
@@ -42,7 +43,10 @@ class Proposal(NamedTuple):
 
 @triton.jit
 def _key(score, index):
-    """Keys that rise with the score, of equal scores with the smaller index; of -inf none can be chosen."""
+    """Keys that rise with the score, of equal scores with the smaller index.
+
+    Of -inf none can be chosen.
+    """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
     rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(score > float("-inf"), (rising << 32) | (_LOW - index.to(tl.int64)), _NOTHING)
@@ -104,10 +108,15 @@ def rows_kernel(
     num_read = row_degree if over_valid else num_columns.to(tl.int64)
     for start in range(0, num_read, columns):
         if over_valid:
-            x = _edge_logits(row_codes, scale, row_lo, row_degree, start + lane, code, allowed, filtered)
+            x = _edge_logits(
+                row_codes, scale, row_lo, row_degree, start + lane, code, allowed, filtered
+            )
         else:
             at = start + lane
-            x = tl.load(row_logits + at, mask=at < num_columns, other=float("-inf")).to(tl.float32) * scale
+            x = (
+                tl.load(row_logits + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
+                * scale
+            )
         bad = bad | _is_bad(x).to(tl.int32)
         peak, total = _add_exp(peak, total, tl.where(_is_bad(x), float("-inf"), x))
     highest = tl.max(peak, 0)
@@ -123,7 +132,11 @@ def rows_kernel(
         x = _edge_logits(row_codes, scale, row_lo, row_degree, at, code, allowed, filtered)
         x = tl.where(_is_bad(x), float("-inf"), x)
         best = tl.max(_score(x, norm, row_acc), 1)
-        tl.store(key_out + row * num_blocks + block, _key(best, row * num_blocks + block), mask=block < num_blocks)
+        tl.store(
+            key_out + row * num_blocks + block,
+            _key(best, row * num_blocks + block),
+            mask=block < num_blocks,
+        )
 
 
 @triton.jit(do_not_specialize=["first_code", "num_blocks", "num_all"])
@@ -131,23 +144,39 @@ def blocks_kernel(
     logits, row_stride, first_code, scale, acc, lo, degree, code, allowed, num_blocks, num_all, norm, chosen, key_out,
     filtered: tl.constexpr, edges: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the edges of one chosen block; their index rises with beam and edge, as `chosen` does."""
+    """Keys of the edges of one chosen block.
+
+    Their index rises with beam and edge, as `chosen` does.
+    """
     slot = tl.program_id(0).to(tl.int64)
     block = tl.load(chosen + slot)
-    row = tl.where(block < num_all, block // num_blocks, 0)  # what is no block lies behind every edge of row 0
+    # what is no block lies behind every edge of row 0
+    row = tl.where(block < num_all, block // num_blocks, 0)
     lane = tl.arange(0, edges)
     at = (block - row * num_blocks) * edges + lane
     row_codes = logits + row * row_stride + first_code
-    x = _edge_logits(row_codes, scale, tl.load(lo + row), tl.load(degree + row), at, code, allowed, filtered)
+    x = _edge_logits(
+        row_codes, scale, tl.load(lo + row), tl.load(degree + row), at, code, allowed, filtered
+    )
     x = tl.where(_is_bad(x), float("-inf"), x)
     tl.store(
-        key_out + slot * edges + lane, _key(_score(x, tl.load(norm + row), tl.load(acc + row)), slot * edges + lane)
+        key_out + slot * edges + lane,
+        _key(_score(x, tl.load(norm + row), tl.load(acc + row)), slot * edges + lane),
     )
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_keys"])
 def choices_kernel(
-    key, chosen, lo, num_blocks, num_keys, score_out, parent_out, edge_out, edges: tl.constexpr, lanes: tl.constexpr
+    key,
+    chosen,
+    lo,
+    num_blocks,
+    num_keys,
+    score_out,
+    parent_out,
+    edge_out,
+    edges: tl.constexpr,
+    lanes: tl.constexpr,
 ):
     """Score, beam and edge of each key."""
     at = tl.program_id(0) * lanes + tl.arange(0, lanes)
@@ -157,7 +186,9 @@ def choices_kernel(
     place = tl.where(found, _LOW - (keys & _LOW), 0)
     block = tl.where(found, tl.load(chosen + place // edges, mask=here, other=0), 0)
     row = block // num_blocks
-    edge = tl.load(lo + row, mask=here, other=0) + (block - row * num_blocks) * edges + place % edges
+    edge = (
+        tl.load(lo + row, mask=here, other=0) + (block - row * num_blocks) * edges + place % edges
+    )
     tl.store(score_out + at, tl.where(found, _score_of(keys), float("-inf")), mask=here)
     tl.store(parent_out + at, row, mask=here)
     tl.store(edge_out + at, edge, mask=here)
@@ -165,11 +196,16 @@ def choices_kernel(
 
 def takes(call: TopkCall) -> bool:
     """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
-    return call.logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and call.acc.dtype == torch.float32
+    return (
+        call.logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and call.acc.dtype == torch.float32
+    )
 
 
 def propose(call: TopkCall) -> Proposal:
-    """Compute `Backend.beam_topk` without waiting for the device; every shape follows from the inputs' shapes.
+    """Compute `Backend.beam_topk` without waiting for the device.
+
+    Every shape follows from the inputs' shapes.
 
     Needs rows >= 1 and codes >= 1.
     """
@@ -177,7 +213,8 @@ def propose(call: TopkCall) -> Proposal:
     logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
     rows, columns = logits.shape
     first, end, _ = (call.codes or slice(None)).indices(columns)
-    num_blocks = -(-(end - first) // EDGES)  # a row's codes are distinct, so it has no more edges than there are codes
+    # a row's codes are distinct, so it has no more edges than there are codes
+    num_blocks = -(-(end - first) // EDGES)
     lo = follow.lo.contiguous()
     degree = follow.degree.contiguous()
     acc = call.acc.contiguous()
@@ -192,7 +229,8 @@ def propose(call: TopkCall) -> Proposal:
         over_valid=call.over == "valid", filtered=filtered, columns=COLUMNS, blocks=BLOCKS, edges=EDGES, **_EXACT,
     )  # fmt: skip
     best = torch.topk(row_keys, min(call.width, len(row_keys)), sorted=False).values
-    chosen = (_LOW.value - (best & _LOW.value)).sort().values  # in the order of their rows; what is nothing is last
+    # in the order of their rows; what is nothing is last
+    chosen = (_LOW.value - (best & _LOW.value)).sort().values
     edge_keys = degree.new_empty(len(chosen) * EDGES)
     blocks_kernel[(len(chosen),)](
         logits, logits.stride(0), first, call.scale, acc, lo, degree, follow.code, allowed, num_blocks, len(row_keys),
@@ -208,7 +246,10 @@ def propose(call: TopkCall) -> Proposal:
 
 
 def beam_topk(call: TopkCall) -> Choices:
-    """Compute `Backend.beam_topk`; the host waits for the device once, for the number of choices."""
+    """Compute `Backend.beam_topk`.
+
+    The host waits for the device once, for the number of choices.
+    """
     first, end, _ = (call.codes or slice(None)).indices(call.logits.shape[1])
     if not len(call.logits) or end <= first or not len(call.follow.code):
         nothing = call.follow.lo.new_empty(0)

@@ -1,6 +1,7 @@
 """Values of features between the wire and the model: `OneRow` of a user or request, `Columns` of events or candidates.
 
-Neither depends on a checkpoint's lists of names, so a history that is remembered fits the next model too.
+Neither depends on a checkpoint's lists of names, so a history that is remembered fits the next
+model too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Take = Callable[[Any], Any]
 
 
 class Columns(NamedTuple):
-    """Features of n events or candidates, as `as_column` makes them. A feature that is not there is missing."""
+    """Features of n events or candidates, as `as_column` makes them.
+
+    A feature that is not there is missing.
+    """
 
     numbers: Mapping[str, F32] = {}  # [n], NaN = missing
     names: Mapping[str, U64] = {}  # [n, max_values] hashes, 0 = no value
@@ -33,7 +37,10 @@ class Columns(NamedTuple):
 
     @property
     def given(self) -> Mapping[str, F32 | U64]:
-        """All columns by name; of two with one name, which models of two versions brought, that of names."""
+        """All columns by name.
+
+        Of two with one name, which models of two versions brought, that of names.
+        """
         return {**self.numbers, **self.names}
 
     @property
@@ -71,7 +78,9 @@ class Columns(NamedTuple):
         for name in {**self.names, **newer.names}:
             found = [columns.get(name, np.zeros((n, 1), np.uint64)) for columns, n in
                      ((self.names, num_rows), (newer.names, num_newer))]  # fmt: skip
-            names[name] = np.concatenate([widened(part, max(one.shape[1] for one in found)) for part in found])
+            names[name] = np.concatenate(
+                [widened(part, max(one.shape[1] for one in found)) for part in found]
+            )
         return Columns(numbers, names)
 
     def digested(self, update: Callable[[bytes], None]) -> None:
@@ -85,7 +94,9 @@ class Columns(NamedTuple):
         for name, column in sorted(columns, key=lambda named: named[0]):
             if column.ndim == 1:
                 is_missing = np.isnan(column)
-                column = np.where(is_missing, np.float32(np.nan), column) if is_missing.any() else column
+                column = (
+                    np.where(is_missing, np.float32(np.nan), column) if is_missing.any() else column
+                )
             else:
                 is_missing = column == 0
                 column = column[:, ~is_missing.all(0)]
@@ -99,11 +110,20 @@ NO_COLUMNS = Columns()
 
 def widened(hashes: U64, width: int) -> U64:
     """Widen rows of names by places without a value, to `width` at least."""
-    return hashes if hashes.shape[1] >= width else np.pad(hashes, ((0, 0), (0, width - hashes.shape[1])))
+    return (
+        hashes
+        if hashes.shape[1] >= width
+        else np.pad(hashes, ((0, 0), (0, width - hashes.shape[1])))
+    )
 
 
-def as_columns(features: Mapping[str, Feature], columns: Mapping[str, Any], num_rows: int) -> Columns:
-    """Check columns of values, and make `Columns` of them. Raises ValueError, as `FeatureEncoder.encode`."""
+def as_columns(
+    features: Mapping[str, Feature], columns: Mapping[str, Any], num_rows: int
+) -> Columns:
+    """Check columns of values, and make `Columns` of them.
+
+    Raises ValueError, as `FeatureEncoder.encode`.
+    """
     numbers: dict[str, F32] = {}
     names: dict[str, U64] = {}
     for name, values in columns.items():
@@ -121,12 +141,15 @@ def known(features: Mapping[str, Feature], name: str) -> Feature:
     """Find a feature that a request may bring.
 
     Raises:
-        ValueError: it is none of the model's, or is computed here: two readings of one feature would disagree.
+        ValueError: it is none of the model's, or is computed here: two readings of one feature
+            would disagree.
     """
     feature = features.get(name)
     if feature is None:
         there_are = ", ".join(features)
-        raise ValueError(f"{name[:_SHOWN]}: no feature of the model; it has {there_are[:_LISTED] or 'none'}")
+        raise ValueError(
+            f"{name[:_SHOWN]}: no feature of the model; it has {there_are[:_LISTED] or 'none'}"
+        )
     if feature.computed:
         raise ValueError(f"{name}: the service computes it ({feature.computed}); send none")
     return feature
@@ -143,7 +166,9 @@ class ModelFeatures:
             num_user_tokens: that those of the user are, if there are any.
         """
         self.features = tuple(features)
-        self.num_user_tokens = num_user_tokens if any(feature.of == "user" for feature in features) else 0
+        self.num_user_tokens = (
+            num_user_tokens if any(feature.of == "user" for feature in features) else 0
+        )
 
     def _of(self, of: Of) -> FeatureEncoder:
         return FeatureEncoder([feature for feature in self.features if feature.of == of])
@@ -175,11 +200,16 @@ class ModelFeatures:
         return tuple(
             f"{feature.of}.{feature.name}"
             for feature in self.features
-            if feature.of in given and not feature.computed and given[feature.of].get(feature.name) is None
+            if feature.of in given
+            and not feature.computed
+            and given[feature.of].get(feature.name) is None
         )
 
     def row(self, encoder: FeatureEncoder, values: OneRow | None) -> Encoded | None:
-        """Encode one row; None where the model has no such features. Raises ValueError, as `FeatureEncoder.encode`."""
+        """Encode one row; None where the model has no such features.
+
+        Raises ValueError, as `FeatureEncoder.encode`.
+        """
         if not encoder.features:
             return None
         return encoder.encode({name: [value] for name, value in (values or {}).items()}, 1)
@@ -187,7 +217,8 @@ class ModelFeatures:
     def rows(self, encoder: FeatureEncoder, columns: Columns, num_rows: int) -> Encoded | None:
         """Encode n rows; None where the model has no such features.
 
-        Columns that this model does not have, or has in another kind, are left out: they came for another model.
+        Columns that this model does not have, or has in another kind, are left out: they came for
+        another model.
         """
         if not encoder.features:
             return None

@@ -1,4 +1,6 @@
-"""Features that we compute ourselves: of a history and a candidate, and of a request's time. Trainer and service alike.
+"""Features that we compute ourselves: of a history and a candidate, and of a request's time.
+
+Trainer and service alike.
 
     events    log(1 + events of the history that are like the candidate)
     share     these events / all of the history
@@ -6,11 +8,12 @@
               with 5 more events at the rate of the whole history, so that few events say little
     recency   log(1 + seconds since the newest event that is like the candidate)
 
-An event is like a candidate if it is of the same item; `events_by:genre`: if both have a value of the item feature
-`genre`; `events_by:*`: always. A candidate with several values gets the mean over them of the events, and the newest of
-all. Where a feature has `actions`, only events with one of them count, but for `rate`, which compares them with all.
-What cannot be said is missing: a share or rate of an empty history, a recency without an event, anything by a feature
-that the candidate lacks.
+An event is like a candidate if it is of the same item; `events_by:genre`: if both have a value of
+the item feature `genre`; `events_by:*`: always. A candidate with several values gets the mean over
+them of the events, and the newest of all. Where a feature has `actions`, only events with one of
+them count, but for `rate`, which compares them with all. What cannot be said is missing: a share or
+rate of an empty history, a recency without an event, anything by a feature that the candidate
+lacks.
 
     mf_score  the value that matrix factorisation expects of user and candidate, see `factors.py`; of items alone
 
@@ -117,7 +120,9 @@ class Alike:
             ago = np.maximum(self.now - np.where(newest == NEVER, self.now, newest), 0)
             return np.where(newest == NEVER, np.nan, np.log1p(ago))
         if what == "rate":
-            alike = np.where(self.is_value.any(-1), np.where(self.is_value, self.num_all, 0).sum(-1), np.nan)
+            alike = np.where(
+                self.is_value.any(-1), np.where(self.is_value, self.num_all, 0).sum(-1), np.nan
+            )
             own = _ratio(np.asarray(self.num_history_counted), self.num_history)
             return np.asarray((counted + PRIOR * own) / (alike + PRIOR))
         mean = _ratio(counted, self.is_value.sum(-1))
@@ -143,7 +148,8 @@ class CrossFeatures:
         """Look up what the features name.
 
         Args:
-            features: those of the user and the item together; one that is not computed is passed over.
+            features: those of the user and the item together; one that is not computed is passed
+                over.
             actions: names of the model's actions.
             item_values: item feature -> its values. A table may grow and change between calls.
             factors: of the model; None = it has none, and no `mf_score`.
@@ -151,19 +157,27 @@ class CrossFeatures:
         Raises:
             ValueError: a feature names an action or an item feature that the model lacks.
         """
-        self.rules: list[tuple[str, ComputedRule, Bools]] = []  # name, what is computed, whether each action counts
+        # name, what is computed, whether each action counts
+        self.rules: list[tuple[str, ComputedRule, Bools]] = []
         for feature in features:
             if not feature.computed:
                 continue
             rule = read_rule(feature.computed)
             if rule.by and rule.by != ALL and rule.by not in item_values:
                 there = ", ".join(item_values) or "none"
-                raise ValueError(f"features.{feature.name}: no item feature {rule.by!r}; there are {there}")
+                raise ValueError(
+                    f"features.{feature.name}: no item feature {rule.by!r}; there are {there}"
+                )
             if rule.what == MF_SCORE and factors is None:
                 raise ValueError(f"features.{feature.name}: {MF_SCORE}: the model has no factors")
             if missing := [action for action in feature.actions if action not in actions]:
-                raise ValueError(f"features.{feature.name}: no action {missing[0]!r}; there are {', '.join(actions)}")
-            counts = np.array([not feature.actions or action in feature.actions for action in actions])
+                raise ValueError(
+                    f"features.{feature.name}: no action {missing[0]!r}; there are "
+                    f"{', '.join(actions)}"
+                )
+            counts = np.array(
+                [not feature.actions or action in feature.actions for action in actions]
+            )
             self.rules.append((feature.name, rule, counts))
         self._item_values = item_values
         self.factors = factors
@@ -173,7 +187,10 @@ class CrossFeatures:
         return 1 if by == ALL else self._item_values[by].padding
 
     def values_of(self, by: str, items: I64) -> tuple[ItemCodes, Bools]:
-        """Look up values: item rows [...] -> values [..., k] and whether each is one. A row past the table has none."""
+        """Look up values: item rows [...] -> values [..., k] and whether each is one.
+
+        A row past the table has none.
+        """
         if by in ("", ALL):
             own = items[..., None] * (by == "")
             return own, np.ones(own.shape, np.bool_)
@@ -185,7 +202,9 @@ class CrossFeatures:
             values = np.where(is_known[..., None], codes[np.where(is_known, items, 0)], padding)
         return values, values != padding
 
-    def columns(self, items: I64, actions: I64, times: I64, candidates: I64, shown_at: int) -> dict[str, F32]:
+    def columns(
+        self, items: I64, actions: I64, times: I64, candidates: I64, shown_at: int
+    ) -> dict[str, F32]:
         """Compute the features of one request.
 
         Args:
@@ -213,10 +232,17 @@ class CrossFeatures:
         return columns
 
     def _alike(
-        self, by: str, items: I64, is_counted: Bools | None, times: I64, candidates: I64, shown_at: int
+        self,
+        by: str,
+        items: I64,
+        is_counted: Bools | None,
+        times: I64,
+        candidates: I64,
+        shown_at: int,
     ) -> Alike:
         wanted, is_value = self.values_of(by, candidates)
-        own, _ = self.values_of(by, items)  # what is no value is counted too, and nobody asks for it
+        # what is no value is counted too, and nobody asks for it
+        own, _ = self.values_of(by, items)
         most = 1 + int(max(own.max(initial=0), wanted.max(initial=0)))
         if most > _DENSE and wanted.size:  # number the candidates' values instead of all
             asked, place = np.unique(wanted, return_inverse=True)
@@ -225,7 +251,9 @@ class CrossFeatures:
             own = np.where(asked[nearest] == own, nearest, most)
         counted = own if is_counted is None else own[is_counted]
         num_all = np.bincount(own.ravel(), minlength=most + 1)
-        num_counted = num_all if is_counted is None else np.bincount(counted.ravel(), minlength=most + 1)
+        num_counted = (
+            num_all if is_counted is None else np.bincount(counted.ravel(), minlength=most + 1)
+        )
         newest = np.full(most + 1, NEVER)
         newest[counted] = (times if is_counted is None else times[is_counted])[
             :, None

@@ -1,13 +1,16 @@
-"""Values of features -> what the model reads: rows of a table, and numbers. The one code of trainer and service.
+"""Values of features -> what the model reads: rows of a table, and numbers.
+
+The one code of trainer and service.
 
     names    -> xxh3-64 of their texts    [n, max_values], 0 = no value    -> rows of the table
     numbers  -> float32                   [n], NaN = missing               -> a row of the table, or an input
 
-The middle form is `as_column`'s. It needs no list of names, so whoever reads a request makes it, and whoever runs the
-model makes the rows.
+The middle form is `as_column`'s. It needs no list of names, so whoever reads a request makes it,
+and whoever runs the model makes the rows.
 
-The table of one `of` holds the rows of its features one behind the other, and a last row of zeros, `padding`: what a
-multi-valued feature does not fill. A dense number is two inputs: its scaled value, and 1 where it is missing.
+The table of one `of` holds the rows of its features one behind the other, and a last row of zeros,
+`padding`: what a multi-valued feature does not fill. A dense number is two inputs: its scaled
+value, and 1 where it is missing.
 """
 
 from __future__ import annotations
@@ -68,11 +71,19 @@ class FeatureEncoder:
         self.width = column
         self.num_numbers = 2 * len(self._dense)
         self.shared = tuple(  # columns of codes that are the mean of one feature
-            (one.column, one.column + one.feature.max_values) for one in self._coded if one.feature.max_values > 1
+            (one.column, one.column + one.feature.max_values)
+            for one in self._coded
+            if one.feature.max_values > 1
         )
-        coded = {one.feature.name: slice(one.column, one.column + one.feature.max_values) for one in self._coded}
-        numbers = {one.name: [place, place + len(self._dense)] for place, one in enumerate(self._dense)}
-        self.columns = [coded.get(name) or numbers[name] for name in self.features]  # of codes or of numbers, each
+        coded = {
+            one.feature.name: slice(one.column, one.column + one.feature.max_values)
+            for one in self._coded
+        }
+        numbers = {
+            one.name: [place, place + len(self._dense)] for place, one in enumerate(self._dense)
+        }
+        # of codes or of numbers, each
+        self.columns = [coded.get(name) or numbers[name] for name in self.features]
         self._mean = np.array([[feature.mean] for feature in self._dense], np.float32)
         self._scale = np.array([[feature.scale] for feature in self._dense], np.float32)
         self._clip = np.array([[feature.clip] for feature in self._dense], np.float32)
@@ -85,23 +96,31 @@ class FeatureEncoder:
             num_rows: n.
 
         Raises:
-            ValueError: a name is no feature's, a column has another length, or a value does not fit its feature; the
-                message names the feature, the row and the limit.
+            ValueError: a name is no feature's, a column has another length, or a value does not fit
+                its feature; the message names the feature, the row and the limit.
         """
-        read = {name: as_column(self._known(name), values, num_rows) for name, values in columns.items()}
+        read = {
+            name: as_column(self._known(name), values, num_rows) for name, values in columns.items()
+        }
         return self.encode_columns(read, num_rows)
 
     def encode_columns(self, read: Mapping[str, Column], num_rows: int) -> Encoded:
         """Encode what `as_column` made of this encoder's features."""
         codes = np.full((num_rows, self.width), self.padding, np.int32)
         for one in self._coded:
-            one.fill(codes[:, one.column : one.column + one.feature.max_values], read.get(one.feature.name))
+            one.fill(
+                codes[:, one.column : one.column + one.feature.max_values],
+                read.get(one.feature.name),
+            )
         return Encoded(codes, self._numbers(read, num_rows))
 
     def _known(self, name: str) -> Feature:
         feature = self.features.get(name)
         if feature is None:
-            raise ValueError(f"{name[:_SHOWN]}: no feature of the model; it has {', '.join(self.features) or 'none'}")
+            raise ValueError(
+                f"{name[:_SHOWN]}: no feature of the model; it has "
+                f"{', '.join(self.features) or 'none'}"
+            )
         return feature
 
     def _numbers(self, read: Mapping[str, Column], num_rows: int) -> F32:
@@ -138,15 +157,21 @@ class _Coded:
         self._order = np.argsort(hashes)
         self._sorted = hashes[self._order]
         if (self._sorted[1:] == self._sorted[:-1]).any():
-            raise ValueError(f"features.{feature.name}: values: two of them have one hash; rename one")
+            raise ValueError(
+                f"features.{feature.name}: values: two of them have one hash; rename one"
+            )
 
     def fill(self, codes: I32, column: Column | None) -> None:
         """Write [n, max_values] codes, which are all padding."""
         if column is None:
             codes[:, 0] = self._missing
         elif self.feature.kind == "number" and self.feature.num_buckets:
-            is_row = (column >= 0) & (column < self.feature.num_buckets) & (column == np.floor(column))
-            codes[:, 0] = np.where(is_row, self._first + np.where(is_row, column, 0).astype(np.int32), self._missing)
+            is_row = (
+                (column >= 0) & (column < self.feature.num_buckets) & (column == np.floor(column))
+            )
+            codes[:, 0] = np.where(
+                is_row, self._first + np.where(is_row, column, 0).astype(np.int32), self._missing
+            )
         elif self.feature.kind == "number":
             codes[:, 0] = self._first + np.searchsorted(self._borders, column, side="right")
             codes[np.isnan(column), 0] = self._missing
@@ -160,7 +185,9 @@ class _Coded:
         if self.feature.kind == "hashed":
             return self._first + (hashes % np.uint64(self.feature.num_buckets)).astype(np.int64)
         places = np.searchsorted(self._sorted, hashes).clip(max=len(self._sorted) - 1)
-        return self._first + np.where(self._sorted[places] == hashes, self._order[places], len(self._order))
+        return self._first + np.where(
+            self._sorted[places] == hashes, self._order[places], len(self._order)
+        )
 
 
 def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
@@ -168,8 +195,9 @@ def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
 
     Args:
         feature: says what they are.
-        values: of a number: numbers; of a name: texts, or whole numbers that stand for their plain text, or lists of
-            them where it has several. An array of hashes is returned as it is if its rows descend.
+        values: of a number: numbers; of a name: texts, or whole numbers that stand for their plain
+            text, or lists of them where it has several. An array of hashes is returned as it is if
+            its rows descend.
         num_rows: that there must be.
 
     Returns:
@@ -186,13 +214,18 @@ def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
 def _numbers(feature: Feature, values: Values) -> F32:
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "fiub":
-            raise ValueError(f"{feature.name}: an array of {values.dtype} and {values.ndim} axes, numbers have one")
+            raise ValueError(
+                f"{feature.name}: an array of {values.dtype} and {values.ndim} axes, "
+                "numbers have one"
+            )
         with np.errstate(over="ignore"):  # what is too large is found below
             numbers: F32 = values.astype(np.float32, copy=False)
     else:
         numbers = _numbers_of(feature, values)
     if np.isinf(numbers).any():
-        raise ValueError(f"{feature.name}: row {int(np.isinf(numbers).argmax())} is no number that float32 holds")
+        raise ValueError(
+            f"{feature.name}: row {int(np.isinf(numbers).argmax())} is no number that float32 holds"
+        )
     return numbers
 
 
@@ -204,12 +237,16 @@ def _numbers_of(feature: Feature, values: Sequence[Any]) -> F32:
     except (TypeError, OverflowError):
         for row, value in enumerate(values):
             if not isinstance(value, int | float | None):
-                raise ValueError(f"{feature.name}: row {row} is a {_type(value)}, it must be a number") from None
+                raise ValueError(
+                    f"{feature.name}: row {row} is a {_type(value)}, it must be a number"
+                ) from None
         given = [None if value is None else _float(value) for value in values]
         lost = np.array([value is not None and value != value for value in given])
         wide = np.array([np.nan if value is None else value for value in given])
     if lost.any():
-        raise ValueError(f"{feature.name}: row {int(lost.argmax())} is not a number; what is missing is null")
+        raise ValueError(
+            f"{feature.name}: row {int(lost.argmax())} is not a number; what is missing is null"
+        )
     with np.errstate(over="ignore"):  # what is too large is found later
         return wide.astype(np.float32)
 
@@ -225,13 +262,23 @@ def _names(feature: Feature, values: Values) -> U64:
     most = feature.max_values
     if isinstance(values, np.ndarray):
         if values.dtype == np.uint64 and values.shape == (len(values), most):
-            return values if (values[:, 1:] <= values[:, :-1]).all() else np.sort(values, 1)[:, ::-1]
+            return (
+                values if (values[:, 1:] <= values[:, :-1]).all() else np.sort(values, 1)[:, ::-1]
+            )
         values = [None if value != value else value for value in values.tolist()]
     rows: list[list[str]] = []
     for row, value in enumerate(values):
-        several = [] if value is None else list(value) if isinstance(value, list | tuple | set) else [value]
+        several = (
+            []
+            if value is None
+            else list(value)
+            if isinstance(value, list | tuple | set)
+            else [value]
+        )
         if len(several) > most:
-            raise ValueError(f"{feature.name}: row {row} has {len(several)} values, the limit is {most}")
+            raise ValueError(
+                f"{feature.name}: row {row} has {len(several)} values, the limit is {most}"
+            )
         try:
             rows.append([_text(one) for one in several])
         except TypeError as error:
@@ -240,8 +287,15 @@ def _names(feature: Feature, values: Values) -> U64:
 
 
 def hash_names(rows: Sequence[Sequence[str]], width: int) -> U64:
-    """Hash names into uint64 [n, width]; 0 = no value. The names of one row are a set: their order does not matter."""
-    flat = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) or 1 for row in rows for name in row]
+    """Hash names into uint64 [n, width]; 0 = no value.
+
+    The names of one row are a set: their order does not matter.
+    """
+    flat = [
+        xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) or 1
+        for row in rows
+        for name in row
+    ]
     hashes = np.zeros((len(rows), width), np.uint64)
     if len(flat) == len(rows) * width:
         hashes.ravel()[:] = flat
@@ -265,7 +319,9 @@ def _text(value: Any) -> str:
 
 
 def _type(value: Any) -> str:
-    return {dict: "map", list: "list", str: "text", float: "fraction"}.get(type(value), type(value).__name__)
+    return {dict: "map", list: "list", str: "text", float: "fraction"}.get(
+        type(value), type(value).__name__
+    )
 
 
 _SHOWN = 64  # characters of a name that an error shows

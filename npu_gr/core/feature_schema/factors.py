@@ -2,9 +2,10 @@
 
     value ~ mean + b_user + b_item + p_user . q_item
 
-The item's row is [b_item, q_item], one of a table in the checkpoint. The user's row, [b_user, p_user], is the ridge
-regression of the history's values, less the mean and b_item, on its items' [1, q_item]. The score is the value that is
-expected, less the mean. An item without a row has zeros: its score is what the user gives on average.
+The item's row is [b_item, q_item], one of a table in the checkpoint. The user's row, [b_user,
+p_user], is the ridge regression of the history's values, less the mean and b_item, on its items'
+[1, q_item]. The score is the value that is expected, less the mean. An item without a row has
+zeros: its score is what the user gives on average.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class ItemFactors(NamedTuple):
             [1 + NUM_FACTORS] bias, then factors; zeros without a history.
         """
         design, target = self.regression(items, actions)
-        return np.asarray(np.linalg.solve(design.T @ design + PENALTY, design.T @ target), np.float64)
+        return np.asarray(
+            np.linalg.solve(design.T @ design + PENALTY, design.T @ target), np.float64
+        )
 
     def users(self, items: I64, actions: I64, first: I64, last: I64) -> F64:
         """Fold a user in for many histories, the events first[k] .. last[k] - 1 of n: [len(first), 1 + NUM_FACTORS]."""
@@ -74,9 +77,14 @@ def solve_each(design: F64, target: F64, first: I64, last: I64) -> F64:
         target: [n].
         first, last: of the runs, 0 .. n.
     """
-    sums = (np.cumsum(part, axis=0) for part in (design[:, :, None] * design[:, None, :], design * target[:, None]))
+    sums = (
+        np.cumsum(part, axis=0)
+        for part in (design[:, :, None] * design[:, None, :], design * target[:, None])
+    )
     gram, right = (np.concatenate([np.zeros((1, *part.shape[1:])), part]) for part in sums)
-    rows: F64 = np.linalg.solve(PENALTY + gram[last] - gram[first], (right[last] - right[first])[:, :, None])[:, :, 0]
+    rows: F64 = np.linalg.solve(
+        PENALTY + gram[last] - gram[first], (right[last] - right[first])[:, :, None]
+    )[:, :, 0]
     return rows
 
 

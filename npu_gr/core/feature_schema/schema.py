@@ -1,4 +1,6 @@
-"""`Feature`: one thing that a ranker reads beside items, actions and times. A checkpoint's `features` lists them.
+"""`Feature`: one thing that a ranker reads beside items, actions and times.
+
+A checkpoint's `features` lists them.
 
     of       where it goes in                                                      known
     user     one token at the start of the prefix, their sum; or a token each      before the signal
@@ -7,7 +9,8 @@
     item     the item, wherever it is                                              when the model is trained
     cross    its own candidate's row                                               with the rank
 
-Trainer and service read values by the same code, `encode.py`. Missing is a value of its own in every kind.
+Trainer and service read values by the same code, `encode.py`. Missing is a value of its own in
+every kind.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ MOST_VALUES = 1024  # of one multi-valued feature
 MOST_WHOLE = 2**24  # whole numbers from 0 that float32 tells apart
 
 
-class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Feature(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One feature, and how its values become input of the model.
 
     category  names, each with a row; a name that is none of `values` has the row "unknown"
@@ -50,24 +55,38 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of: Of
     kind: Kind
     values: tuple[str, ...] = ()  # of a category
-    num_buckets: Annotated[int, msgspec.Meta(ge=0, le=2**30)] = 0  # of a hashed one; of a number, at most 2^24
-    max_values: Annotated[int, msgspec.Meta(ge=1, le=MOST_VALUES)] = 1  # of one user, event, request, item, candidate
-    borders: tuple[float, ...] = ()  # of a number: ascending; x is in interval i if i borders are <= x
+    # of a hashed one; of a number, at most 2^24
+    num_buckets: Annotated[int, msgspec.Meta(ge=0, le=2**30)] = 0
+    # of one user, event, request, item, candidate
+    max_values: Annotated[int, msgspec.Meta(ge=1, le=MOST_VALUES)] = 1
+    # of a number: ascending; x is in interval i if i borders are <= x
+    borders: tuple[float, ...] = ()
     mean: float = 0.0
     scale: float = 1.0
     clip: float = 10.0
-    computed: str = ""  # what we compute ourselves, see `computed.py`; "" = whoever asks sends the value
+    # what we compute ourselves, see `computed.py`; "" = whoever asks sends the value
+    computed: str = ""
     actions: tuple[str, ...] = ()  # of a computed cross feature: the actions that count; none = all
 
     def __post_init__(self) -> None:
         if self.kind != "category" and self.values:
             raise ValueError(f"features.{self.name}: values belong to a category")
-        if self.kind == "category" and (not self.values or len(set(self.values)) != len(self.values)):
-            raise ValueError(f"features.{self.name}: values: a category has at least one, each once")
+        if self.kind == "category" and (
+            not self.values or len(set(self.values)) != len(self.values)
+        ):
+            raise ValueError(
+                f"features.{self.name}: values: a category has at least one, each once"
+            )
         if (self.kind == "hashed") != bool(self.num_buckets) and self.kind != "number":
-            raise ValueError(f"features.{self.name}: num_buckets: a hashed feature has some, a category has none")
-        if self.kind != "number" and (self.borders or (self.mean, self.scale, self.clip) != (0.0, 1.0, 10.0)):
-            raise ValueError(f"features.{self.name}: borders, mean, scale and clip belong to a number")
+            raise ValueError(
+                f"features.{self.name}: num_buckets: a hashed feature has some, a category has none"
+            )
+        if self.kind != "number" and (
+            self.borders or (self.mean, self.scale, self.clip) != (0.0, 1.0, 10.0)
+        ):
+            raise ValueError(
+                f"features.{self.name}: borders, mean, scale and clip belong to a number"
+            )
         if self.kind == "number":
             self._check_number()
         self._check_computed()
@@ -84,13 +103,17 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if self.kind != "number":
                 raise ValueError(f"features.{self.name}: computed: {self.computed} is a number")
             if self.computed == MF_SCORE and self.actions:
-                raise ValueError(f"features.{self.name}: actions: {MF_SCORE} reads what every action is worth")
+                raise ValueError(
+                    f"features.{self.name}: actions: {MF_SCORE} reads what every action is worth"
+                )
             try:
                 read_rule(self.computed)
             except ValueError as error:
                 raise ValueError(f"features.{self.name}: {error}") from error
         else:
-            raise ValueError(f"features.{self.name}: computed: {self.computed!r} is nothing that a {self.of} has")
+            raise ValueError(
+                f"features.{self.name}: computed: {self.computed!r} is nothing that a {self.of} has"
+            )
 
     def _check_number(self) -> None:
         if self.max_values != 1:
@@ -98,7 +121,10 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if not all(map(math.isfinite, (*self.borders, self.mean, self.scale, self.clip))):
             raise ValueError(f"features.{self.name}: borders, mean, scale and clip must be finite")
         if self.num_buckets and (self.borders or self.num_buckets > MOST_WHOLE):
-            raise ValueError(f"features.{self.name}: num_buckets: of a number at most {MOST_WHOLE}, without borders")
+            raise ValueError(
+                f"features.{self.name}: num_buckets: of a number at most "
+                f"{MOST_WHOLE}, without borders"
+            )
         if any(low >= high for low, high in pairwise(self.borders)):
             raise ValueError(f"features.{self.name}: borders must ascend")
         if self.scale <= 0 or self.clip <= 0:

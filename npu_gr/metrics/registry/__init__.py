@@ -1,12 +1,14 @@
-"""Every metric in one place: name, unit, help, labels, buckets. A test builds as many registries as it likes.
+"""Every metric in one place: name, unit, help, labels, buckets.
+
+A test builds as many registries as it likes.
 
     requests    what every kind of `KINDS` has: admissions, latencies, stages, objectives; ranks; passes of the device
     jobs        what signals, generates, matches and recommends count beyond that; prefixes and memory tiers
     store       the history store, what stands in for it, bytes of erased users that are left
     process     admission, event loop, limits, version, recorder, reloads, API keys
 
-Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped (`observe_*`), so
-no gauge can say what was true before a reload.
+Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped
+(`observe_*`), so no gauge can say what was true before a reload.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from npu_gr.metrics.registry.jobs import (
     RelayMetrics,
     SignalMetrics,
 )
-from npu_gr.metrics.registry.process import DoorMetrics, KeyMetrics, ProcessMetrics, ReloadMetrics
+from npu_gr.metrics.registry.process import (
+    AdmissionMetrics,
+    KeyMetrics,
+    ProcessMetrics,
+    ReloadMetrics,
+)
 from npu_gr.metrics.registry.requests import EngineMetrics, RankMetrics, RequestMetrics
 from npu_gr.metrics.registry.store import ErasureMetrics, SourceMetrics, StoreMetrics
 from npu_gr.metrics.slo import Objective
@@ -34,7 +41,10 @@ class Metrics:
     """All metrics of one instance, on one registry."""
 
     def __init__(
-        self, registry: CollectorRegistry, objectives: Iterable[Objective], clock: Callable[[], float] = time.monotonic
+        self,
+        registry: CollectorRegistry,
+        objectives: Iterable[Objective],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make every family.
 
@@ -52,7 +62,7 @@ class Metrics:
         self.match = MatchMetrics(make)
         self.recommend = RecommendMetrics(make)
         self.relay = RelayMetrics(make)
-        self.door = DoorMetrics(make)
+        self.door = AdmissionMetrics(make)
         self.engine = EngineMetrics(make)
         self.keys = KeyMetrics(make)
         self.erasures = ErasureMetrics(make)

@@ -34,7 +34,8 @@ KEPT = 256  # observations of a series that wait to be sorted into buckets
 class QuickHistogram(Histogram):
     """A histogram that keeps observations as they are, and sorts many of them into buckets at once.
 
-    A rank observes nine times, and two locks and a search each time cost more than all else that is counted of it.
+    A rank observes nine times, and two locks and a search each time cost more than all else that is
+    counted of it.
 
     Invariant: whoever reads the buckets calls `fold` first; a scrape does.
     """
@@ -59,7 +60,10 @@ class QuickHistogram(Histogram):
             self.fold()
 
     def fold(self) -> None:
-        """Sort what is kept into the buckets. Any thread may; each observation is taken by one of them."""
+        """Sort what is kept into the buckets.
+
+        Any thread may; each observation is taken by one of them.
+        """
         taken = []
         with suppress(IndexError):  # the last one was taken, maybe by another thread
             while True:
@@ -109,16 +113,25 @@ class Families:
         """Make a gauge."""
         return Gauge(f"npu_gr_{name}", text, labels, registry=self.registry)
 
-    def histogram(self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()) -> Histogram:
+    def histogram(
+        self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()
+    ) -> Histogram:
         """Make a histogram with these upper bucket edges, in ascending order."""
-        return QuickHistogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
+        return QuickHistogram(
+            f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry
+        )
 
 
 class ReadCounter(Collector):
     """A counter by one label whose values are kept elsewhere, and read at each scrape."""
 
     def __init__(
-        self, registry: CollectorRegistry, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+        self,
+        registry: CollectorRegistry,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
     ) -> None:
         """Register it.
 

@@ -16,7 +16,9 @@ class SignalMetrics:
     """What the trigger said."""
 
     def __init__(self, make: Families) -> None:
-        verdicts = make.counter("signal_verdicts_total", "Signals by what the trigger said.", ("verdict",))
+        verdicts = make.counter(
+            "signal_verdicts_total", "Signals by what the trigger said.", ("verdict",)
+        )
         self._verdicts = {verdict: verdicts.labels(verdict.value) for verdict in Verdict}
 
     def decided(self, verdict: Verdict) -> None:
@@ -29,14 +31,20 @@ class GenerateMetrics:
 
     def __init__(self, make: Families) -> None:
         self._generated = make.counter("generated_items_total", "Items that generate answered.")
-        self._exhausted = make.counter("generate_exhausted_total", "Generates with fewer items than were asked for.")
+        self._exhausted = make.counter(
+            "generate_exhausted_total", "Generates with fewer items than were asked for."
+        )
         self._beams = make.histogram("generate_beam_width", "Beams of a search.", POWERS[:11])
-        self._version = make.gauge("catalogue_info", "1 for the version of the catalogue that is served.", ("version",))
+        self._version = make.gauge(
+            "catalogue_info", "1 for the version of the catalogue that is served.", ("version",)
+        )
         self._items = make.gauge("catalogue_items", "Items of the catalogue that can be generated.")
         self._bytes = make.gauge("catalogue_bytes", "Host memory of the catalogue's tables.")
         self._age_s = make.gauge("catalogue_age_seconds", "Since this version was published.")
         self._paths = make.gauge(
-            "catalogue_valid_paths", "Semantic-ID paths of that many codes that lead on.", ("level",)
+            "catalogue_valid_paths",
+            "Semantic-ID paths of that many codes that lead on.",
+            ("level",),
         )
         self._read_catalogue: Callable[[], CatalogueInfo] | None = None
 
@@ -49,7 +57,9 @@ class GenerateMetrics:
         """Count a search of that many beams."""
         self._beams.observe(width)
 
-    def observe_catalogue(self, read: Callable[[], CatalogueInfo], num_paths: Callable[[], tuple[int, ...]]) -> None:
+    def observe_catalogue(
+        self, read: Callable[[], CatalogueInfo], num_paths: Callable[[], tuple[int, ...]]
+    ) -> None:
         """Export the catalogue that is served, read at each scrape: its figures, and its valid paths a level."""
         self._read_catalogue = read
         self._items.set_function(lambda: read().num_items)
@@ -81,7 +91,11 @@ class RecommendMetrics:
 
     def __init__(self, make: Families) -> None:
         self._stages = children(
-            make.counter("recommend_stages_total", "Stages of recommends by how they ended.", ("stage", "result"))
+            make.counter(
+                "recommend_stages_total",
+                "Stages of recommends by how they ended.",
+                ("stage", "result"),
+            )
         )
         self._stage_s = children(
             make.histogram(
@@ -91,20 +105,30 @@ class RecommendMetrics:
                 ("stage",),
             )
         )
-        self._recommended = make.counter("recommended_items_total", "Items that recommend answered.")
+        self._recommended = make.counter(
+            "recommended_items_total", "Items that recommend answered."
+        )
         self._unknown = children(
             make.counter(
                 "recommend_unknown_items_total",
-                "Items found for recommends that the ranker does not know: placed last, or dropped.",
+                "Items found for recommends that the ranker does not know: placed last, or "
+                "dropped.",
                 ("source",),
             )
         )
         self._coverage = children(
-            make.gauge("catalogue_coverage_ratio", "Share of a source's items that the ranker knows.", ("source",))
+            make.gauge(
+                "catalogue_coverage_ratio",
+                "Share of a source's items that the ranker knows.",
+                ("source",),
+            )
         )
 
     def answered(self, answer: RecommendAnswer) -> None:
-        """Count a cascade's items and stages. Its signal, generates, matches and ranks are counted as such."""
+        """Count a cascade's items and stages.
+
+        Its signal, generates, matches and ranks are counted as such.
+        """
         for report in answer.stages:
             self._stages(report.stage, report.result.value).inc()
             if report.result in (StageResult.OK, StageResult.EMPTY, StageResult.PARTIAL):
@@ -140,30 +164,54 @@ class RelayMetrics:
     """Measure the relays of all models; `kind` is one that leases prefixes."""
 
     def __init__(self, make: Families) -> None:
-        self.tiers: dict[str, dict[str, Callable[[], int]]] = {}  # tier -> what -> now; for the status page
+        # tier -> what -> now; for the status page
+        self.tiers: dict[str, dict[str, Callable[[], int]]] = {}
         self.in_flight: dict[str, Callable[[], int]] = {}  # what is on its way; for the status page
         self._bytes = make.gauge("kv_bytes", "Bytes of a memory tier by state.", ("tier", "state"))
         self._budget = make.gauge("kv_budget_bytes", "Bytes a memory tier may hold.", ("tier",))
         self._entries = make.gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
-        self._producers = make.gauge("producers_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
-        self._t_life_s = make.gauge("t_life_seconds", "How long a produced prefix waits for its rank: T_life.")
+        self._producers = make.gauge(
+            "prefills_in_flight", "Prefixes on their way into a tier.", ("kind", "work")
+        )
+        self._t_life_s = make.gauge(
+            "t_life_seconds", "How long a produced prefix waits for its rank: T_life."
+        )
         self._t_life_p99_s = make.gauge(
             "t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",)
         )
-        self._prefill_rate = make.gauge("admitted_prefills_per_second", "What the trigger admits.", ("kind",))
-        self._brownout = make.gauge("brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",))
-        self._waited_s = make.histogram("prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S)
-        wasted = make.counter("prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",))
-        self._wasted = {name: wasted.labels(name) for name, kind in KINDS.items() if kind.leases_prefix}
-        errors = make.counter("relay_errors_total", "Failures that a request did without.", ("where",))
-        self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
+        self._prefill_rate = make.gauge(
+            "admitted_prefills_per_second", "What the trigger admits.", ("kind",)
+        )
+        self._brownout = make.gauge(
+            "brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",)
+        )
+        self._waited_s = make.histogram(
+            "prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S
+        )
+        wasted = make.counter(
+            "prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",)
+        )
+        self._wasted = {
+            name: wasted.labels(name) for name, kind in KINDS.items() if kind.leases_prefix
+        }
+        errors = make.counter(
+            "relay_errors_total", "Failures that a request did without.", ("where",)
+        )
+        self._errors = {
+            where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")
+        }
         copied = make.counter("copy_bytes_total", "Bytes copied between the tiers.", ("direction",))
         self._copied = {direction: copied.labels(direction) for direction in DIRECTIONS}
         copies = make.histogram(
-            "copy_duration_seconds", "Copies between the tiers, on the device.", LAG_S, ("direction",)
+            "copy_duration_seconds",
+            "Copies between the tiers, on the device.",
+            LAG_S,
+            ("direction",),
         )
         self._copy_s = {direction: copies.labels(direction) for direction in DIRECTIONS}
-        queued = make.histogram("copy_queue_seconds", "Copies waiting for the device.", LATENCY_S, ("direction",))
+        queued = make.histogram(
+            "copy_queue_seconds", "Copies waiting for the device.", LATENCY_S, ("direction",)
+        )
         self._copy_queue_s = {direction: queued.labels(direction) for direction in DIRECTIONS}
 
     def failed(self, where: str) -> None:
@@ -207,7 +255,11 @@ class RelayMetrics:
         self._entries.labels(name).set_function(lambda: len(tier))
         for state, read in states.items():
             self._bytes.labels(name, state).set_function(read)
-        self.tiers[name] = {**states, "budget": lambda: tier.budget_bytes, "entries": lambda: len(tier)}
+        self.tiers[name] = {
+            **states,
+            "budget": lambda: tier.budget_bytes,
+            "entries": lambda: len(tier),
+        }
 
     def observe_relay(
         self,

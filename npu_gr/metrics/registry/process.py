@@ -1,7 +1,7 @@
 """The process: admission, its event loop, its limits, what it runs, its reloads, its keys, its recorder.
 
-A refused reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
-checkpoint serves.
+A rejected reload leaves what served before in service, so nothing else shows it: an operator would
+believe that the new checkpoint serves.
 """
 
 from __future__ import annotations
@@ -29,22 +29,39 @@ class ProcessMetrics:
     """What is neither a request nor the device."""
 
     def __init__(self, make: Families) -> None:
-        self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
-        self._lag_s = make.histogram("event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S)
-        self.loop_froze = make.counter("event_loop_freezes_total", "Times that the event loop stood still.").inc
-        ReadCounter(
-            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", num_lines_dropped
+        # apart: it reads files when it is asked
+        self.collector = ProcessCollector(registry=CollectorRegistry())
+        self._lag_s = make.histogram(
+            "event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S
         )
-        pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
+        self.loop_froze = make.counter(
+            "event_loop_freezes_total", "Times that the event loop stood still."
+        ).inc
+        ReadCounter(
+            make.registry,
+            "npu_gr_log_lines_dropped",
+            "Log lines that nobody took.",
+            "stream",
+            num_lines_dropped,
+        )
+        pauses = make.histogram(
+            "gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",)
+        )
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
-        self._limits = make.gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
+        self._limits = make.gauge(
+            "limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",)
+        )
         self._expires_at = make.gauge(
-            "tls_certificate_expires_at_seconds", "When a certificate in force expires, in unix seconds.", ("of",)
+            "tls_certificate_expires_at_seconds",
+            "When a certificate in force expires, in unix seconds.",
+            ("of",),
         )
         self._ready = make.gauge("ready", "1 while new work is welcome.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
-        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")}
+        self._recorded = {
+            result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")
+        }
 
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""
@@ -55,7 +72,10 @@ class ProcessMetrics:
         self._gc_s[generation].observe(seconds)
 
     def recorded(self, result: str, num: int) -> None:
-        """Count requests that the recorder has written, dropped, failed to write, or erased. From any thread."""
+        """Count requests that the recorder has written, dropped, failed to write, or erased.
+
+        From any thread.
+        """
         self._recorded[result].inc(num)
 
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
@@ -94,7 +114,10 @@ class Reloaded(StrEnum):
 
 
 class ReloadMetrics:
-    """The last reload of each thing that an instance serves. A thing that it does not serve has no series."""
+    """The last reload of each thing that an instance serves.
+
+    A thing that it does not serve has no series.
+    """
 
     def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
         """Make the families.
@@ -105,10 +128,14 @@ class ReloadMetrics:
         """
         self._clock = clock
         self._successful = make.gauge(
-            "last_reload_successful", "1 if the last reload took effect, 0 if it was refused.", ("what",)
+            "last_reload_successful",
+            "1 if the last reload took effect, 0 if it was rejected.",
+            ("what",),
         )
         self._success_at = make.gauge(
-            "last_reload_success_timestamp_seconds", "When what serves now was loaded, in unix seconds.", ("what",)
+            "last_reload_success_timestamp_seconds",
+            "When what serves now was loaded, in unix seconds.",
+            ("what",),
         )
 
     def loaded(self, what: Reloaded) -> None:
@@ -121,21 +148,29 @@ class ReloadMetrics:
         """Record how the block ends: it reloads, or it raises, and what served before goes on."""
         try:
             yield
-        except BaseException:  # a caller who leaves in the middle did not get what it asked for either
+        except (
+            BaseException
+        ):  # a caller who leaves in the middle did not get what it asked for either
             self._successful.labels(what.value).set(0)
             raise
         self.loaded(what)
 
 
 class KeyMetrics:
-    """Refusals by reason, and gauges that are read when they are scraped."""
+    """Rejections by reason, and gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._refused = make.counter("api_keys_refused_total", "Requests refused for their API key.", ("reason",))
+        self._rejected = make.counter(
+            "api_keys_rejected_total", "Requests rejected for their API key.", ("reason",)
+        )
         self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
-        self._is_stale = make.gauge("api_keys_file_stale", "1 while the key file cannot be used: older keys hold.")
+        self._is_stale = make.gauge(
+            "api_keys_file_stale", "1 while the key file cannot be used: older keys hold."
+        )
 
-    def observe(self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]) -> None:
+    def observe(
+        self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]
+    ) -> None:
         """Export what is true when it is scraped.
 
         Args:
@@ -144,13 +179,13 @@ class KeyMetrics:
             is_stale: whether the file cannot be used.
         """
         for reason in reasons:
-            self._refused.labels(reason)
+            self._rejected.labels(reason)
         self._in_force.set_function(in_force)
         self._is_stale.set_function(is_stale)
 
-    def refused(self, reason: str) -> None:
+    def rejected(self, reason: str) -> None:
         """Count a request."""
-        self._refused.labels(reason).inc()
+        self._rejected.labels(reason).inc()
 
 
 @contextmanager
@@ -158,7 +193,8 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
     """Note the pauses while the block runs.
 
     Yields:
-        A function that calls `observe(generation, seconds)` for each pause noted since its last call.
+        A function that calls `observe(generation, seconds)` for each pause noted since its last
+        call.
     """
     noted: deque[tuple[int, float]] = deque(maxlen=4096)
     began_at = 0.0
@@ -184,32 +220,44 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
 PLACES = ("waiting", "inside", "outside")
 
 
-class ObservedDoor(Protocol):
+class ObservedAdmission(Protocol):
     """What can be read of a door."""
 
     def counts(self, kind: str) -> dict[str, int]:
         """Requests of a kind by where they are: `PLACES`."""
 
-    def pace_s(self, kind: str) -> float:
+    def service_time_s(self, kind: str) -> float:
         """Seconds a request of a kind."""
 
     def window(self, kind: str) -> int:
         """Requests of a kind that may be inside where there are no others."""
 
 
-class DoorMetrics:
+class AdmissionMetrics:
     """Gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._requests = make.gauge("door_requests", "Requests at the door now.", ("kind", "place"))
-        self._pace_s = make.gauge("door_pace_seconds", "Seconds a request, learnt from departures.", ("kind",))
-        self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
-        self._paused = make.gauge("rejections_paused", "Rejections that wait, so that clients who retry are paced.")
-        self._receiving = make.gauge("receiving_bytes", "Bodies that have arrived and are not answered.")
+        self._requests = make.gauge(
+            "admission_requests", "Requests at the door now.", ("kind", "place")
+        )
+        self._pace_s = make.gauge(
+            "admission_service_time_seconds",
+            "Seconds a request, learnt from departures.",
+            ("kind",),
+        )
+        self._window = make.gauge(
+            "admission_concurrency_limit", "Requests of the kind that may be inside.", ("kind",)
+        )
+        self._paused = make.gauge(
+            "rejections_paused", "Rejections that wait, so that clients who retry are paced."
+        )
+        self._receiving = make.gauge(
+            "receiving_bytes", "Bodies that have arrived and are not answered."
+        )
 
     def observe(
         self,
-        door: ObservedDoor,
+        door: ObservedAdmission,
         paused: Callable[[], int],
         receiving_bytes: Callable[[], int],
     ) -> None:
@@ -223,11 +271,11 @@ class DoorMetrics:
         for kind in KINDS:
             for place in PLACES:
                 self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
-            self._pace_s.labels(kind).set_function(partial(door.pace_s, kind))
+            self._pace_s.labels(kind).set_function(partial(door.service_time_s, kind))
             self._window.labels(kind).set_function(partial(door.window, kind))
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
 
 
-def _count(door: ObservedDoor, kind: str, place: str) -> int:
+def _count(door: ObservedAdmission, kind: str, place: str) -> int:
     return door.counts(kind)[place]

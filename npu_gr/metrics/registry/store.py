@@ -1,6 +1,7 @@
 """The history store: its calls, breakers, disk and damage, requests that did without it, bytes of erased users.
 
-Nothing finds an erased user from the answer on, so only the figures of `ErasureMetrics` show that bytes are left.
+Nothing finds an erased user from the answer on, so only the figures of `ErasureMetrics` show that
+bytes are left.
 """
 
 from __future__ import annotations
@@ -37,19 +38,29 @@ class ErasureMetrics(Collector):
         """
         self._clock = clock
         self._pending = make.gauge(
-            "erasure_pending_seconds", "Age of the oldest erasure whose bytes are left; 0 = none is.", ("place",)
+            "erasure_pending_seconds",
+            "Age of the oldest erasure whose bytes are left; 0 = none is.",
+            ("place",),
         )
-        self._runs: dict[str, Callable[[], Mapping[str, int]]] = dict.fromkeys(PLACES, lambda: _NONE)
+        self._runs: dict[str, Callable[[], Mapping[str, int]]] = dict.fromkeys(
+            PLACES, lambda: _NONE
+        )
         for place in PLACES:
             self._pending.labels(place).set(0)
         make.registry.register(self)
 
-    def observe(self, place: str, erased_at: Callable[[], float | None], runs: Callable[[], Mapping[str, int]]) -> None:
+    def observe(
+        self,
+        place: str,
+        erased_at: Callable[[], float | None],
+        runs: Callable[[], Mapping[str, int]],
+    ) -> None:
         """Export a place.
 
         Args:
             place: one of `PLACES`.
-            erased_at: unix seconds of the oldest erasure whose bytes are left there; None = none is.
+            erased_at: unix seconds of the oldest erasure whose bytes are left there; None = none
+                is.
             runs: that removed bytes, by their result.
         """
 
@@ -63,7 +74,9 @@ class ErasureMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Read the runs."""
         family = CounterMetricFamily(
-            "npu_gr_erasure_runs", "Runs that remove the bytes of erased users.", labels=("place", "result")
+            "npu_gr_erasure_runs",
+            "Runs that remove the bytes of erased users.",
+            labels=("place", "result"),
         )
         for place, read in self._runs.items():
             runs = read()
@@ -73,7 +86,7 @@ class ErasureMetrics(Collector):
 
 
 OPERATIONS = ("append", "read", "erase")
-RESULTS = ("ok", "refused", *(fault.value for fault in StoreFault))
+RESULTS = ("ok", "rejected", *(fault.value for fault in StoreFault))
 SOURCES = (HistorySource.LAST_KNOWN.value, HistorySource.NOTHING.value, "failed")
 
 
@@ -82,7 +95,7 @@ class LaneFigures(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker refuses calls."""
+        """Whether the breaker rejects calls."""
 
     @property
     def num_calls(self) -> int:
@@ -97,18 +110,28 @@ class SourceMetrics:
     """Reported by the guard of the source of users' features."""
 
     def __init__(self, make: Families) -> None:
-        calls = make.counter("feature_source_calls_total", "Fetches of users' features by their end.", ("result",))
+        calls = make.counter(
+            "feature_source_calls_total", "Fetches of users' features by their end.", ("result",)
+        )
         self._calls = {result: calls.labels(result) for result in RESULTS}
         self._took_s = make.histogram(
-            "feature_source_call_duration_seconds", "Fetches of users' features, as their callers wait.", LATENCY_S
+            "feature_source_call_duration_seconds",
+            "Fetches of users' features, as their callers wait.",
+            LATENCY_S,
         )
         reads = make.counter(
-            "user_features_total", "Users whose features no request brought, by where they came from.", ("source",)
+            "user_features_total",
+            "Users whose features no request brought, by where they came from.",
+            ("source",),
         )
         self._reads = {source: reads.labels(source) for source in UserFeaturesSource}
         self._open = make.gauge("feature_source_breaker_open", "1 while fetches fail at once.")
-        self._in_flight = make.gauge("feature_source_calls_in_flight", "Fetches that the source has not ended.")
-        self._waiting = make.gauge("feature_source_calls_waiting", "Fetches that wait for their turn.")
+        self._in_flight = make.gauge(
+            "feature_source_calls_in_flight", "Fetches that the source has not ended."
+        )
+        self._waiting = make.gauge(
+            "feature_source_calls_waiting", "Fetches that wait for their turn."
+        )
 
     def called(self, operation: str, result: str, took_s: float) -> None:
         """Count a fetch; `result` is one of `RESULTS`."""
@@ -131,8 +154,12 @@ class StoreMetrics:
 
     def __init__(self, make: Families, erasures: ErasureMetrics) -> None:
         self._erasures = erasures
-        calls = make.counter("store_calls_total", "Calls of the history store by their end.", ("operation", "result"))
-        self._calls = {(of, result): calls.labels(of, result) for of in OPERATIONS for result in RESULTS}
+        calls = make.counter(
+            "store_calls_total", "Calls of the history store by their end.", ("operation", "result")
+        )
+        self._calls = {
+            (of, result): calls.labels(of, result) for of in OPERATIONS for result in RESULTS
+        }
         took = make.histogram(
             "store_call_duration_seconds",
             "Calls of the history store, as their callers wait.",
@@ -141,15 +168,33 @@ class StoreMetrics:
         )
         self._took_s = {of: took.labels(of) for of in OPERATIONS}
         degraded = make.counter(
-            "history_degraded_total", "Histories that the store did not give, by what stood in.", ("source", "fault")
+            "history_degraded_total",
+            "Histories that the store did not give, by what stood in.",
+            ("source", "fault"),
         )
-        self._degraded = {(source, fault): degraded.labels(source, fault) for source in SOURCES for fault in StoreFault}
-        self._open = make.gauge("store_breaker_open", "1 while calls fail at once.", ("store", "lane"))
-        self._in_flight = make.gauge("store_calls_in_flight", "Calls that the store has not ended.", ("lane",))
-        self._waiting = make.gauge("store_calls_waiting", "Calls that wait for their turn.", ("lane",))
-        self._free = make.gauge("store_disk_free_bytes", "Left on the file system of the embedded store.")
-        self._size = make.gauge("store_disk_bytes", "Size of the file system of the embedded store.")
-        self._damaged = make.gauge("store_damaged_places", "Damage that the check at the start found.")
+        self._degraded = {
+            (source, fault): degraded.labels(source, fault)
+            for source in SOURCES
+            for fault in StoreFault
+        }
+        self._open = make.gauge(
+            "store_breaker_open", "1 while calls fail at once.", ("store", "lane")
+        )
+        self._in_flight = make.gauge(
+            "store_calls_in_flight", "Calls that the store has not ended.", ("lane",)
+        )
+        self._waiting = make.gauge(
+            "store_calls_waiting", "Calls that wait for their turn.", ("lane",)
+        )
+        self._free = make.gauge(
+            "store_disk_free_bytes", "Left on the file system of the embedded store."
+        )
+        self._size = make.gauge(
+            "store_disk_bytes", "Size of the file system of the embedded store."
+        )
+        self._damaged = make.gauge(
+            "store_damaged_places", "Damage that the check at the start found."
+        )
 
     def called(self, operation: str, result: str, took_s: float) -> None:
         """Count a call; `result` is one of `RESULTS`."""

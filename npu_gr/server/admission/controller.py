@@ -12,11 +12,12 @@
     service time        seconds a request, learnt from departures (`ServiceTime`)
     queue               kinds by `Kind.priority`; within a priority the tenants take turns (`fair_queue.py`)
     within SLO          now + the work ahead + its own <= arrival + TARGET x what it has: the objective of its kind, or
-                        the client's budget if that is smaller. A queued request is checked again at its turn, and
-                        every TICK_S
+                        the client's budget if that is smaller. A queued request is checked again at
+                        its turn, and every TICK_S
 
-A request that finds a free place is admitted without a forecast: an instance that is nearly idle rejects nobody,
-whatever its estimates say. A request of an important kind does not count the active requests of less important ones.
+A request that finds a free place is admitted without a forecast: an instance that is nearly idle
+rejects nobody, whatever its estimates say. A request of an important kind does not count the active
+requests of less important ones.
 
 Invariants:
   D1  a queued request is admitted, rejected or cancelled: exactly one of the three, once
@@ -37,24 +38,29 @@ from typing import Annotated, Any
 
 import msgspec
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
 from npu_gr.server.admission.fair_queue import Holder, PriorityQueue, Tenants
 
-MIN_ACTIVE = 4  # whatever the limit is: it fills a pass, and lets an instance with a wrong objective serve
-MAX_ACTIVE = 64  # of a kind: more do not make the device faster, but the turns of the event loop longer
-MAX_SIGNALS = 2  # active where tenants share: the loop does all active ones before a rank that comes
-GUESS = 0.02  # of the objective: the service time of a kind that uses the device, until it is learnt
-HOST_GUESS_S = 0.0005  # the service time of the other kinds, until it is learnt: parsing and answering
+# whatever the limit is: it fills a pass, and lets an instance with a wrong objective serve
+MIN_ACTIVE = 4
+# of a kind: more do not make the device faster, but the turns of the event loop longer
+MAX_ACTIVE = 64
+# active where tenants share: the loop does all active ones before a rank that comes
+MAX_SIGNALS = 2
+# of the objective: the service time of a kind that uses the device, until it is learnt
+GUESS = 0.02
+# the service time of the other kinds, until it is learnt: parsing and answering
+HOST_GUESS_S = 0.0005
 TARGET = 0.95  # of the time that a request has: the rest is for writing the answer
 TARGET_BURST = 1.15  # while the queue is younger than STANDING_S: the service time may be stale
 TARGET_STANDING = 0.75  # afterwards, so that not every answer is nearly late
 STANDING_S = 0.1  # CoDel's interval
 TICK_S = 0.004  # between two checks for queued requests that will be late
 MESSAGES = {
-    Refusal.LATE: "it would not be answered in time: the instance is busy",
-    Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
+    Rejection.LATE: "it would not be answered in time: the instance is busy",
+    Rejection.SHARE: "the tenant signals far more than it ranks, and others share the instance",
 }
 _NEVER = -math.inf  # an instant
 
@@ -63,18 +69,21 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The section `admission`: how much work is admitted at once, and the weights of tenants."""
 
     enabled: bool = True  # false = nothing is queued or rejected: for comparisons
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.35  # of a kind's objective: that much of its work is active
+    # of a kind's objective: that much of its work is active
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.35
     max_inflight: Count = 512  # requests that hold memory at once, suspended ones included
-    tenant_weights: dict[str, Positive] = {}  # of all that tenants share where it is scarce; all others have 1
+    # of all that tenants share where it is scarce; all others have 1
+    tenant_weights: dict[str, Positive] = {}
 
 
 class ServiceTime:
     """Seconds that an instance takes for one more request of a kind.
 
-    A sample is the time between two departures while there was work in between. So the estimate holds whatever bounds
-    the instance, the device or the event loop, and an idle instance learns nothing. 32 departures, or 40 ms of them,
-    renew it; one pause moves it by a quarter at most. A sample counts as 8 estimates or 8 ms at most: where threads
-    outnumber cores a process stands still for some milliseconds some forty times a second, and that belongs to it.
+    A sample is the time between two departures while there was work in between. So the estimate
+    holds whatever bounds the instance, the device or the event loop, and an idle instance learns
+    nothing. 32 departures, or 40 ms of them, renew it; one pause moves it by a quarter at most. A
+    sample counts as 8 estimates or 8 ms at most: where threads outnumber cores a process stands
+    still for some milliseconds some forty times a second, and that belongs to it.
     """
 
     __slots__ = ("_samples", "seconds")
@@ -91,7 +100,10 @@ class ServiceTime:
 
 
 class _Mix:
-    """The service time and the objective of the kinds as they come; a proxy is told one limit for all of them."""
+    """The service time and the objective of the kinds as they come.
+
+    A proxy is told one limit for all of them.
+    """
 
     __slots__ = ("objective_s", "service_time")
 
@@ -107,9 +119,21 @@ class _Mix:
 class QueuedRequest:
     """A request that waits for its turn; `FairQueue` owns `cost_s`, `queue` and `is_gone`."""
 
-    __slots__ = ("arrived_at", "budget_s", "cost_s", "due_at", "is_gone", "kind", "permit", "queue", "tenant")
+    __slots__ = (
+        "arrived_at",
+        "budget_s",
+        "cost_s",
+        "due_at",
+        "is_gone",
+        "kind",
+        "permit",
+        "queue",
+        "tenant",
+    )
 
-    def __init__(self, kind: str, tenant: str, arrived_at: float, budget_s: float, cost_s: float) -> None:
+    def __init__(
+        self, kind: str, tenant: str, arrived_at: float, budget_s: float, cost_s: float
+    ) -> None:
         self.kind = kind
         self.tenant = tenant
         self.arrived_at = arrived_at
@@ -122,11 +146,16 @@ class QueuedRequest:
 
 
 class Permit:
-    """The right to be served. Its holder calls `leave` when there is an answer, or when there is none."""
+    """The right to be served.
+
+    Its holder calls `leave` when there is an answer, or when there is none.
+    """
 
     __slots__ = ("_controller", "_holder", "_kind", "arrived_at")
 
-    def __init__(self, controller: AdmissionController, kind: KindState, holder: Holder, arrived_at: float) -> None:
+    def __init__(
+        self, controller: AdmissionController, kind: KindState, holder: Holder, arrived_at: float
+    ) -> None:
         self._controller: AdmissionController | None = controller
         self._kind = kind
         self._holder = holder
@@ -171,13 +200,23 @@ class _Suspended(AbstractContextManager[None]):
 class KindState:
     """What is known of one kind."""
 
-    __slots__ = ("active", "kind", "max_active", "objective_s", "priority", "service_time", "suspended", "waiting")
+    __slots__ = (
+        "active",
+        "kind",
+        "max_active",
+        "objective_s",
+        "priority",
+        "service_time",
+        "suspended",
+        "waiting",
+    )
 
     def __init__(self, kind: Kind[Any, Any], objective_s: float) -> None:
         self.kind = kind
         self.objective_s = objective_s
         self.priority = int(kind.priority)
-        self.max_active = MAX_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # where tenants share
+        # where tenants share
+        self.max_active = MAX_SIGNALS if kind.priority is Priority.SIGNAL else math.inf
         self.service_time = ServiceTime(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.active = 0
         self.suspended = 0
@@ -187,7 +226,9 @@ class KindState:
 class ActiveWork:
     """The requests of an instance that are active, and whether one more may be."""
 
-    def __init__(self, config: AdmissionConfig, objective_s: Callable[[str], float], batch_requests: int) -> None:
+    def __init__(
+        self, config: AdmissionConfig, objective_s: Callable[[str], float], batch_requests: int
+    ) -> None:
         """Start empty; the arguments are those of the controller."""
         self.config = config
         self.min_active = max(MIN_ACTIVE, batch_requests)
@@ -204,7 +245,7 @@ class ActiveWork:
         state = self.kinds[kind]
         return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
 
-    def pace_s(self, kind: str) -> float:
+    def service_time_s(self, kind: str) -> float:
         """Return the service time of a kind, in seconds a request."""
         return self.kinds[kind].service_time.seconds
 
@@ -250,7 +291,8 @@ class ActiveWork:
     def add(self, state: KindState, num: int = 1) -> None:
         """Count one more active request of a kind, or with -1 one less, which goes on later."""
         if not self.active:
-            self._departed_at = _NEVER  # what departs after an idle time tells nothing of the service time
+            # what departs after an idle time tells nothing of the service time
+            self._departed_at = _NEVER
         self.active += num
         state.active += num
 
@@ -268,13 +310,17 @@ class ActiveWork:
 class WaitForecast:
     """Says which requests would be answered too late, by the work that is active and the work that waits."""
 
-    def __init__(self, work: ActiveWork, queue: PriorityQueue[QueuedRequest], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, work: ActiveWork, queue: PriorityQueue[QueuedRequest], clock: Callable[[], float]
+    ) -> None:
         """Look at what is there; the clock is that of the queue."""
         self._work = work
         self._queue = queue
         self._clock = clock
 
-    def is_late_behind(self, state: KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
+    def is_late_behind(
+        self, state: KindState, tenant: str, arrived_at: float, budget_s: float
+    ) -> bool:
         """Whether a request that came now would be late behind those that wait."""
         target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
         ahead_s = self._work.seconds(state.priority)
@@ -283,7 +329,11 @@ class WaitForecast:
 
     def is_late(self, queued: QueuedRequest) -> bool:
         """Whether a queued request would be late even if it were admitted now."""
-        done_at = self._clock() + self._work.seconds(self._work.kinds[queued.kind].priority) + queued.cost_s
+        done_at = (
+            self._clock()
+            + self._work.seconds(self._work.kinds[queued.kind].priority)
+            + queued.cost_s
+        )
         return done_at > queued.arrived_at + TARGET * queued.budget_s
 
 
@@ -334,7 +384,10 @@ class AdmissionController:
         """Queued work over the objectives of its requests, once the queue stands; 0 for a burst that passes."""
         if self._queue.stood_s() <= STANDING_S:
             return 0.0
-        return sum(one.waiting * one.service_time.seconds / one.objective_s for one in self.work.kinds.values())
+        return sum(
+            one.waiting * one.service_time.seconds / one.objective_s
+            for one in self.work.kinds.values()
+        )
 
     # ---- arriving
 
@@ -357,12 +410,12 @@ class AdmissionController:
             return self._admit(state, tenant, arrived_at)
         is_signal = state.priority == Priority.SIGNAL
         if is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds):
-            raise _rejection(Refusal.SHARE)
+            raise _rejection(Rejection.SHARE)
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
         if has_place and not self._queue.is_anybody_before(state.priority):
             return self._admit(state, tenant, arrived_at)
         if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
-            raise _rejection(Refusal.LATE)
+            raise _rejection(Rejection.LATE)
         queued = QueuedRequest(kind, tenant, arrived_at, budget_s, state.service_time.seconds)
         self._queue.push(queued, state.priority)
         state.waiting += 1
@@ -382,12 +435,18 @@ class AdmissionController:
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
         """Whether `enter` would reject this request at once for its time; nothing changes."""
         state = self.work.kinds[kind]
-        if not self._config.enabled or (self._has_room(state) and not self._queue.is_anybody_before(state.priority)):
+        if not self._config.enabled or (
+            self._has_room(state) and not self._queue.is_anybody_before(state.priority)
+        ):
             return False
-        return self._forecast.is_late_behind(state, tenant, arrived_at, min(state.objective_s, budget_s))
+        return self._forecast.is_late_behind(
+            state, tenant, arrived_at, min(state.objective_s, budget_s)
+        )
 
     def _has_room(self, state: KindState) -> bool:
-        return self.work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
+        return self.work.has_room(
+            state, are_sharing=self._config.enabled and self._tenants.are_sharing()
+        )
 
     def _admit(self, state: KindState, tenant: str, arrived_at: float) -> Permit:
         holder = self._tenants.admitted(tenant, uses_device=state.kind.uses_device)
@@ -414,7 +473,10 @@ class AdmissionController:
     # ---- the queue
 
     def _serve_next(self) -> None:
-        """Admit whoever is first in turn while there is room; reject whoever would be late by now."""
+        """Admit whoever is first in turn while there is room.
+
+        Reject whoever would be late by now.
+        """
         while self._queue:
             queued = self._queue.first(self._over_their_share, self._tenants.full())
             if queued is None or not self._has_room(state := self.work.kinds[queued.kind]):
@@ -428,14 +490,15 @@ class AdmissionController:
             queued.permit.set_result(self._admit(state, queued.tenant, queued.arrived_at))
 
     def _over_their_share(self, waiting: Set[str]) -> Set[str]:
-        of_permits = self.work.admitted + 1 >= self._config.max_inflight  # the last one is about to go
+        # the last one is about to go
+        of_permits = self.work.admitted + 1 >= self._config.max_inflight
         num = self.work.admitted if of_permits else self.work.active
         return self._tenants.over_their_share(waiting, num, of_permits=of_permits)
 
     def _reject(self, queued: QueuedRequest) -> None:
         self._remove(queued)
         if not queued.permit.done():  # else its client has just disconnected
-            queued.permit.set_exception(_rejection(Refusal.LATE))
+            queued.permit.set_exception(_rejection(Rejection.LATE))
 
     def _remove(self, queued: QueuedRequest) -> None:
         state = self.work.kinds[queued.kind]
@@ -453,5 +516,5 @@ class AdmissionController:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
 
 
-def _rejection(reason: Refusal) -> Overloaded:
+def _rejection(reason: Rejection) -> Overloaded:
     return Overloaded(MESSAGES[reason], reason=reason)

@@ -1,8 +1,9 @@
 """Queued requests, tenants in turn: each tenant gets service in proportion to its weight.
 
-Within a tenant the request that is due first goes first. Among the tenants the one goes first that has had the least
-service over its weight; a tenant that was not waiting begins level with the one that was served last. So a tenant that
-asks for little waits for the requests in progress and hardly ever for another tenant's queue.
+Within a tenant the request that is due first goes first. Among the tenants the one goes first that
+has had the least service over its weight; a tenant that was not waiting begins level with the one
+that was served last. So a tenant that asks for little waits for the requests in progress and hardly
+ever for another tenant's queue.
 
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996).
 """
@@ -46,7 +47,9 @@ class _TenantQueue(Generic[W]):
         """Seconds of its own work that go before a request that is due at `due_at`."""
         if due_at >= self.latest_at:
             return self.cost_s
-        return sum(queued.cost_s for at, _, queued in self.heap if at <= due_at and not queued.is_gone)
+        return sum(
+            queued.cost_s for at, _, queued in self.heap if at <= due_at and not queued.is_gone
+        )
 
 
 class FairQueue(Generic[W]):
@@ -65,7 +68,8 @@ class FairQueue(Generic[W]):
         self.cost_s = 0.0
         self._tenants: dict[str, _TenantQueue[W]] = {}
         self._virtual_s = 0.0  # at which the request that was served last began
-        self._numbers = itertools.count()  # of two that are due at the same instant, the first goes first
+        # of two that are due at the same instant, the first goes first
+        self._numbers = itertools.count()
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -96,7 +100,9 @@ class FairQueue(Generic[W]):
         name = queued.queue = self._queue_of(queued.tenant)
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _TenantQueue(self.weights.get(name, 1.0), self._virtual_s)
+            tenant = self._tenants[name] = _TenantQueue(
+                self.weights.get(name, 1.0), self._virtual_s
+            )
         heapq.heappush(tenant.heap, (queued.due_at, next(self._numbers), queued))
         tenant.latest_at = max(tenant.latest_at, queued.due_at)
         tenant.cost_s += queued.cost_s
@@ -110,7 +116,11 @@ class FairQueue(Generic[W]):
             over: tenants that go behind the others.
             without: tenants that may not go at all.
         """
-        may_go = [(name in over, one.virtual_s, name) for name, one in self._tenants.items() if name not in without]
+        may_go = [
+            (name in over, one.virtual_s, name)
+            for name, one in self._tenants.items()
+            if name not in without
+        ]
         return self._tenants[min(may_go)[2]].heap[0][2] if may_go else None
 
     def heads(self) -> list[W]:
@@ -142,9 +152,11 @@ class FairQueue(Generic[W]):
         return name_of(tenant, self.weights, self._tenants)
 
 
-TOGETHER_S = 1.0  # tenants ask at the same time while the newest requests of two of them are no older
+# tenants ask at the same time while the newest requests of two of them are no older
+TOGETHER_S = 1.0
 MAX_PASSES = 1.5  # of the device; with 1 a tenant lost a sixth of its rate, with 2 the others wait
-EARNED = 2.0  # signals that one request to the device earns: it may come late, or its signal may be sent again
+# signals that one request to the device earns: it may come late, or its signal may be sent again
+EARNED = 2.0
 MAX_CREDIT = 64.0  # signals; what a tenant begins with
 UNEARNED_SHARE = 0.02  # of the event loop, for signals that nobody has earned, all tenants together
 _NOBODY: Set[str] = frozenset()
@@ -153,7 +165,9 @@ _NOBODY: Set[str] = frozenset()
 class PriorityQueue(Generic[W]):
     """Fair queues one behind the other, by importance; 0 goes first."""
 
-    def __init__(self, num_priorities: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, num_priorities: int, weights: Mapping[str, float], clock: Callable[[], float]
+    ) -> None:
         """Start empty.
 
         Args:
@@ -201,7 +215,8 @@ class PriorityQueue(Generic[W]):
 
         Args:
             over: of the tenants that wait, names those that go behind the others.
-            without: tenants that may not go; what is less important must not take what they may not have.
+            without: tenants that may not go; what is less important must not take what they may not
+                have.
         """
         for queue in self._queues:
             if not len(queue):
@@ -254,7 +269,9 @@ class _SignalCredit(Account):
 class Tenants:
     """Who holds how much, and who asks. Event loop only."""
 
-    def __init__(self, weights: Mapping[str, float], pass_requests: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], pass_requests: int, clock: Callable[[], float]
+    ) -> None:
         """Start without tenants.
 
         Args:
@@ -296,7 +313,9 @@ class Tenants:
         now_at = self._clock()
         if credit.filled_at is not None:
             unearned_per_s = UNEARNED_SHARE / service_s / len(self._credit.accounts)
-            credit.left = min(credit.left + unearned_per_s * (now_at - credit.filled_at), MAX_CREDIT)
+            credit.left = min(
+                credit.left + unearned_per_s * (now_at - credit.filled_at), MAX_CREDIT
+            )
         credit.filled_at = now_at
         if credit.left < 1.0:
             return False
@@ -342,7 +361,11 @@ class Tenants:
         """Name all tenants that are full."""
         if not self._ask_together():
             return _NOBODY
-        return {name for name, holder in self._holders.items() if holder.active >= self._max_active(name)}
+        return {
+            name
+            for name, holder in self._holders.items()
+            if holder.active >= self._max_active(name)
+        }
 
     def over_their_share(self, waiting: Set[str], num: int, *, of_permits: bool) -> Set[str]:
         """Name the tenants that hold more than their share.
@@ -350,7 +373,8 @@ class Tenants:
         Args:
             waiting: names of those that wait; they have a share, too.
             num: that all tenants hold together.
-            of_permits: of the permits, as where the last one is about to go; else of the active ones.
+            of_permits: of the permits, as where the last one is about to go; else of the active
+                ones.
         """
         total = sum([self.weights.get(name, 1.0) for name in self._holders.keys() | waiting])
         over = set()

@@ -5,13 +5,13 @@
                           no: would it be rejected? 429 |
                           '-- receive, in its time -----'
 
-A request whose body is still on its way holds no place, only the bytes that have come. So no limit is held by what a
-client says, only by what it has sent.
+A request whose body is still on its way holds no place, only the bytes that have come. So no limit
+is held by what a client says, only by what it has sent.
 
-A rejected client that retries at once would cost more than it gets. So rejections to clients that connect directly wait
-for so long that all of them together leave at most `REJECTIONS_PER_S` times a second. A proxy's connections carry other
-clients' requests and are answered at once; its own queue paces. Proxies are `server.trusted_proxies`, and who asks the
-agent how many requests fit.
+A rejected client that retries at once would cost more than it gets. So rejections to clients that
+connect directly wait for so long that all of them together leave at most `REJECTIONS_PER_S` times a
+second. A proxy's connections carry other clients' requests and are answered at once; its own queue
+paces. Proxies are `server.trusted_proxies`, and who asks the agent how many requests fit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import BodyTooSlow, Overloaded, Refusal, TooLarge, Unavailable
+from npu_gr.core.errors import BodyTooSlow, Overloaded, Rejection, TooLarge, Unavailable
 from npu_gr.core.kinds import Kind
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import is_promised
 from npu_gr.server.admission.controller import MESSAGES
@@ -43,20 +43,24 @@ MAX_PAUSED = 2000  # rejections that wait at once; one more is answered at once
 MAX_PAUSE_S = 0.25
 LOG_S = 1.0  # between two lines about rejections
 SEARCHED_BYTES = 2048  # of each end of a body, for its tenant
-AGENT_SHARE = 0.12  # of the objective: what a proxy sends at once; its own queue takes most of the rest
+# of the objective: what a proxy sends at once; its own queue takes most of the rest
+AGENT_SHARE = 0.12
 AGENT_LIMITS = (2, 64)  # requests
 AGENT_MEMORY_S = 5.0  # a proxy asks ten times a second
 BODY = web.RequestKey("body", bytes)
 REJECTED = web.RequestKey("rejected", bool)  # by admission, which has counted it
 COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
-_MSGPACK_TENANT = re.compile(rb"\xa6tenant([\xa0-\xbf]|\xd9.)", re.DOTALL)  # and the head of its value
+# and the head of its value
+_MSGPACK_TENANT = re.compile(rb"\xa6tenant([\xa0-\xbf]|\xd9.)", re.DOTALL)
 
 
 class Admission:
     """What the requests of one instance pass before they are parsed. Event loop only."""
 
-    def __init__(self, controller: AdmissionControl, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, controller: AdmissionControl, config: ServerConfig, metrics: Metrics
+    ) -> None:
         """Start empty.
 
         Args:
@@ -90,24 +94,31 @@ class Admission:
             kind: that needs admission; None = none.
             tenant: of the key; "" = the body names it.
             granted_s: the time budget of the client.
-            is_counted: its bytes count against `max_receiving_bytes`; those of operators do not, so that clients
-                cannot shut them out.
+            is_counted: its bytes count against `max_receiving_bytes`; those of operators do not, so
+                that clients cannot shut them out.
 
         Raises:
-            TooLarge: it is over `max_body_bytes`. BodyTooSlow: it did not come within the budget or `body_timeout_s`.
+            TooLarge: it is over `max_body_bytes`. BodyTooSlow: it did not come within the budget or
+                `body_timeout_s`.
             Unavailable: all bodies together are over `max_receiving_bytes`.
             Overloaded: it is not here yet, and the request would be rejected if it were.
         """
         limit = self._config.max_body_bytes
         if (request.content_length or 0) > limit:
-            raise TooLarge(f"the body is over server.max_body_bytes: {request.content_length} bytes of {limit}")
+            raise TooLarge(
+                f"the body is over server.max_body_bytes: {request.content_length} bytes of {limit}"
+            )
         is_here = request.content.is_eof()
         if kind is not None and not is_here:
             now_at = time.monotonic()
             if self._controller.would_reject(kind.name, tenant, now_at, granted_s):
-                await self._rejected(request, kind, granted_s, Refusal.LATE)
-                raise Overloaded(MESSAGES[Refusal.LATE])
-        timer = nullcontext() if is_here else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
+                await self._rejected(request, kind, granted_s, Rejection.LATE)
+                raise Overloaded(MESSAGES[Rejection.LATE])
+        timer = (
+            nullcontext()
+            if is_here
+            else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
+        )
         chunks: list[bytes] = []
         num_bytes = 0
         try:
@@ -117,9 +128,13 @@ class Admission:
                     num_bytes += len(chunk)
                     self.receiving_bytes += len(chunk) * is_counted
                     if num_bytes > limit:
-                        raise TooLarge(f"the body is over server.max_body_bytes: more than {limit} bytes")
+                        raise TooLarge(
+                            f"the body is over server.max_body_bytes: more than {limit} bytes"
+                        )
                     if is_counted and self.receiving_bytes > self._config.max_receiving_bytes:
-                        raise Unavailable("the bodies that arrive now are over server.max_receiving_bytes")
+                        raise Unavailable(
+                            "the bodies that arrive now are over server.max_receiving_bytes"
+                        )
         except BaseException as error:
             self.receiving_bytes -= num_bytes * is_counted
             if not isinstance(error, TimeoutError):
@@ -137,7 +152,12 @@ class Admission:
         request[BODY] = b""
 
     async def enter(
-        self, request: web.Request, kind: Kind[Any, Any], tenant: str, arrived_at: float, budget_s: float
+        self,
+        request: web.Request,
+        kind: Kind[Any, Any],
+        tenant: str,
+        arrived_at: float,
+        budget_s: float,
     ) -> HeldPermit:
         """Wait until the request is admitted.
 
@@ -152,14 +172,18 @@ class Admission:
             Overloaded: it could not be answered in time; the metrics have it.
         """
         try:
-            return await self._controller.enter(kind.name, tenant or named_tenant(request[BODY]), arrived_at, budget_s)
+            return await self._controller.enter(
+                kind.name, tenant or named_tenant(request[BODY]), arrived_at, budget_s
+            )
         except Overloaded as error:
             await self._rejected(request, kind, budget_s, error.reason)
             raise
 
-    async def _rejected(self, request: web.Request, kind: Kind[Any, Any], budget_s: float, reason: Refusal) -> None:
+    async def _rejected(
+        self, request: web.Request, kind: Kind[Any, Any], budget_s: float, reason: Rejection
+    ) -> None:
         promised = is_promised(budget_s, self._metrics.requests.objectives[kind.name].threshold_s)
-        self._metrics.requests.refused_at_door(kind.name, 1, reason, is_promised=promised)
+        self._metrics.requests.rejected_at_admission(kind.name, 1, reason, is_promised=promised)
         self._counts[kind.plural] += 1
         request[REJECTED] = True
         await self.pause(request)
@@ -168,7 +192,11 @@ class Admission:
         """Let a rejection wait for its turn, where its client connects directly."""
         self.release(request)
         asked_at = self._asked_at.get(request.remote or "", -AGENT_MEMORY_S)
-        if self.paused >= MAX_PAUSED or self.is_proxy(request) or time.monotonic() - asked_at < AGENT_MEMORY_S:
+        if (
+            self.paused >= MAX_PAUSED
+            or self.is_proxy(request)
+            or time.monotonic() - asked_at < AGENT_MEMORY_S
+        ):
             return
         self.paused += 1
         try:
@@ -187,8 +215,8 @@ class Admission:
     def agent_line(self, asker: str, *, is_ready: bool) -> bytes:
         """Return what HAProxy's agent-check is told: how many requests to send at once, or to send none.
 
-        HAProxy keeps those over the limit in its own queue. The limit follows the learnt service time, so a slower core
-        is sent fewer at once.
+        HAProxy keeps those over the limit in its own queue. The limit follows the learnt service
+        time, so a slower core is sent fewer at once.
 
         Args:
             asker: the address of the proxy; rejections to it are not delayed.
@@ -196,11 +224,15 @@ class Admission:
         """
         now_at = time.monotonic()
         if asker not in self._asked_at:  # the only time at which it grows
-            self._asked_at = {one: at for one, at in self._asked_at.items() if now_at - at < AGENT_MEMORY_S}
+            self._asked_at = {
+                one: at for one, at in self._asked_at.items() if now_at - at < AGENT_MEMORY_S
+            }
         self._asked_at[asker] = now_at
         if not is_ready:
             return b"drain\n"
-        return b"up ready maxconn:%d\n" % self._controller.work.proxy_limit(AGENT_SHARE, *AGENT_LIMITS)
+        return b"up ready maxconn:%d\n" % self._controller.work.proxy_limit(
+            AGENT_SHARE, *AGENT_LIMITS
+        )
 
     async def watch(self) -> None:
         """Log rejections once a second, until cancelled."""
@@ -217,7 +249,9 @@ def named_tenant(body: bytes) -> str:
 
     It decides whose turn a request takes, and nothing else.
     """
-    ends = body if len(body) <= 2 * SEARCHED_BYTES else body[:SEARCHED_BYTES] + body[-SEARCHED_BYTES:]
+    ends = (
+        body if len(body) <= 2 * SEARCHED_BYTES else body[:SEARCHED_BYTES] + body[-SEARCHED_BYTES:]
+    )
     if ends[:1] == b"{":
         found = _JSON_TENANT.search(ends)
         return found[1].decode(errors="replace") if found else ""

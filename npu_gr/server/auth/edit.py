@@ -1,7 +1,8 @@
 """Change a key file while instances and other commands read it, and others change it.
 
-Whoever reads the file sees all of it as it was, or all of it as it is. Two changes at once happen one after the other:
-each holds the lock of the file's folder from before it reads until after it has written.
+Whoever reads the file sees all of it as it was, or all of it as it is. Two changes at once happen
+one after the other: each holds the lock of the file's folder from before it reads until after it
+has written.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ def add_key(path: Path, entry: KeyEntry) -> None:
     """Add a key to a file, which is made if need be.
 
     Raises:
-        ConfigError: the file has a key of that name, or the same key; or it cannot be read or written.
+        ConfigError: the file has a key of that name, or the same key; or it cannot be read or
+            written.
     """
 
     def add(keys: list[KeyEntry]) -> list[KeyEntry]:
         for other in keys:
             if other.name == entry.name:
-                raise ConfigError(f"{path}: has a key {entry.name!r} already; revoke it, or choose another name")
+                raise ConfigError(
+                    f"{path}: has a key {entry.name!r} already; revoke it, or choose another name"
+                )
             if other.sha256 == entry.sha256:
                 raise ConfigError(f"{path}: has the same key already, as {other.name!r}")
         return [*keys, entry]
@@ -74,7 +78,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a file of mode 0600 in the place of another one, of the same owner, durably; or change nothing."""
+    """Put a file of mode 0600 in the place of another one, of the same owner, durably.
+
+    Or change nothing.
+    """
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Refusal, Unauthorized
+from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Rejection, Unauthorized
 from npu_gr.core.kinds import Scope
 from npu_gr.core.logs import SeldomLog
 from npu_gr.core.settings import Positive, parse
@@ -41,7 +41,9 @@ MIN_CHARACTERS = 24  # of a key: 144 bits if they are random letters and digits
 ANY_TENANT = "*"
 
 
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class KeyEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One key, as the file has it."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
@@ -53,9 +55,13 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if self.expires is not None and self.expires.tzinfo is None:
-            raise ValueError(f"expires: {self.expires.isoformat()} has no time zone; end it with Z for UTC")
+            raise ValueError(
+                f"expires: {self.expires.isoformat()} has no time zone; end it with Z for UTC"
+            )
         if self.expires is not None and not 1970 <= self.expires.year < 9999:
-            raise ValueError(f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998")
+            raise ValueError(
+                f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998"
+            )
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +122,9 @@ class Key:
         if self.tenant is None:
             return named
         if named not in ("", self.tenant):
-            raise Forbidden(f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} alone")
+            raise Forbidden(
+                f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} alone"
+            )
         return self.tenant
 
 
@@ -168,7 +176,11 @@ def written(file: KeyFile) -> str:
 
 def in_utc(entry: KeyEntry) -> str:
     """Say when a key expires."""
-    return "never" if entry.expires is None else entry.expires.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        "never"
+        if entry.expires is None
+        else entry.expires.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    )
 
 
 log = logging.getLogger(__name__)
@@ -178,8 +190,8 @@ BURST_S = 1.0  # of a key's rate that may come at once
 _SCHEME = b"bearer "
 
 
-class KeyRefusal(StrEnum):
-    """Why a request was refused for its key; the value of the metric label `reason`."""
+class KeyRejection(StrEnum):
+    """Why a request was rejected for its key; the value of the metric label `reason`."""
 
     MISSING = auto()  # no key, or one of another scheme
     SHORT = auto()  # too short to be one
@@ -218,8 +230,8 @@ class KeyRing:
         self._keys: dict[bytes, Key] = {}  # by SHA-256
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
-        self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
-        self._refusals = SeldomLog(log)
+        self.on_rejected: Callable[[KeyRejection], None] = lambda _reason: None
+        self._rejections = SeldomLog(log)
         self._wrong_keys = Throttle()
         if path is not None:
             try:
@@ -248,11 +260,16 @@ class KeyRing:
             if key.rate_per_s is not None:
                 old = self._buckets.get(key.name)
                 same = old is not None and old.rate_per_s == key.rate_per_s
-                buckets[key.name] = old if old and same else TokenBucket(key.rate_per_s, BURST_S * key.rate_per_s)
+                buckets[key.name] = (
+                    old if old and same else TokenBucket(key.rate_per_s, BURST_S * key.rate_per_s)
+                )
         self._buckets = buckets
 
     def reload_if_changed(self) -> None:
-        """Read the file again; other content is in force at once. A file that cannot be parsed changes nothing."""
+        """Read the file again; other content is in force at once.
+
+        A file that cannot be parsed changes nothing.
+        """
         if self._path is None:
             return
         try:
@@ -261,7 +278,9 @@ class KeyRing:
             content = b""
         except OSError as error:
             if not self.is_stale:
-                log.error("the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror)
+                log.error(
+                    "the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror
+                )
             self.is_stale = True
             self._read = None  # so that the same content ends this state
             return
@@ -292,25 +311,28 @@ class KeyRing:
             authorization: the header's value as it came; None = there is no such header.
 
         Raises:
-            Unauthorized: it is none of the keys in force. `on_refused` was told why.
+            Unauthorized: it is none of the keys in force. `on_rejected` was told why.
         """
         if self._path is None:
             return ANYBODY
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
-            raise self._refusal(KeyRefusal.MISSING)
+            raise self._rejection(KeyRejection.MISSING)
         sent = authorization[len(_SCHEME) :].strip()
         if len(sent) < MIN_CHARACTERS:
-            raise self._refusal(KeyRefusal.SHORT)
+            raise self._rejection(KeyRejection.SHORT)
         # what is looked up is the hash of what was sent: how long that takes tells nothing of a key
         key = self._keys.get(hashlib.sha256(sent).digest())
         if key is None:
-            raise self._refusal(KeyRefusal.UNKNOWN)
+            raise self._rejection(KeyRejection.UNKNOWN)
         if self._wall_clock() >= key.expires_at:
-            raise self._refusal(KeyRefusal.EXPIRED)
+            raise self._rejection(KeyRejection.EXPIRED)
         return key
 
     async def of_caller(self, sent: str | None) -> Key:
-        """Find the key of a caller as `find` does; where keys are guessed, the refusal is held back."""
+        """Find the key of a caller as `find` does.
+
+        Where keys are guessed, the rejection is held back.
+        """
         try:
             return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
         except Unauthorized:
@@ -326,23 +348,23 @@ class KeyRing:
         bucket = self._buckets.get(key.name)
         if bucket is None or bucket.take(self._clock()):
             return
-        self._refused(KeyRefusal.RATE, key)
+        self._rejected(KeyRejection.RATE, key)
         raise Overloaded(
             f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
             retry_after_s=1.0,
-            reason=Refusal.RATE,
+            reason=Rejection.RATE,
         )
 
     def require(self, key: Key, scope: Scope) -> None:
         """Check that a key allows something.
 
         Raises:
-            Forbidden: it does not. `on_refused` was told.
+            Forbidden: it does not. `on_rejected` was told.
         """
         try:
             key.require(scope)
         except Forbidden:
-            self._refused(KeyRefusal.SCOPE, key)
+            self._rejected(KeyRejection.SCOPE, key)
             raise
 
     def tenant_of(self, key: Key, named: str) -> str:
@@ -353,29 +375,30 @@ class KeyRing:
             named: the tenant that the request names; "" = none.
 
         Raises:
-            Forbidden: it names another one than the key's. `on_refused` was told.
+            Forbidden: it names another one than the key's. `on_rejected` was told.
         """
         try:
             return key.tenant_of(named)
         except Forbidden:
-            self._refused(KeyRefusal.TENANT, key)
+            self._rejected(KeyRejection.TENANT, key)
             raise
 
-    def _refused(self, reason: KeyRefusal, key: Key | None = None) -> None:
-        self.on_refused(reason)
+    def _rejected(self, reason: KeyRejection, key: Key | None = None) -> None:
+        self.on_rejected(reason)
         whose = "" if key is None else f" {key.name!r}"
-        cause = f"a request was refused for its API key{whose}: {reason.value}"
-        self._refusals.warning(cause, cause)
+        cause = f"a request was rejected for its API key{whose}: {reason.value}"
+        self._rejections.warning(cause, cause)
 
-    def _refusal(self, reason: KeyRefusal) -> Unauthorized:
-        self._refused(reason)
+    def _rejection(self, reason: KeyRejection) -> Unauthorized:
+        self._rejected(reason)
         return Unauthorized("Authorization: needs `Bearer` and a valid API key")
 
 
 RATE_PER_S = 10.0  # wrong keys that are answered at once
 BURST = 20.0
 HOLD_S = 1.0
-MAX_HELD = 1000  # answers: to hold one costs a connection, so the ones over this limit leave at once
+# answers: to hold one costs a connection, so the ones over this limit leave at once
+MAX_HELD = 1000
 
 
 class Throttle:

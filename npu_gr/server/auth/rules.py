@@ -1,7 +1,9 @@
-"""What a route needs: the address that serves it, and the scope of the key. One table; a route without a rule is a bug.
+"""What a route needs: the address that serves it, and the scope of the key.
 
-The public address serves the kinds and what a client of them reads. Everything that changes the instance, or reveals
-how it is doing, is on the admin address. Health is on both, without a key.
+One table; a route without a rule is a bug.
+
+The public address serves the kinds and what a client of them reads. Everything that changes the
+instance, or reveals how it is doing, is on the admin address. Health is on both, without a key.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ class Rule:
 _HEALTH = Rule(scope=None, is_public=True, is_admin=True)
 _READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
 _OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
-_STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)  # where the protocol's clients ask for them
+# where the protocol's clients ask for them
+_STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)
 _PAGE = Rule(scope=None, is_public=False, is_admin=True)
 _ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
 
-PAGES = ("/", "/debug/console")  # without data: they ask for them with a key; no page of another site may show them
+# without data: they ask for them with a key; no page of another site may show them
+PAGES = ("/", "/debug/console")
 
 _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/healthz"): _HEALTH,
@@ -76,7 +80,10 @@ _OTHERS: dict[tuple[str, str], Rule] = {
 
 
 def rules() -> dict[tuple[str, str], Rule]:
-    """Return the rule of each route by its method and its pattern; those of the kinds follow from their table."""
+    """Return the rule of each route by its method and its pattern.
+
+    Those of the kinds follow from their table.
+    """
     kinds = {
         (kind.method, path): Rule(scope=kind.scope, is_public=True, is_admin=False)
         for kind in KINDS.values()
@@ -88,16 +95,18 @@ def rules() -> dict[tuple[str, str], Rule]:
 class Address:
     """One address that an instance listens on, and the routes that it serves."""
 
-    def __init__(self, *, is_public: bool = True, is_admin: bool = True, refuses_foreign_hosts: bool = False) -> None:
+    def __init__(
+        self, *, is_public: bool = True, is_admin: bool = True, rejects_foreign_hosts: bool = False
+    ) -> None:
         """Serve routes.
 
         Args:
             is_public: those for clients.
             is_admin: those for operators.
-            refuses_foreign_hosts: only if they are sent to a name of this machine.
+            rejects_foreign_hosts: only if they are sent to a name of this machine.
         """
         self.is_public = is_public
-        self.refuses_foreign_hosts = refuses_foreign_hosts
+        self.rejects_foreign_hosts = rejects_foreign_hosts
         served: dict[str, bool] = {}
         for (_, path), rule in rules().items():
             serves = (is_public and rule.is_public) or (is_admin and rule.is_admin)
@@ -105,7 +114,10 @@ class Address:
         self._elsewhere = frozenset(path for path, is_served in served.items() if not is_served)
 
     def serves(self, path: str) -> bool:
-        """Whether it serves a route: the route's pattern; where none matched, the path of the request."""
+        """Whether it serves a route: the route's pattern.
+
+        Where none matched, the path of the request.
+        """
         return path not in self._elsewhere
 
 
@@ -113,12 +125,15 @@ _OWN_SITE = ("same-origin", "none")  # none: the user typed the address
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
-def refuse_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> None:
-    """Check that no page of another site is behind a request. What is no browser sends none of these headers.
+def reject_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> None:
+    """Check that no page of another site is behind a request.
+
+    What is no browser sends none of these headers.
 
     Args:
         headers: of the request, found by any spelling of their names.
-        is_loopback: it came to a loopback address, which no other name than a loopback one may mean.
+        is_loopback: it came to a loopback address, which no other name than a loopback one may
+            mean.
 
     Raises:
         Forbidden: names the header.

@@ -1,6 +1,7 @@
 """Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report, the runbooks.
 
-An instance and the router's admin application have them; each says what its bundle holds beyond the common part.
+An instance and the router's admin application have them; each says what its bundle holds beyond the
+common part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from aiohttp import web
 from npu_gr.core import shipped
 from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.metrics.rules import RUNBOOKS
 from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, packed
 

@@ -1,7 +1,8 @@
 """What every thread and every asyncio task does at this moment, as text.
 
-The signal `SIGUSR1` logs it. The signal's handler is one in C (`faulthandler`'s), which writes to a pipe; a thread of
-ours waits at the pipe and makes the text. So it also works while the event loop is blocked, and it never kills.
+The signal `SIGUSR1` logs it. The signal's handler is one in C (`faulthandler`'s), which writes to a
+pipe; a thread of ours waits at the pipe and makes the text. So it also works while the event loop
+is blocked, and it never kills.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _GATHER_S = 0.05  # the handler writes one signal in several pieces
 
 
 def all_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
-    """Write the stacks of all threads, then those of the loop's tasks; equal ones once. From any thread.
+    """Write the stacks of all threads, then those of the loop's tasks; equal ones once.
+
+    From any thread.
 
     Args:
         loop: whose tasks are shown; None = threads only.
@@ -50,7 +53,9 @@ def all_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: dict[str, list[str]] = defaultdict(list)
     for ident, frame in sys._current_frames().items():
-        threads["".join(traceback.format_stack(frame))].append(names.get(ident, f"not Python's ({ident})"))
+        threads["".join(traceback.format_stack(frame))].append(
+            names.get(ident, f"not Python's ({ident})")
+        )
     tasks: dict[str, list[str]] = defaultdict(list)
     for task in asyncio.all_tasks(loop) if loop is not None else ():
         tasks[_awaited_by(task)].append(task.get_name())
@@ -97,14 +102,17 @@ def logged_on_signal(loops: list[asyncio.AbstractEventLoop]) -> Iterator[None]:
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # the handler never waits, whoever reads
-    thread = threading.Thread(target=_log_when_written, args=(reader, loops), name="stacks", daemon=True)
+    thread = threading.Thread(
+        target=_log_when_written, args=(reader, loops), name="stacks", daemon=True
+    )
     thread.start()
     faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)
     try:
         yield
     finally:
         faulthandler.unregister(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a late one must not kill a process that stops
+        # a late one must not kill a process that stops
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         os.close(writer)
         thread.join()
 
@@ -165,7 +173,9 @@ def folded_stacks(seconds: float, stop: threading.Event) -> str:
     own = threading.get_ident()
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at and not stop.wait(PERIOD_S):
-        seen.update((ident, _codes(frame)) for ident, frame in sys._current_frames().items() if ident != own)
+        seen.update(
+            (ident, _codes(frame)) for ident, frame in sys._current_frames().items() if ident != own
+        )
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = Counter[str]()
     for (ident, codes), count in seen.items():
@@ -186,8 +196,16 @@ def _name(code: CodeType) -> str:
     return f"{code.co_qualname} ({path.parent.name}/{path.name})".replace(";", ",")
 
 
-_VARIABLES = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTHON", "ASCEND_", "CUDA_")  # beginnings; none is a secret
-_CGROUP_FILES = ("cpu.max", "cpu.stat", "memory.max", "memory.current", "memory.events", "memory.pressure")
+# beginnings; none is a secret
+_VARIABLES = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTHON", "ASCEND_", "CUDA_")
+_CGROUP_FILES = (
+    "cpu.max",
+    "cpu.stat",
+    "memory.max",
+    "memory.current",
+    "memory.events",
+    "memory.pressure",
+)
 
 
 def packed(texts: Mapping[str, str], folder: str) -> bytes:
@@ -210,7 +228,10 @@ def packed(texts: Mapping[str, str], folder: str) -> bytes:
 
 
 def environment() -> str:
-    """Describe the interpreter, the packages, the limits and the machine, as JSON. Reads files: not on the loop."""
+    """Describe the interpreter, the packages, the limits and the machine, as JSON.
+
+    Reads files: not on the loop.
+    """
     facts: dict[str, Any] = {
         "npu_gr": __version__,
         "python": sys.version,
@@ -221,13 +242,25 @@ def environment() -> str:
         "usable_cpus": sorted(os.sched_getaffinity(0)),
         "load_average": os.getloadavg(),
         "num_threads": threading.active_count(),
-        "num_descriptors": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
+        "num_descriptors": len(os.listdir("/proc/self/fd"))
+        if Path("/proc/self/fd").is_dir()
+        else None,
         "descriptor_limit": resource.getrlimit(resource.RLIMIT_NOFILE),
         "max_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "gc": {"stats": gc.get_stats(), "frozen": gc.get_freeze_count(), "thresholds": gc.get_threshold()},
-        "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
-        "cgroup": {name: text for name in _CGROUP_FILES if (text := _text(Path("/sys/fs/cgroup", name)))},
-        "packages": dict(sorted((one.name, one.version) for one in metadata.distributions() if one.name)),
+        "gc": {
+            "stats": gc.get_stats(),
+            "frozen": gc.get_freeze_count(),
+            "thresholds": gc.get_threshold(),
+        },
+        "variables": {
+            name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
+        },
+        "cgroup": {
+            name: text for name in _CGROUP_FILES if (text := _text(Path("/sys/fs/cgroup", name)))
+        },
+        "packages": dict(
+            sorted((one.name, one.version) for one in metadata.distributions() if one.name)
+        ),
     }
     return msgspec.json.format(msgspec.json.encode(facts)).decode()
 

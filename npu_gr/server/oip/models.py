@@ -10,9 +10,10 @@
     list of texts                   BYTES [-1]
     single value, or anything else  a parameter of the answer
 
-A field within another one is named by its path, as in errors: `history.items`. All of it is derived from the Structs
-of the codec, so that a kind needs nothing here. In binary form an element of BYTES is four bytes of its length,
-little-endian, and the element; of everything else the elements stand in a row, little-endian.
+A field within another one is named by its path, as in errors: `history.items`. All of it is derived
+from the Structs of the codec, so that a kind needs nothing here. In binary form an element of BYTES
+is four bytes of its length, little-endian, and the element; of everything else the elements stand
+in a row, little-endian.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from msgspec import inspect
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.words import cut, near, quoted
+from npu_gr.core.text_format import cut, near, quoted
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
-from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
-from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import BUDGET_HEADERS
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.bulk import LOOSE_BYTES, count_elements, parts
+from npu_gr.server.schemas.fields import MOST_NAMES, Codec, ResponseFields
+from npu_gr.server.schemas.media import MSGPACK, convert
 
 Parameter = bool | int | float | str
-TIMEOUT = "timeout"  # parameter of a request: microseconds that the caller waits, as Triton's clients send them
+# parameter of a request: microseconds that the caller waits, as Triton's clients send them
+TIMEOUT = "timeout"
 NAMES = ".names"  # behind a column of items: the output that names them
 MOST_TENSORS = 64  # of a request
 BYTES = "BYTES"
@@ -69,27 +71,32 @@ class Tensor(NamedTuple):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    # raw bytes, or of BYTES a list of str; of an input also what is not read yet: `msgspec.Raw` with a list in JSON,
-    # or a field of protobuf, where BYTES has bytes
+    # raw bytes, or of BYTES a list of str; of an input also what is not read yet: `msgspec.Raw`
+    # with a list in JSON, or a field of protobuf, where BYTES has bytes
     values: Any
 
     def texts(self, num: int) -> list[str]:
         """Read the elements of BYTES, which are UTF-8; its shape has `num`.
 
         Raises:
-            Unprocessable: they are not so many, or one is not UTF-8. BadRequest: JSON that cannot be parsed.
+            Unprocessable: they are not so many, or one is not UTF-8. BadRequest: JSON that cannot
+                be parsed.
         """
         values = self._listed(num) if isinstance(self.values, msgspec.Raw) else self.values
         if isinstance(values, bytes):
             values = self._split(num)
         self._check_count(len(values), num)
-        return [one if isinstance(one, str) else self._text(index, one) for index, one in enumerate(values)]
+        return [
+            one if isinstance(one, str) else self._text(index, one)
+            for index, one in enumerate(values)
+        ]
 
     def raw(self, num: int) -> bytes:
         """Read the elements of a datatype of `DTYPES` as raw bytes; its shape has `num`.
 
         Raises:
-            Unprocessable: they are not so many, or one is out of range. BadRequest: JSON that cannot be parsed.
+            Unprocessable: they are not so many, or one is out of range. BadRequest: JSON that
+                cannot be parsed.
         """
         dtype = DTYPES[self.datatype]
         if isinstance(self.values, bytes):
@@ -102,10 +109,15 @@ class Tensor(NamedTuple):
         try:
             return np.fromiter(values, dtype, num).tobytes()
         except OverflowError:
-            raise Unprocessable(f"{self.name}: a number is out of the range of {self.datatype}") from None
+            raise Unprocessable(
+                f"{self.name}: a number is out of the range of {self.datatype}"
+            ) from None
 
     def one(self) -> Parameter:
-        """Read the only element. Raises as `texts` and `raw`; Unprocessable: a number that is not finite, too."""
+        """Read the only element.
+
+        Raises as `texts` and `raw`; Unprocessable: a number that is not finite, too.
+        """
         if self.datatype == BYTES:
             return self.texts(1)[0]
         value: bool | int | float = np.frombuffer(self.raw(1), DTYPES[self.datatype])[0].item()
@@ -129,7 +141,12 @@ class Tensor(NamedTuple):
         most = count_elements(raw, 1, num)
         if most is not None and most > max(num, 1):
             raise Unprocessable(f"{self.name}: {most} elements, its shape has {num}")
-        lists: dict[str, Any] = {BYTES: list[str], "BOOL": list[bool], "FP32": list[float], "FP64": list[float]}
+        lists: dict[str, Any] = {
+            BYTES: list[str],
+            "BOOL": list[bool],
+            "FP32": list[float],
+            "FP64": list[float],
+        }
         try:
             values: list[Any] = msgspec.json.decode(raw, type=lists.get(self.datatype, list[int]))
         except msgspec.ValidationError as error:
@@ -191,13 +208,18 @@ class Input(NamedTuple):
         return (1,) if self.form in (Form.ONE, Form.JSON) else (-1,)
 
     def value(self, tensor: Tensor, config: ServerConfig) -> Any:
-        """Read what a tensor gives the field. Raises Unprocessable, TooLarge or BadRequest, with its name."""
+        """Read what a tensor gives the field.
+
+        Raises Unprocessable, TooLarge or BadRequest, with its name.
+        """
         if tensor.datatype not in self.datatypes:
             takes = " or ".join(self.datatypes)
             raise Unprocessable(f"{self.name}: datatype {cut(tensor.datatype)}; takes {takes}")
         shape = tensor.shape
         if len(shape) != 1 or shape[0] < 0 or (self.shape == (1,) != shape):
-            raise Unprocessable(f"{self.name}: shape {quoted(list(shape))}; takes {list(self.shape)}")
+            raise Unprocessable(
+                f"{self.name}: shape {quoted(list(shape))}; takes {list(self.shape)}"
+            )
         limit = self.limit if isinstance(self.limit, int) else getattr(config, self.limit)
         if shape[0] > limit:
             raise TooLarge(f"{self.name}: {shape[0]} entries, the limit is {limit}")
@@ -302,7 +324,9 @@ class Model:
             _put(table, name, "parameter", value if one.form is Form.ONE else _json(name, value))
         if version is not None and self.version_field is not None:
             if table.get(self.version_field, version) != version:
-                raise Unprocessable(f"{self.version_field}: {quoted(version)} is the one that the address names")
+                raise Unprocessable(
+                    f"{self.version_field}: {quoted(version)} is the one that the address names"
+                )
             table[self.version_field] = version
         assert self.codec.body is not None
         return convert(table, self.codec.body)
@@ -313,7 +337,9 @@ class Model:
             raise Unprocessable(f"unknown {what} {cut(name)}{near(name, self.inputs)}")
         return one
 
-    def answer(self, answer: Any, request_id: str, shown: Shown, wanted: Collection[str]) -> InferAnswer:
+    def answer(
+        self, answer: Any, request_id: str, shown: ResponseFields, wanted: Collection[str]
+    ) -> InferAnswer:
         """Make tensors of a kind's answer.
 
         Args:
@@ -337,8 +363,14 @@ class Model:
                 _add_parameters(parameters, field.name, value)
                 continue
             width = getattr(rendered, _WIDTHS[field.name]) if field.name in _WIDTHS else None
-            columns = {f"{field.name}.{key}": one for key, one in value.items()} if is_map else {field.name: value}
-            made |= {name: _tensor(name, datatype, column, width) for name, column in columns.items()}
+            columns = (
+                {f"{field.name}.{key}": one for key, one in value.items()}
+                if is_map
+                else {field.name: value}
+            )
+            made |= {
+                name: _tensor(name, datatype, column, width) for name, column in columns.items()
+            }
             if datatype == _ITEMS and (not wanted or field.name + NAMES in wanted):
                 ids: I64 = np.frombuffer(made[field.name].values, np.int64)
                 names = [str(one) for one in shown.names.items(ids)]
@@ -386,7 +418,9 @@ def _add_parameters(parameters: dict[str, Parameter], name: str, value: Any) -> 
         for key, one in value.items():
             _add_parameters(parameters, f"{name}.{key}", one)
     elif value is not None and value is not msgspec.UNSET:
-        parameters[name] = value if isinstance(value, Parameter) else msgspec.json.encode(value).decode()
+        parameters[name] = (
+            value if isinstance(value, Parameter) else msgspec.json.encode(value).decode()
+        )
 
 
 # ---- what is derived from the Structs
@@ -402,7 +436,9 @@ def _inputs(about: inspect.StructType, prefix: str = "", *, is_needed: bool = Tr
         if nested is not None:
             found += _inputs(nested, f"{name}.", is_needed=needed)
         elif "limit" in extra and "most_entries" not in extra:  # a map of columns is no column
-            found.append(Input(name, Form.COLUMN, _column_types(extra, kinds), extra["limit"], needed))
+            found.append(
+                Input(name, Form.COLUMN, _column_types(extra, kinds), extra["limit"], needed)
+            )
         else:
             form, datatypes = _plain_form(kinds)
             limit = MOST_NAMES if form is Form.TEXTS else 1
@@ -411,10 +447,15 @@ def _inputs(about: inspect.StructType, prefix: str = "", *, is_needed: bool = Tr
 
 
 def _column_types(extra: Mapping[str, Any], kinds: list[inspect.Type]) -> tuple[str, ...]:
-    """A list of names may be texts; raw elements have a width. Items are ids first, actions names first."""
+    """A list of names may be texts; raw elements have a width.
+
+    Items are ids first, actions names first.
+    """
     raw = {8: "INT64", 2: "INT16"}[extra["element_bytes"]]
     listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
-    if listed is None or not any(isinstance(kind, inspect.StrType) for kind in parts(listed.item_type)[1]):
+    if listed is None or not any(
+        isinstance(kind, inspect.StrType) for kind in parts(listed.item_type)[1]
+    ):
         return (raw,)
     return (raw, BYTES) if raw == _ITEMS else (BYTES, raw)
 
@@ -432,7 +473,9 @@ _PLAIN: dict[type[inspect.Type], tuple[str, ...]] = {
 def _plain_form(kinds: list[inspect.Type]) -> tuple[Form, tuple[str, ...]]:
     others = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
     if all(type(kind) in _PLAIN for kind in others):
-        return Form.ONE, tuple(dict.fromkeys(name for kind in others for name in _PLAIN[type(kind)]))
+        return Form.ONE, tuple(
+            dict.fromkeys(name for kind in others for name in _PLAIN[type(kind)])
+        )
     if len(others) == 1 and isinstance(others[0], inspect.ListType):
         inner = parts(others[0].item_type)[1]
         if all(_PLAIN.get(type(kind)) == (BYTES,) for kind in inner):

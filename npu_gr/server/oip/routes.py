@@ -1,8 +1,8 @@
 """The Open Inference Protocol v2 over HTTP: JSON, and behind it the raw bytes of tensors (binary tensor data).
 
-Its models are the kinds that score (`Kind.is_model`): rank, generate, ... An infer is the kind's request in another
-form, with the same admission and errors. Its JSON is skimmed first: of a tensor's `data` no object is made before the
-model has said how much it may be.
+Its models are the kinds that score (`Kind.is_model`): rank, generate, ... An infer is the kind's
+request in another form, with the same admission and errors. Its JSON is skimmed first: of a
+tensor's `data` no object is made before the model has said how much it may be.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from prometheus_client.samples import Sample
 from npu_gr import __version__
 from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.text_format import cut, quoted
 from npu_gr.metrics.registry.requests import AdmissionResult
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.bulk import LOOSE_BYTES
-from npu_gr.server.codec.fields import Shown
-from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.http import json_response
 from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body
 from npu_gr.server.middleware import CALL, OCTETS, Course
@@ -42,13 +39,17 @@ from npu_gr.server.oip.models import (
     Tensor,
     pack,
 )
+from npu_gr.server.schemas.bulk import LOOSE_BYTES
+from npu_gr.server.schemas.fields import ResponseFields
+from npu_gr.server.schemas.media import JSON, decode, encode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight
 
 NAME = "npu_gr"  # of the server, and of the platform of its models
 EXTENSIONS = ("binary_tensor_data", "statistics")
 HEADER_LENGTH = "Inference-Header-Content-Length"  # bytes of JSON in front of the raw ones
-BINARY_OUTPUT = "binary_data_output"  # a parameter: raw bytes of every output that does not say otherwise
+# a parameter: raw bytes of every output that does not say otherwise
+BINARY_OUTPUT = "binary_data_output"
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
@@ -67,7 +68,9 @@ class InputIn(_Read, frozen=True):
 
     name: str
     datatype: str
-    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**40)]], msgspec.Meta(max_length=8)]
+    shape: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=-1, le=2**40)]], msgspec.Meta(max_length=8)
+    ]
     parameters: InputParameters = InputParameters()
     data: msgspec.Raw = msgspec.Raw()
 
@@ -124,19 +127,24 @@ def read(body: bytes, header_length: str | None, model: str) -> InferRequest:
         model: that the address names.
 
     Raises:
-        BadRequest: it cannot be parsed, or the lengths do not fit. Unprocessable: a field is not as it should be.
+        BadRequest: it cannot be parsed, or the lengths do not fit. Unprocessable: a field is not as
+            it should be.
         TooLarge: too many tensors, or too many bytes beside their data.
     """
     num_json = _json_bytes(body, header_length)
     skimmed = decode(body[:num_json], JSON, InferIn)
     if skimmed.model_name not in ("", model):
-        raise Unprocessable(f"model_name: {quoted(skimmed.model_name)}, and the address names {model}")
+        raise Unprocessable(
+            f"model_name: {quoted(skimmed.model_name)}, and the address names {model}"
+        )
     inputs_raw = bytes(skimmed.inputs)
     if (num := inputs_raw.count(b'"datatype"')) > MOST_TENSORS:
         raise TooLarge(f"inputs: {num} tensors, the limit is {MOST_TENSORS}")
     _check_loose("body", num_json - len(inputs_raw), "its inputs")
     inputs: list[InputIn] = _part(inputs_raw, "inputs", list[InputIn])
-    _check_loose("inputs", len(inputs_raw) - sum(len(bytes(one.data)) for one in inputs), "their data")
+    _check_loose(
+        "inputs", len(inputs_raw) - sum(len(bytes(one.data)) for one in inputs), "their data"
+    )
     parameters = _part(bytes(skimmed.parameters) or b"{}", "parameters", dict[str, Parameter])
     outputs: list[OutputIn] = _part(bytes(skimmed.outputs) or b"[]", "outputs", list[OutputIn])
     if len(outputs) > MOST_TENSORS:
@@ -156,7 +164,9 @@ def _json_bytes(body: bytes, header_length: str | None) -> int:
     if not (header_length.isascii() and header_length.isdigit() and len(header_length) <= 15):
         raise BadRequest(f"{HEADER_LENGTH}: expected up to 15 digits")
     if int(header_length) > len(body):
-        raise BadRequest(f"{HEADER_LENGTH}: {int(header_length)}, and the body has {len(body)} bytes")
+        raise BadRequest(
+            f"{HEADER_LENGTH}: {int(header_length)}, and the body has {len(body)} bytes"
+        )
     return int(header_length)
 
 
@@ -185,7 +195,9 @@ def _tensors(inputs: Iterable[InputIn], body: bytes, at: int) -> list[Tensor]:
             if bytes(one.data):
                 raise Unprocessable(f"{cut(one.name)}: has data, and binary_data_size too")
             if at + size > len(body):
-                raise BadRequest(f"{cut(one.name)}: binary_data_size {size}, and {len(body) - at} bytes are left")
+                raise BadRequest(
+                    f"{cut(one.name)}: binary_data_size {size}, and {len(body) - at} bytes are left"
+                )
             values = body[at : at + size]
             at += size
         elif not bytes(one.data):
@@ -205,14 +217,22 @@ def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, i
     outputs: list[OutputOut] = []
     behind: list[bytes] = []
     for tensor in answer.outputs:
-        about: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        about: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+        }
         if asked.outputs.get(tensor.name, asked.is_raw):
             raw = pack(tensor.values) if tensor.datatype == BYTES else tensor.values
             behind.append(raw)
-            outputs.append(OutputOut(**about, parameters=InputParameters(binary_data_size=len(raw))))
+            outputs.append(
+                OutputOut(**about, parameters=InputParameters(binary_data_size=len(raw)))
+            )
         else:
             dtype = DTYPES.get(tensor.datatype)
-            listed = tensor.values if dtype is None else np.frombuffer(tensor.values, dtype).tolist()
+            listed = (
+                tensor.values if dtype is None else np.frombuffer(tensor.values, dtype).tolist()
+            )
             outputs.append(OutputOut(**about, data=listed))
     out = InferOut(
         model_name=name,
@@ -231,7 +251,9 @@ def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, i
 class Inference:
     """The models that a service has at this moment, whichever way they are asked."""
 
-    def __init__(self, service: ServiceProtocol, course: Course, reader: Reader, insight: Insight) -> None:
+    def __init__(
+        self, service: ServiceProtocol, course: Course, reader: Reader, insight: Insight
+    ) -> None:
         """Ask nothing yet.
 
         Args:
@@ -253,9 +275,13 @@ class Inference:
         """
         versions = self.service.kind_versions().get(name)
         if name not in MODELS or versions is None:
-            raise NotFound(f"model: {quoted(name)} is not served; {', '.join(self._names()) or 'none'} is")
+            raise NotFound(
+                f"model: {quoted(name)} is not served; {', '.join(self._names()) or 'none'} is"
+            )
         if version is not None and version not in versions:
-            raise NotFound(f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is")
+            raise NotFound(
+                f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is"
+            )
         return MODELS[name], versions
 
     def _names(self) -> list[str]:
@@ -274,7 +300,8 @@ class Inference:
             "versions": versions,
             "platform": NAME,
             "inputs": [
-                {"name": one.name, "datatype": one.datatypes[0], "shape": one.shape} for one in model.inputs.values()
+                {"name": one.name, "datatype": one.datatypes[0], "shape": one.shape}
+                for one in model.inputs.values()
             ],
             "outputs": [one._asdict() for one in model.outputs(self._tasks())],
         }
@@ -288,10 +315,11 @@ class Inference:
             call: of it.
             model: that it asks.
             version: that it names.
-            read: makes the infer of its message; its tensors are read once the model has bounded them.
+            read: makes the infer of its message; its tensors are read once the model has bounded
+                them.
         """
 
-        def parse() -> tuple[InferRequest, object, Shown]:
+        def parse() -> tuple[InferRequest, object, ResponseFields]:
             asked = read()
             model.check_outputs(asked.outputs, self._tasks())
             body = model.body(asked, version, self.course.config)
@@ -305,16 +333,23 @@ class Inference:
     async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:
         """Return what metrics have counted since the start of a model, or where none is named, of all.
 
-        What is counted is of all versions. How long refused and failed requests took is not measured, nor the writing
-        of answers, nor batches by their size.
+        What is counted is of all versions. How long rejected and failed requests took is not
+        measured, nor the writing of answers, nor batches by their size.
 
         Raises:
             NotFound: there is no such model.
         """
         asked = [(one, self.find(one, version)[1]) for one in ([name] if name else self._names())]
         text, _ = await self._insight.exposition("", _NAMES)
-        samples = [one for family in text_string_to_metric_families(text.decode()) for one in family.samples]
-        return [_statistics(kind, version or next(iter(versions), ""), samples) for kind, versions in asked]
+        samples = [
+            one
+            for family in text_string_to_metric_families(text.decode())
+            for one in family.samples
+        ]
+        return [
+            _statistics(kind, version or next(iter(versions), ""), samples)
+            for kind, versions in asked
+        ]
 
 
 # ---- the statistics extension
@@ -322,8 +357,12 @@ class Inference:
 _ADMISSIONS = "npu_gr_admissions_total"
 _DURATION = "npu_gr_request_duration_seconds"
 _STAGES = "npu_gr_stage_duration_seconds"
-_NAMES = (_ADMISSIONS, *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")))
-_BEFORE = frozenset({"door", "history", "lease", "preprocess"})  # stages that make the device's input
+_NAMES = (
+    _ADMISSIONS,
+    *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")),
+)
+# stages that make the device's input
+_BEFORE = frozenset({"door", "history", "lease", "preprocess"})
 
 
 def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any]:
@@ -336,8 +375,8 @@ def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any
         seconds = sum(one.value for one in named if one.name == f"{family}_sum")
         return {"count": max(counts, default=0), "ns": round(seconds * 1e9)}
 
-    refused = [one for one in own if one.name == _ADMISSIONS]
-    refused = [one for one in refused if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
+    rejected = [one for one in own if one.name == _ADMISSIONS]
+    rejected = [one for one in rejected if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
     success = times(_DURATION)
     return {
         "name": kind,
@@ -347,7 +386,7 @@ def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any
         "execution_count": success["count"],
         "inference_stats": {
             "success": success,
-            "fail": {"count": sum(int(one.value) for one in refused), "ns": 0},
+            "fail": {"count": sum(int(one.value) for one in rejected), "ns": 0},
             "queue": times(_STAGES, ("queue",)),
             "compute_input": times(_STAGES, _BEFORE),
             "compute_infer": times(_STAGES, frozenset(KINDS[kind].stages) - _BEFORE - {"queue"}),
@@ -374,9 +413,17 @@ class InferenceRoutes:
             *(
                 web.get(f"{path}{end}", handler)
                 for path in (each, f"{each}/versions/{{version}}")
-                for end, handler in (("", self._metadata), ("/ready", self._ready), ("/stats", self._statistics))
+                for end, handler in (
+                    ("", self._metadata),
+                    ("/ready", self._ready),
+                    ("/stats", self._statistics),
+                )
             ),
-            *(web.post(path, partial(self._infer, name)) for name in MODELS for path in KINDS[name].paths[1:]),
+            *(
+                web.post(path, partial(self._infer, name))
+                for name in MODELS
+                for path in KINDS[name].paths[1:]
+            ),
         ]
 
     async def _server(self, _: web.Request) -> web.Response:
@@ -387,13 +434,17 @@ class InferenceRoutes:
         return json_response(self._inference.metadata(of["model"], of.get("version")))
 
     async def _ready(self, request: web.Request) -> web.Response:
-        model, _ = self._inference.find(request.match_info["model"], request.match_info.get("version"))
+        model, _ = self._inference.find(
+            request.match_info["model"], request.match_info.get("version")
+        )
         require_ready(self._inference.service)
         return json_response({"name": model.kind.name, "ready": True})
 
     async def _statistics(self, request: web.Request) -> web.Response:
         of = request.match_info
-        return json_response({"model_stats": await self._inference.statistics(of.get("model"), of.get("version"))})
+        return json_response(
+            {"model_stats": await self._inference.statistics(of.get("model"), of.get("version"))}
+        )
 
     async def _infer(self, name: str, request: web.Request) -> web.Response:
         version = request.match_info.get("version")

@@ -1,15 +1,16 @@
 """Make semantic IDs for the items of a log: items that are used together get codes that begin alike.
 
     item vectors   the items that stand near each item in the trained part of histories (positive pointwise mutual
-                   information, its largest eigenvectors), joined with the item's own features, if there are any
+                   information, its largest eigenvectors), joined with the item's own features, if
+                   there are any
     codes          residual k-means: each level codes what the levels before it have left over
     collisions     of items with equal codes the most used one keeps them; every other one descends the levels again
                    and takes, at each level, the nearest code that has a free semantic ID below it
 
 Deterministic: the same log, options and seed give the same codes.
 
-Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means in place of learned codebooks, and
-an item's neighbours in histories in place of its text.
+Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means in place of
+learned codebooks, and an item's neighbours in histories in place of its text.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_ids as ids_of_names
 from npu_gr.core.request import Normalise
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
-SMOOTHING = 10.0  # events added to each item's count, so that one meeting of two rare items is no evidence
+# events added to each item's count, so that one meeting of two rare items is no evidence
+SMOOTHING = 10.0
 SHORTEST = 1e-2  # length of a vector that has a direction; that of a shorter one is rounding error
 EIGEN_SWEEPS = 8  # of the block power iteration
 SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
@@ -48,9 +50,11 @@ class ItemCodes:
     sids: I32  # [N, L], each row once
     code_count: tuple[int, ...]  # codes of each level
     centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; none for ready-made codes
-    residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
+    # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
+    residuals: tuple[float, ...] = ()
     num_moved: int = 0  # items that lost a collision and got other codes
-    given: ItemCodes | None = None  # the codes whose nodes these number, see `nodes.py`; None = these are no nodes
+    # the codes whose nodes these number, see `nodes.py`; None = these are no nodes
+    given: ItemCodes | None = None
 
     @property
     def normalise(self) -> Normalise:
@@ -69,16 +73,25 @@ class ItemCodes:
 
     def beginnings(self) -> list[int]:
         """Count the different beginnings of each length; the last count is that of the items."""
-        return [len(np.unique(self.sids[:, : level + 1], axis=0)) for level in range(len(self.code_count))]
+        return [
+            len(np.unique(self.sids[:, : level + 1], axis=0))
+            for level in range(len(self.code_count))
+        ]
 
     def text(self) -> str:
         """Describe the codes in words."""
         if self.given is not None:
-            return f"{self.given.text()}; a token for each of the {sum(self.code_count):,} beginnings"
+            return (
+                f"{self.given.text()}; a token for each of the {sum(self.code_count):,} beginnings"
+            )
         levels = " x ".join(map(str, self.code_count))
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         beginnings = ", ".join(f"{count:,}" for count in self.beginnings())
-        collided = f"; {self.num_moved:,} items collided and got other codes" if self.centroids else ", ready-made"
+        collided = (
+            (f"; {self.num_moved:,} items collided and got other codes")
+            if self.centroids
+            else ", ready-made"
+        )
         return f"codes: {levels}, balance {balance}; different beginnings {beginnings}{collided}"
 
     def means(self, vectors: F32) -> list[F32]:
@@ -105,19 +118,22 @@ class ItemCodes:
         return found
 
 
-def item_vectors(log: InteractionLog, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
+def item_vectors(
+    log: InteractionLog, features: Sequence[ItemValues], dim: int, window: int, seed: int
+) -> F32:
     """Place each item among the others, by the items near it in histories and by its features.
 
     Args:
         log: its trained events count.
         features: side features of items; each has as much weight in a vector as the neighbours.
         dim: most dimensions of the neighbours' part.
-        window: two items of one history are neighbours if they are at most so many events apart; a pair that is n
-            events apart counts 1 / n.
+        window: two items of one history are neighbours if they are at most so many events apart; a
+            pair that is n events apart counts 1 / n.
         seed: of the eigenvectors' start.
 
     Returns:
-        float32 [num_items, d], rows of unit length; zero for an item without neighbours and features.
+        float32 [num_items, d], rows of unit length; zero for an item without neighbours and
+        features.
     """
     parts = [_neighbour_vectors(log, dim, window, seed)]
     for feature in features:
@@ -190,15 +206,18 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
     Args:
         vectors: float32 [N, d], N >= 1.
         code_count: number of codes of each level.
-        uses: int64 [N] how often each item is used: of the items that collide, the most used one keeps its codes, and
-            of equals the first.
+        uses: int64 [N] how often each item is used: of the items that collide, the most used one
+            keeps its codes, and of equals the first.
         seed: of the centroids' start.
 
     Raises:
         ConfigError: there are fewer semantic IDs than items.
     """
     if prod(code_count) < len(vectors):
-        raise ConfigError(f"code_count: {list(code_count)} make {prod(code_count)} semantic IDs, {len(vectors)} needed")
+        raise ConfigError(
+            f"code_count: {list(code_count)} make {prod(code_count)} semantic IDs, "
+            f"{len(vectors)} needed"
+        )
     generator = torch.Generator().manual_seed(seed)
     rest = torch.from_numpy(vectors)
     centroids = []
@@ -212,7 +231,9 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
         residuals.append(float(rest.square().sum(1).mean()))
     sids = np.stack(codes, axis=1)
     num_moved = _resolve(sids, vectors, centroids, np.argsort(-uses, kind="stable"))
-    return ItemCodes(sids.astype(np.int32), tuple(code_count), tuple(centroids), tuple(residuals), num_moved)
+    return ItemCodes(
+        sids.astype(np.int32), tuple(code_count), tuple(centroids), tuple(residuals), num_moved
+    )
 
 
 def codes_of_new(codes: ItemCodes, vectors: F32, new_vectors: F32) -> I32:
@@ -240,8 +261,8 @@ def codes_of_new(codes: ItemCodes, vectors: F32, new_vectors: F32) -> I32:
 def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Cluster rows.
 
-    A centroid that has lost all its rows moves to the row that is farthest from its own centroid. If there are fewer
-    distinct rows than centroids, some centroids stay unused.
+    A centroid that has lost all its rows moves to the row that is farthest from its own centroid.
+    If there are fewer distinct rows than centroids, some centroids stay unused.
 
     Args:
         rows: float32 [n, d].
@@ -280,7 +301,8 @@ def _nearest(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> int:
     """Give all but the first item of every collision other codes, in place.
 
-    The descent only takes codes with a free semantic ID below them, so it always ends at a free one.
+    The descent only takes codes with a free semantic ID below them, so it always ends at a free
+    one.
 
     Args:
         sids: [N, L], changed in place.
@@ -294,7 +316,8 @@ def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> i
     _, first = np.unique(sids[order], axis=0, return_index=True)
     keeps = np.zeros(len(sids), np.bool_)
     keeps[order[first]] = True
-    used: dict[tuple[int, ...], int] = {}  # beginning of a semantic ID -> taken semantic IDs that begin so
+    # beginning of a semantic ID -> taken semantic IDs that begin so
+    used: dict[tuple[int, ...], int] = {}
     for kept in sids[keeps].tolist():
         _take(used, kept)
     # Semantic IDs below a code of each level.
@@ -339,12 +362,17 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
     order = np.argsort(found, kind="stable")
     at = np.searchsorted(found[order], item_ids).clip(max=max(len(found) - 1, 0))
     if not len(found) or (missing := found[order][at] != item_ids).any():
-        raise DataError(f"{path}: no codes of item {item_ids[np.argmax(missing)] if len(found) else item_ids[0]}")
+        raise DataError(
+            f"{path}: no codes of item "
+            f"{item_ids[np.argmax(missing)] if len(found) else item_ids[0]}"
+        )
     sids = sids[order][at]
     _, first, counts = np.unique(sids, axis=0, return_index=True, return_counts=True)
     if (counts > 1).any():
         row = int(first[np.argmax(counts > 1)])
-        raise DataError(f"{path}: item {item_ids[row]} and another have the codes {sids[row].tolist()}")
+        raise DataError(
+            f"{path}: item {item_ids[row]} and another have the codes {sids[row].tolist()}"
+        )
     return ItemCodes(sids, tuple(int(codes.max()) + 1 for codes in sids.T))
 
 
@@ -356,7 +384,9 @@ def _read_json(path: Path) -> tuple[I64, I32]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise DataError(f'{path}: not {{"item": [code, ...]}} with as many codes each: {error}') from error
+        raise DataError(
+            f'{path}: not {{"item": [code, ...]}} with as many codes each: {error}'
+        ) from error
     if sids.ndim != 2 or not sids.size or int(sids.min()) < 0:
         raise DataError(f'{path}: not {{"item": [code, ...]}} with as many codes, from 0, each')
     return ids, sids

@@ -1,20 +1,22 @@
 """Give every beginning of a ready-made semantic ID a token of its own: a node of the tree that the codes name.
 
-Codes of texts say what an item is, and little of what comes next. A code stands for something else behind every other
-beginning, so a small decoder would have to bind all codes of an item before it knew what it has read. The token of a
-node says it at once, and that of the last level is the item.
+Codes of texts say what an item is, and little of what comes next. A code stands for something else
+behind every other beginning, so a small decoder would have to bind all codes of an item before it
+knew what it has read. The token of a node says it at once, and that of the last level is the item.
 
     given codes     3 7 1      3 7 2      5 7 1
     nodes           0 0 0      0 0 1      1 1 2      numbered by level, in the order of the codes
 
-The paths stay what they were. A level may have as many nodes as there are items, and a softmax over all of them would
-cost more than the decoder; so training compares a node with its siblings alone, as a search does that normalises over
-valid codes. A node without siblings is certain, and costs nothing.
+The paths stay what they were. A level may have as many nodes as there are items, and a softmax over
+all of them would cost more than the decoder; so training compares a node with its siblings alone,
+as a search does that normalises over valid codes. A node without siblings is certain, and costs
+nothing.
 
 The decoder's forward pass for training: many histories at once, padded at the end, with gradients.
 
-It computes the same function as `Decoder.prefill`: the layers are the same, and a row attends to itself and to the
-tokens before it. Padding stands after all real tokens, which therefore never attend to it: it needs no mask.
+It computes the same function as `Decoder.prefill`: the layers are the same, and a row attends to
+itself and to the tokens before it. Padding stands after all real tokens, which therefore never
+attend to it: it needs no mask.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import copy
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, embedding, linear, pad, scaled_dot_product_attention
+from torch.nn.functional import (
+    cross_entropy,
+    dropout,
+    embedding,
+    linear,
+    pad,
+    scaled_dot_product_attention,
+)
 
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
@@ -57,8 +66,8 @@ def nodes_of(given: ItemCodes) -> ItemCodes:
 class NodeDecoder(nn.Module):
     """A decoder over nodes while it is trained: a node's embedding is a row of its own and its code's row.
 
-    Codes that nodes have in common teach them something in common, however seldom one of them is used. `folded` is what
-    serves: the sums are its only table.
+    Codes that nodes have in common teach them something in common, however seldom one of them is
+    used. `folded` is what serves: the sums are its only table.
     """
 
     code_of: Tensor
@@ -100,7 +109,10 @@ class CodeLoss:
         self._tokens = torch.from_numpy(codes.sids + np.array(bases, np.int64))  # [N, L]
 
     def __call__(self, model: Decoder, batch: Batch, dropout_ratio: float) -> Tensor:
-        """Average the cross-entropy of every code but the first of each window; padding does not count."""
+        """Average the cross-entropy of every code but the first of each window.
+
+        Padding does not count.
+        """
         tokens = self._tokens
         sequence = tokens[batch.items].flatten(1)  # [B, N * L]
         counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
@@ -116,7 +128,9 @@ class SiblingLoss:
         trie = build_trie(nodes.sids, np.arange(len(nodes.sids), dtype=np.int64), books)
         self._bases = books.vocab_base
         self._tokens = torch.from_numpy(nodes.sids + np.array(books.vocab_base, np.int64))  # [N, L]
-        self._first, self._siblings = zip(*(_siblings(trie, level) for level in range(len(books))), strict=True)
+        self._first, self._siblings = zip(
+            *(_siblings(trie, level) for level in range(len(books))), strict=True
+        )
 
     def __call__(self, model: NodeDecoder, batch: Batch, dropout_ratio: float) -> Tensor:
         """Sum the cross-entropy of all nodes but the first of each window, and divide it by the items.
@@ -129,7 +143,8 @@ class SiblingLoss:
         table = model.table
         tokens = self._tokens[batch.items]  # [B, N, L]
         rows = encode(model.decoder, tokens.flatten(1)[:, :-1], dropout_ratio, table)
-        rows = pad(rows, (0, 0, 1, 0)).unflatten(1, tokens.shape[1:])  # [:, i, l] expects level l of item i
+        # [:, i, l] expects level l of item i
+        rows = pad(rows, (0, 0, 1, 0)).unflatten(1, tokens.shape[1:])
         losses = []
         for level in range(tokens.shape[2]):
             counts = batch.valid
@@ -174,10 +189,14 @@ def _siblings(trie: Trie, level: int) -> tuple[Tensor, Tensor]:
     """Find, for each node of a level, the first node below its parent, and how many there are. int64 [n], [n]."""
     pointers = trie.indptr[level].astype(np.int64)
     counts = np.diff(pointers)
-    return torch.from_numpy(np.repeat(pointers[:-1], counts)), torch.from_numpy(np.repeat(counts, counts))
+    return torch.from_numpy(np.repeat(pointers[:-1], counts)), torch.from_numpy(
+        np.repeat(counts, counts)
+    )
 
 
-def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Tensor | None = None) -> Tensor:
+def encode(
+    model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Tensor | None = None
+) -> Tensor:
     """Compute the final rows of token sequences, ready for `next_logits`.
 
     Args:
@@ -191,7 +210,9 @@ def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Te
     """
     config = model.config
     cos, sin = config.angles(0, tokens.shape[1], tokens.device)
-    x = dropout(embedding(tokens, model.embedding.weight if table is None else table), dropout_ratio)
+    x = dropout(
+        embedding(tokens, model.embedding.weight if table is None else table), dropout_ratio
+    )
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         q, k, v = (rows.transpose(1, 2) for rows in layer.project(x, cos, sin))  # [B, H, n, D]
@@ -204,7 +225,10 @@ def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Te
 
 
 def next_logits(model: Decoder, rows: Tensor) -> Tensor:
-    """Compute the logits of the next token: [..., dim] -> [..., vocabulary]. `Decoder.logits` with gradients."""
+    """Compute the logits of the next token: [..., dim] -> [..., vocabulary].
+
+    `Decoder.logits` with gradients.
+    """
     weight = model.embedding.weight if model.config.tied_head else model.head.weight
     return linear(rows, weight)
 
@@ -216,12 +240,14 @@ def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None
     Args:
         model: the decoder.
         generator: draws the matrices.
-        std: of a matrix; one that adds to the residual stream has std / sqrt(2 x layers), so that the stream's variance
-            does not grow with depth.
+        std: of a matrix; one that adds to the residual stream has std / sqrt(2 x layers), so that
+            the stream's variance does not grow with depth.
     """
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         adds = name.endswith(("out.weight", "down.weight"))
-        weight.normal_(0.0, std / (2 * model.config.num_layers) ** 0.5 if adds else std, generator=generator)
+        weight.normal_(
+            0.0, std / (2 * model.config.num_layers) ** 0.5 if adds else std, generator=generator
+        )

@@ -7,7 +7,8 @@
     serve.yaml                       a configuration that serves them
     report.json                      the figures that were measured
 
-All files are written aside and then renamed, the configuration last: an interrupted run leaves no half-written file.
+All files are written aside and then renamed, the configuration last: an interrupted run leaves no
+half-written file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from npu_gr.catalogue.centroids import Centroids, CodedFeature
 from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf, hf_files
 from npu_gr.train.generate.codes import codes_text
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
@@ -48,7 +49,8 @@ FILES = (
     CONFIGURATION,
 )
 OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
-MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
+# most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
+MAX_CUT_ITEMS = 8
 
 
 def prepare(folder: Path) -> None:
@@ -65,7 +67,10 @@ def prepare(folder: Path) -> None:
 
 
 def publish(
-    trained: TrainedGenerator, features: Sequence[ItemValues], options: GenerateOptions, folder: Path
+    trained: TrainedGenerator,
+    features: Sequence[ItemValues],
+    options: GenerateOptions,
+    folder: Path,
 ) -> dict[str, Any]:
     """Write the folder.
 
@@ -89,14 +94,23 @@ def publish(
             hf.save(trained.model, new)
             (new / ACTIONS_FILE).write_text(json.dumps(trained.log.names_of_actions))
             if trained.codes.centroids:
-                coded = [CodedFeature(feature.name, feature.values) for feature in features if feature.values]
+                coded = [
+                    CodedFeature(feature.name, feature.values)
+                    for feature in features
+                    if feature.values
+                ]
                 Centroids(trained.codes.centroids, tuple(coded)).save(new)
-                (new / centroids.FILE).chmod((new / ACTIONS_FILE).stat().st_mode)  # safetensors makes it 0600
+                # safetensors makes it 0600
+                (new / centroids.FILE).chmod((new / ACTIONS_FILE).stat().st_mode)
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
-            (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
+            (new / CONFIGURATION).write_text(
+                shipped.schema_line() + yaml.safe_dump(table, sort_keys=False)
+            )
             if trained.codes.given is not None:
-                (new / GIVEN_CODES).write_text(codes_text(trained.log.item_ids, trained.codes.given))
+                (new / GIVEN_CODES).write_text(
+                    codes_text(trained.log.item_ids, trained.codes.given)
+                )
             for name in OF_SOME:
                 if not (new / name).exists():
                     (folder / name).unlink(missing_ok=True)
@@ -108,7 +122,9 @@ def publish(
     return table
 
 
-def configuration(trained: TrainedGenerator, options: GenerateOptions, folder: Path) -> dict[str, Any]:
+def configuration(
+    trained: TrainedGenerator, options: GenerateOptions, folder: Path
+) -> dict[str, Any]:
     """Make the configuration of an instance that generates and does not rank.
 
     Args:
@@ -133,7 +149,8 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
 
     Args:
         code_count: codes of each level.
-        options: that the generator was trained with; they set the prompt's length and the beam width.
+        options: that the generator was trained with; they set the prompt's length and the beam
+            width.
         folder: that it will be served from.
     """
     return {
@@ -159,16 +176,27 @@ To serve it beside a ranker, add this section to the ranker's configuration. To 
 
 
 def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -> list[str]:
-    """Write the catalogue as lines of JSONL, which `catalogue/records.py` reads. The order score is the item's uses."""
+    """Write the catalogue as lines of JSONL, which `catalogue/records.py` reads.
+
+    The order score is the item's uses.
+    """
     log = trained.log
     uses = np.bincount(log.items[log.trained], minlength=log.num_items).tolist()
-    single = [feature for feature in features if all(len(values) < 2 for values in feature.of_item.values())]
+    single = [
+        feature
+        for feature in features
+        if all(len(values) < 2 for values in feature.of_item.values())
+    ]
     lines = []
-    for row, (item, sid) in enumerate(zip(log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True)):
+    for row, (item, sid) in enumerate(
+        zip(log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True)
+    ):
         record: dict[str, Any] = {"item_id": item, "sid": sid, "order": uses[row]}
         if single:
             record["attributes"] = {
-                feature.name: feature.values[values[0]] if (values := feature.of_item.get(item)) else ""
+                feature.name: feature.values[values[0]]
+                if (values := feature.of_item.get(item))
+                else ""
                 for feature in single
             }
         lines.append(json.dumps(record) + "\n")

@@ -1,17 +1,19 @@
 """Train a semantic-ID generator from an interaction log: item codes first, then a decoder over them.
 
-A history is a sequence of codes, L for each item. The decoder predicts every code but the first from the codes before
-it, over the whole vocabulary, as it does when it serves. The log is split leave-one-out twice:
+A history is a sequence of codes, L for each item. The decoder predicts every code but the first
+from the codes before it, over the whole vocabulary, as it does when it serves. The log is split
+leave-one-out twice:
 
     events of a user   0 1 2 ... n-3 | n-2          | n-1
                        trained on      validation     test
 
-The validation chooses among the states of the training. Neither the validation nor the test is trained on, and the item
-codes do not depend on them. Then the generator is refitted: codes and decoder are made anew of all events, with the
-same settings and as many epochs as the best state had. What is measured is the generator of the older events.
+The validation chooses among the states of the training. Neither the validation nor the test is
+trained on, and the item codes do not depend on them. Then the generator is refitted: codes and
+decoder are made anew of all events, with the same settings and as many epochs as the best state
+had. What is measured is the generator of the older events.
 
-Figures are of the next item over the whole catalogue, found by the search that serves. If the beams do not contain the
-next item, the generator has missed it.
+Figures are of the next item over the whole catalogue, found by the search that serves. If the beams
+do not contain the next item, the generator has missed it.
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -38,16 +40,31 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import Count
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import fit_baselines
-from npu_gr.train.data import Augmentation, Batch, InteractionLog, NextItem, Split, batches, build_log, windows
+from npu_gr.train.data import (
+    Augmentation,
+    Batch,
+    InteractionLog,
+    NextItem,
+    Split,
+    batches,
+    build_log,
+    windows,
+)
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of, start
 from npu_gr.train.metrics import F64, known
-from npu_gr.train.next_item import NextItemRanks, RetrievalFigures, RetrievalReport, baseline_figures, sample_targets
+from npu_gr.train.next_item import (
+    NextItemRanks,
+    RetrievalFigures,
+    RetrievalReport,
+    baseline_figures,
+    sample_targets,
+)
 from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingProgress
 
@@ -61,38 +78,68 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
     """Everything that decides the result but the log, ready-made codes and the number of threads."""
 
     epochs: Annotated[Count, Meta(description="most passes over the log")] = 30
-    code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
-    vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
+    code_count: Annotated[
+        tuple[Count, ...], Meta(min_length=1, description="codes of each level")
+    ] = (64, 64)
+    vector_dim: Annotated[
+        Count, Meta(description="most dimensions of the neighbours' part of an item vector")
+    ] = 64
 
     given_tokens: Annotated[
         Literal["nodes", "codes"],
-        Meta(description="tokens of ready-made codes: nodes = one for each beginning of a semantic ID; codes = theirs"),
+        Meta(
+            description="tokens of ready-made codes: nodes = one for each beginning of a semantic "
+            "ID; codes = theirs"
+        ),
     ] = "nodes"
 
     dim: Annotated[Count, Meta(description="width of a token")] = 64
     num_layers: Annotated[Count, Meta(description="decoder layers")] = 2
     num_heads: Annotated[Count, Meta(description="attention heads")] = 2
-    num_kv_heads: Annotated[Count, Meta(description="heads of keys and values, which attention heads share")] = 2
+    num_kv_heads: Annotated[
+        Count, Meta(description="heads of keys and values, which attention heads share")
+    ] = 2
     head_dim: Annotated[Count, Meta(description="width of a head")] = 32
     mlp_dim: Annotated[Count, Meta(description="hidden width of the MLP")] = 128
-    history_items: Annotated[Count, Meta(description="newest items of a history that the model reads")] = 50
+    history_items: Annotated[
+        Count, Meta(description="newest items of a history that the model reads")
+    ] = 50
 
     batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
-    dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.2
-    skip_ratio: Annotated[DropoutRatio, Meta(description="share of the events that an epoch leaves out")] = 0.0
+    dropout: Annotated[
+        DropoutRatio, Meta(description="share of embeddings and updates that are dropped")
+    ] = 0.2
+    skip_ratio: Annotated[
+        DropoutRatio, Meta(description="share of the events that an epoch leaves out")
+    ] = 0.0
     swap_ratio: Annotated[
         Share,
-        Meta(description="share of the events whose item an epoch swaps for another that followed the one before"),
+        Meta(
+            description="share of the events whose item an epoch swaps for another that followed "
+            "the one before"
+        ),
     ] = 0.0
     code_length: Annotated[
-        Weight, Meta(description="of the codes' embeddings at the start, which say what stands near what; 0 = random")
+        Weight,
+        Meta(
+            description="of the codes' embeddings at the start, which say what stands "
+            "near what; 0 = random"
+        ),
     ] = 0.0
 
-    beam_width: Annotated[int, Meta(ge=50, le=1024, description="beams of the validation and the test")] = 50
+    beam_width: Annotated[
+        int, Meta(ge=50, le=1024, description="beams of the validation and the test")
+    ] = 50
     validate_every: Annotated[Count, Meta(description="epochs between two validations")] = 5
-    validation_users: Annotated[Count, Meta(description="most users of the validation, drawn at random")] = 1000
-    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = 1_000_000
-    patience: Annotated[Count, Meta(description="validations in a row without a best one that end the training")] = 3
+    validation_users: Annotated[
+        Count, Meta(description="most users of the validation, drawn at random")
+    ] = 1000
+    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = (
+        1_000_000
+    )
+    patience: Annotated[
+        Count, Meta(description="validations in a row without a best one that end the training")
+    ] = 3
 
 
 MOVIELENS = GenerateOptions()
@@ -139,7 +186,8 @@ def train_generator(
         interactions: the whole log.
         features: side features of items; they shape the codes.
         options: the model and its training.
-        codes_path: file of ready-made codes, which replace those that `code_count` would make; None: make them.
+        codes_path: file of ready-made codes, which replace those that `code_count` would make;
+            None: make them.
         progress: called after every step of training and every user of the test, in this thread.
         evaluated: called with the evaluated generator, before the refit.
 
@@ -150,12 +198,12 @@ def train_generator(
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
     codes = _codes(trained, features, options, codes_path)
-    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
+    evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
     validated = sample_targets(trained.next_items(), options.validation_users, options.seed)
     validations: list[RetrievalFigures] = []
 
     def score(decoder: Decoder) -> float:
-        validations.append(judge.judge(decoder, trained, validated))
+        validations.append(evaluate.evaluate(decoder, trained, validated))
         return validations[-1].ndcg_at_10
 
     model, epochs = _fit(trained, codes, options, "generator: train", progress, score)
@@ -165,14 +213,14 @@ def train_generator(
     def show(done: int, total: int) -> None:
         progress(TrainingProgress("generator: evaluate", done, total))
 
-    test = judge.judge(model, log, targets, show, unseen=True)
+    test = evaluate.evaluate(model, log, targets, show, unseen=True)
     baselines = fit_baselines(log, SPLIT, options.seed)
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
         num_served=len(log.items) if options.refit else int(trained.trained.sum()),
         own=test,
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
-        left_out=baselines.left_out,
+        skipped=baselines.skipped,
         made=codes.text(),
         chosen={"codes": codes.text(), "validation": known(asdict(validation))},
     )
@@ -233,11 +281,15 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
     model = Decoder(config)
     start(model, torch.Generator().manual_seed(options.seed))
     if options.code_length:
-        vectors = item_vectors(log, [], min(options.vector_dim, options.dim), COMPANY_WINDOW, options.seed)
+        vectors = item_vectors(
+            log, [], min(options.vector_dim, options.dim), COMPANY_WINDOW, options.seed
+        )
         means = codes.means(vectors)
         units = np.concatenate([of_level / (_mean_length(of_level) or 1.0) for of_level in means])
         with torch.no_grad():
-            model.embedding.weight[:, : units.shape[1]] += options.code_length * torch.from_numpy(units)
+            model.embedding.weight[:, : units.shape[1]] += options.code_length * torch.from_numpy(
+                units
+            )
     return model
 
 
@@ -256,7 +308,10 @@ def _fit(
     score: Callable[[Decoder], float] | None = None,
     num_epochs: int | None = None,
 ) -> BestEpoch[Decoder]:
-    """Train a decoder over codes, or over the nodes of given ones; arguments as of `EpochTrainer.fit`."""
+    """Train a decoder over codes, or over the nodes of given ones.
+
+    Arguments as of `EpochTrainer.fit`.
+    """
     decoder = _new_model(log, codes, options)
     model: Any = decoder
     tables = [decoder.embedding.weight]
@@ -269,13 +324,17 @@ def _fit(
         loss = SiblingLoss(codes)
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    trainer = EpochTrainer(model, options, tables=tables, table_weight_decay=0.0, stage=stage, progress=progress)
+    trainer = EpochTrainer(
+        model, options, tables=tables, table_weight_decay=0.0, stage=stage, progress=progress
+    )
     augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
 
     def batches_of_epoch() -> list[Batch]:
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
-        return list(batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
+        return list(
+            batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random)
+        )
 
     best = trainer.fit(
         batches_of_epoch,
@@ -298,10 +357,12 @@ def _served(model: nn.Module) -> Decoder:
     return model
 
 
-class GeneratorJudge:
+class GeneratorEvaluator:
     """Evaluates models by the service's own search over a catalogue, one user after the other."""
 
-    def __init__(self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int) -> None:
+    def __init__(
+        self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int
+    ) -> None:
         self._backend = CPUBackend()
         self._trie = build_trie(codes.sids, item_ids, Codebooks.stacked(codes.code_count))
         self._tables = Tables.upload(self._trie, self._backend.device)
@@ -309,7 +370,7 @@ class GeneratorJudge:
         self._max_tokens = history_items * self._trie.num_levels
         self._options = SearchOptions(width=beam_width, normalise=codes.normalise)
 
-    def judge(
+    def evaluate(
         self,
         model: Decoder,
         log: InteractionLog,
@@ -349,7 +410,9 @@ class GeneratorJudge:
                 searches.append((ranks_unseen, self._without(history, target)))
             for ranks_found, allow in searches:
                 width = self._options.width
-                found = generator.generate(self._trie, self._tables, tokens, [part], self._options, width, allow)
+                found = generator.generate(
+                    self._trie, self._tables, tokens, [part], self._options, width, allow
+                )
                 place = np.flatnonzero(found.item_ids == target)
                 ranks_found[index] = place[0] if len(place) else MISSED
                 answered = zip(found.item_ids.tolist(), found.sids.tolist(), strict=True)
@@ -361,5 +424,8 @@ class GeneratorJudge:
         return RetrievalFigures.from_ranks(found_ranks, DECODER, invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:
-        """Allow all items but those of the history; the target stays allowed, even if the user had it before."""
+        """Allow all items but those of the history.
+
+        The target stays allowed, even if the user had it before.
+        """
         return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))

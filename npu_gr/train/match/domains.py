@@ -1,9 +1,11 @@
 """Read two domains that share users, and split the target's edges into training, validation and test.
 
-Find twins: target items that have (nearly) the same users as a source item, most likely one product listed twice.
+Find near-duplicates: target items that have (nearly) the same users as a source item, most likely
+one product listed twice.
 
-Who owns a source item has no use for its twin, and a test that asks for one measures the data's leak. So twins of what
-a user owns are hidden when matches are served, and figures are printed with and without them.
+Who owns a source item has no use for its near-duplicate, and a test that asks for one measures the
+data's leak. So near-duplicates of what a user owns are hidden when matches are served, and figures
+are printed with and without them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import numpy.typing as npt
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
-from npu_gr.features.interactions import read_edges
-from npu_gr.train.judge import Graph, HeldOut, Judge, unique_edges
+from npu_gr.history_store.interactions import read_edges
+from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
 
 MIN_EDGES_TO_TEST = 3  # edges that a user needs for one of them to be held out for the test
 
@@ -36,32 +38,41 @@ class Domains:
     source_ids: I64  # external id of each item row
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
-    twins: Twins
-    owned_twins: Graph  # target items that are twins of what each user has in the source
+    near_duplicates: NearDuplicates
+    # target items that are near-duplicates of what each user has in the source
+    owned_near_duplicates: Graph
 
     @property
     def ids_are_apart(self) -> bool:
         """Whether no item id is in both domains: then an id says which domain its item is of."""
         return not np.isin(self.source_ids, self.target_ids).any()
 
-    def judge(self) -> Judge:
-        """Judge by the test's edges, those of twins left out; what a user has, and twins of it, do not compete."""
-        judge = Judge.make(self.test, self.target, self.owned_twins)
-        return judge.only(~are_twins(self.test, self.owned_twins))
+    def evaluate(self) -> Evaluator:
+        """Evaluator by the test's edges, those of near-duplicates left out.
 
-    def judge_with_twins(self) -> Judge:
-        """Judge by all of the test's edges; twins of what a user has compete like any other item."""
-        return Judge.make(self.test, self.target)
+        What a user has, and near-duplicates of it, do not compete.
+        """
+        evaluate = Evaluator.make(self.test, self.target, self.owned_near_duplicates)
+        return evaluate.only(~are_near_duplicates(self.test, self.owned_near_duplicates))
 
-    def about_twins(self) -> str | None:
-        """Warn of the twins; None = there are none."""
-        if not len(self.twins.source_items):
+    def judge_with_near_duplicates(self) -> Evaluator:
+        """Evaluator by all of the test's edges.
+
+        Near-duplicates of what a user has compete like any other item.
+        """
+        return Evaluator.make(self.test, self.target)
+
+    def about_near_duplicates(self) -> str | None:
+        """Warn of the near-duplicates; None = there are none."""
+        if not len(self.near_duplicates.source_items):
             return None
-        tested = int(are_twins(self.test, self.owned_twins).sum())
+        tested = int(are_near_duplicates(self.test, self.owned_near_duplicates).sum())
         return (
-            f"WARNING: {len(self.twins.source_items)} pairs of a source and a target item have nearly the same users, "
+            f"WARNING: {len(self.near_duplicates.source_items)} pairs of a source and a target "
+            "item have nearly the same users, "
             f"as if one product were listed twice; {tested} of {len(self.test.users)} tested edges "
-            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a twin of what the user has. Figures are "
+            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a near-duplicate of what "
+            "the user has. Figures are "
             "printed with them and without."
         )
 
@@ -73,12 +84,16 @@ class MatchData:
     source: Graph
     target: Graph
     validation: HeldOut  # edges of the target that are not in its graph
-    owned_twins: Graph  # target items that are twins of what each user has in the source
+    # target items that are near-duplicates of what each user has in the source
+    owned_near_duplicates: Graph
 
-    def judge(self) -> Judge:
-        """Judge by the validation's edges but twins'; what a user has, and twins of it, do not compete."""
-        judge = Judge.make(self.validation, self.target, self.owned_twins)
-        return judge.only(~are_twins(self.validation, self.owned_twins))
+    def evaluate(self) -> Evaluator:
+        """Evaluator by the validation's edges but near-duplicates'.
+
+        What a user has, and near-duplicates of it, do not compete.
+        """
+        evaluate = Evaluator.make(self.validation, self.target, self.owned_near_duplicates)
+        return evaluate.only(~are_near_duplicates(self.validation, self.owned_near_duplicates))
 
     def whole(self) -> MatchData:
         """The same with the validation's edges back in the target: what a model is refitted to when all is chosen."""
@@ -107,40 +122,54 @@ def read_domains(
     Args:
         source: `.jsonl`, a RecBole atomic file, or a TSV of user and item.
         target: in one of the same formats.
-        test: in one of the same formats, one line a user; None: hold out one random edge of every user of the target
-            who has at least `MIN_EDGES_TO_TEST`.
+        test: in one of the same formats, one line a user; None: hold out one random edge of every
+            user of the target who has at least `MIN_EDGES_TO_TEST`.
         user_column: name of the user's column, in files with named columns.
         item_column: name of the item's column.
-        tenant: of all users, where there is no column of it. Users of two tenants are two users, whatever their names.
+        tenant: of all users, where there is no column of it. Users of two tenants are two users,
+            whatever their names.
         tenant_column: name of the tenant's column.
 
     Raises:
-        DataError: a line cannot be read (names the file and the line), a domain is empty, the domains share no user,
-            or a user has several lines in `test`.
+        DataError: a line cannot be read (names the file and the line), a domain is empty, the
+            domains share no user, or a user has several lines in `test`.
     """
     read = partial(
-        read_edges, user_column=user_column, item_column=item_column, tenant=tenant, tenant_column=tenant_column
+        read_edges,
+        user_column=user_column,
+        item_column=item_column,
+        tenant=tenant,
+        tenant_column=tenant_column,
     )
     files = [source, target, *([test] if test else [])]
     tables = [read(path) for path in files]
     for path, (users, _) in zip(files, tables, strict=True):
         if not users:
             raise DataError(f"{path}: no interaction")
-    codes = {user: row for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))}
+    codes = {
+        user: row
+        for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))
+    }
     rows = [np.array([codes[user] for user in users], np.int64) for users, _ in tables]
     if not np.isin(rows[0], rows[1]).any():
         raise DataError(f"{source} and {target} share no user")
     source_ids = np.unique(tables[0][1])
     target_ids = np.unique(np.concatenate([items for _, items in tables[1:]]))
-    graph = unique_edges(rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids))
+    graph = unique_edges(
+        rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids)
+    )
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
             raise DataError(f"{test}: more than one line of a user")
         held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
     else:
-        graph, held_out = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users)
-    source_graph = unique_edges(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids))
-    twins = find_twins(source_graph, graph)
+        graph, held_out = hold_out(
+            graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users
+        )
+    source_graph = unique_edges(
+        rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)
+    )
+    near_duplicates = find_near_duplicates(source_graph, graph)
     return Domains(
         source=source_graph,
         target=graph,
@@ -148,8 +177,8 @@ def read_domains(
         source_ids=source_ids,
         target_ids=target_ids,
         test=held_out,
-        twins=twins,
-        owned_twins=owned_twins(source_graph, graph, twins),
+        near_duplicates=near_duplicates,
+        owned_near_duplicates=owned_near_duplicates(source_graph, graph, near_duplicates),
     )
 
 
@@ -163,7 +192,8 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
         seed: of both choices.
 
     Raises:
-        DataError: no user has two edges of the thinned target, or only twins are asked for.
+        DataError: no user has two edges of the thinned target, or only near-duplicates are asked
+            for.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -172,16 +202,19 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
     target, validation = hold_out(target, random, 2, num_validation)
     if not len(validation.users):
         raise DataError("no user has two target edges: there is nothing to validate on")
-    data = MatchData(domains.source, target, validation, domains.owned_twins)
-    for name, judge in (("validation", data.judge()), ("test", domains.judge())):
-        if not len(judge.held_out.users):
+    data = MatchData(domains.source, target, validation, domains.owned_near_duplicates)
+    for name, evaluate in (("validation", data.evaluate()), ("test", domains.evaluate())):
+        if not len(evaluate.held_out.users):
             raise DataError(
-                f"every edge of the {name} asks for a twin of what its user has in the source: is it one log?"
+                f"every edge of the {name} asks for a near-duplicate of what its user has in the "
+                "source: is it one log?"
             )
     return data
 
 
-def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, HeldOut]:
+def hold_out(
+    graph: Graph, random: np.random.Generator, min_edges: int, num_users: int
+) -> tuple[Graph, HeldOut]:
     """Hold out one random edge each of some random users.
 
     Args:
@@ -211,17 +244,18 @@ MIN_COMMON = 2  # users of both: one meeting of two rare items is no evidence
 BLOCK_PAIRS = 4_000_000  # of a source and a target item of one user, held at once
 
 
-class Twins(NamedTuple):
+class NearDuplicates(NamedTuple):
     """Pairs of a source and a target item, by source item. p = pairs."""
 
     source_items: I64  # [p] rows, ascending
     target_items: I64  # [p] rows
 
 
-def find_twins(source: Graph, target: Graph) -> Twins:
+def find_near_duplicates(source: Graph, target: Graph) -> NearDuplicates:
     """Find the pairs.
 
-    A user who has the source item and lacks the target item is in one of the two sets of users, and says nothing:
+    A user who has the source item and lacks the target item is in one of the two sets of users, and
+    says nothing:
 
         users of both / (users of either - 1) >= MIN_JACCARD
 
@@ -234,23 +268,25 @@ def find_twins(source: Graph, target: Graph) -> Twins:
     for pairs, common in _common_users(source, target):
         one, other = np.divmod(pairs, target.num_items)
         either = of_source[one] + of_target[other] - common
-        is_twin = (common >= MIN_COMMON) & (common >= MIN_JACCARD * (either - 1))
-        found.append(np.stack([one[is_twin], other[is_twin]]))
+        is_near_duplicate = (common >= MIN_COMMON) & (common >= MIN_JACCARD * (either - 1))
+        found.append(np.stack([one[is_near_duplicate], other[is_near_duplicate]]))
     joined = np.concatenate(found, axis=1)
-    return Twins(*joined[:, np.lexsort((joined[1], joined[0]))])
+    return NearDuplicates(*joined[:, np.lexsort((joined[1], joined[0]))])
 
 
-def owned_twins(source: Graph, target: Graph, twins: Twins) -> Graph:
-    """List, for each user, the target items that are twins of the user's source items."""
-    starts = np.searchsorted(twins.source_items, source.items)
-    counts = np.searchsorted(twins.source_items, source.items, "right") - starts
+def owned_near_duplicates(source: Graph, target: Graph, near_duplicates: NearDuplicates) -> Graph:
+    """List, for each user, the target items that are near-duplicates of the user's source items."""
+    starts = np.searchsorted(near_duplicates.source_items, source.items)
+    counts = np.searchsorted(near_duplicates.source_items, source.items, "right") - starts
     places = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
     users = np.repeat(source.users, counts)
-    return unique_edges(users, twins.target_items[places], target.num_users, target.num_items)
+    return unique_edges(
+        users, near_duplicates.target_items[places], target.num_users, target.num_items
+    )
 
 
-def are_twins(held_out: HeldOut, owned: Graph) -> npt.NDArray[np.bool_]:
-    """Whether each held-out item is a twin of what its user owns: bool [n]."""
+def are_near_duplicates(held_out: HeldOut, owned: Graph) -> npt.NDArray[np.bool_]:
+    """Whether each held-out item is a near-duplicate of what its user owns: bool [n]."""
     mine = held_out.users * owned.num_items + held_out.items
     return np.isin(mine, owned.users * owned.num_items + owned.items)
 
@@ -268,9 +304,13 @@ def _common_users(source: Graph, target: Graph) -> Iterator[tuple[I64, I64]]:
     counts = (starts[1:] - starts[:-1])[users]
     blocks = np.cumsum(counts) // BLOCK_PAIRS
     first_of_item = np.searchsorted(items, items)  # an item's edges are never parted
-    for block in np.split(np.arange(len(users)), np.flatnonzero(np.diff(blocks[first_of_item])) + 1):
+    for block in np.split(
+        np.arange(len(users)), np.flatnonzero(np.diff(blocks[first_of_item])) + 1
+    ):
         mine = counts[block]
-        places = np.arange(mine.sum()) + np.repeat(starts[users[block]] - (np.cumsum(mine) - mine), mine)
+        places = np.arange(mine.sum()) + np.repeat(
+            starts[users[block]] - (np.cumsum(mine) - mine), mine
+        )
         pairs = np.repeat(items[block], mine) * target.num_items + target.items[by_user[places]]
         found, common = np.unique(pairs, return_counts=True)
         yield found, common

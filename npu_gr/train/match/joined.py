@@ -3,15 +3,17 @@
     item   [ V d^g     | z_i   | p_i  ]     U, s, V: singular values of both domains side by side (`fit_joint_svd`)
     user   [ U s^power | w z_u | beta ]     z: vectors of the trained graph encoder;  p: log popularity
 
-Each part is scaled to scores with a root mean square of 1. The weights are those with the best smooth HIT on the
-validation. 0 is among them, and the columns of a part that does not help are left out. What is joined knows all edges,
-the validation's among them.
+Each part is scaled to scores with a root mean square of 1. The weights are those with the best
+smooth HIT on the validation. 0 is among them, and the columns of a part that does not help are left
+out. What is joined knows all edges, the validation's among them.
 
-A user's U s^power is a sum over all items known of him in both domains (`JoinedFolding`), so any user has one: also one
-who has source items alone, or who comes later. The encoder knows users of the target only: the others' z_u is 0.
+A user's U s^power is a sum over all items known of him in both domains (`JoinedFolding`), so any
+user has one: also one who has source items alone, or who comes later. The encoder knows users of
+the target only: the others' z_u is 0.
 
-The baselines are ItemKNN, EASE and PureSVD, on the target alone and on both domains side by side. Each has a popularity
-exponent and a popularity term, and is chosen on the same validation. Then the chosen one is refitted to all edges.
+The baselines are ItemKNN, EASE and PureSVD, on the target alone and on both domains side by side.
+Each has a popularity exponent and a popularity term, and is chosen on the same validation. Then the
+chosen one is refitted to all edges.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import override
-from npu_gr.matching.fold import JoinedFolding, SourceItems
-from npu_gr.matching.vectors import Vectors, save
-from npu_gr.train.judge import Graph, smooth_hit
+from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import (
     SCALE_USERS,
     Candidate,
@@ -53,9 +53,12 @@ from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_item import compare_hits
 from npu_gr.train.options import how_to_match
 from npu_gr.train.steps import training_progress
+from npu_gr.vector_search.fold import JoinedFolding, SourceItems
+from npu_gr.vector_search.vectors import Vectors, save
 
 ITEM_EXPONENT = 0.25  # of the decomposition
-FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))  # singular values, and their power for the users
+# singular values, and their power for the users
+FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))
 ENCODER_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 POPULARITY_WEIGHTS = (0.0, 0.2, 0.5, 1.0)
 
@@ -85,17 +88,20 @@ def fit(models: Models[M], data: MatchData, *, both: bool) -> FittedLinear[M] | 
     found = list(candidates(data))  # none of them is made yet
     if not found:
         return None
-    judge = data.judge()
-    chosen = tune(found, data.target.degrees()[1], judge)
+    evaluate = data.evaluate()
+    chosen = tune(found, data.target.degrees()[1], evaluate)
     whole = data.whole()
-    return FittedLinear(chosen, chosen.refitted(candidates(whole), whole.target.degrees()[1], judge.held_out.users))
+    return FittedLinear(
+        chosen,
+        chosen.refitted(candidates(whole), whole.target.degrees()[1], evaluate.held_out.users),
+    )
 
 
 def _pure_svds(graph: Graph, num_scored: int) -> Iterator[Candidate[PureSVD]]:
     """List the candidates of PureSVD.
 
-    Both domains have the same weight: the users to validate on have more target edges than others, and would have the
-    source count for less than it is worth to those who need it.
+    Both domains have the same weight: the users to validate on have more target edges than others,
+    and would have the source count for less than it is worth to those who need it.
     """
     found = spectrum(graph, ITEM_EXPONENT, max(FILTERS)[0])
     for num_values, power in FILTERS:
@@ -118,7 +124,10 @@ BASELINES: dict[str, Callable[[MatchData], FittedLinear[LinearModel] | None]] = 
 
 
 class Weights(NamedTuple):
-    """Weights of the parts, each scaled to scores with a root mean square of 1; the spectral part has 1."""
+    """Weights of the parts, each scaled to scores with a root mean square of 1.
+
+    The spectral part has 1.
+    """
 
     encoder: float
     popularity: float
@@ -153,7 +162,9 @@ def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors
     both = target.beside(data.source)
     roots = np.maximum(both.degrees()[0], 1).astype(np.float32) ** np.float32(-0.5)
     users = [both.to_users(roots[both.users]).times(states)]
-    items = [svd.model.found.items[: len(popularity), : svd.model.num_values] * svd.factors[:, None]]
+    items = [
+        svd.model.found.items[: len(popularity), : svd.model.num_values] * svd.factors[:, None]
+    ]
     weight = chosen.encoder / _size(data, trained)
     if weight:
         in_target = torch.from_numpy(degrees[0] > 0)
@@ -163,7 +174,9 @@ def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors
     if beta:
         users.append(torch.full((data.target.num_users, 1), beta))
         items.append(popularity[:, None])
-    target_states, source_states = (part.numpy() for part in states.split([len(popularity), data.source.num_items]))
+    target_states, source_states = (
+        part.numpy() for part in states.split([len(popularity), data.source.num_items])
+    )
     folding = JoinedFolding(
         target_states=target_states,
         source_states=source_states,
@@ -172,7 +185,9 @@ def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors
         popularity=beta,
         degrees=degrees[1],
     )
-    settings = f"spectral 1 ({svd.settings}), encoder {chosen.encoder:g}, popularity {chosen.popularity:g}"
+    settings = (
+        f"spectral 1 ({svd.settings}), encoder {chosen.encoder:g}, popularity {chosen.popularity:g}"
+    )
     return JoinedVectors(torch.cat(users, 1), torch.cat(items, 1), folding, settings, validation)
 
 
@@ -188,14 +203,16 @@ def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[W
         encoder = trained.scores(rows) * encoder_unit
         return (torch.add(base + popularity * w.popularity, encoder, alpha=w.encoder) for w in grid)
 
-    hits = [smooth_hit(ranks) for ranks in data.judge().ranks_of_each(tables)]
+    hits = [smooth_hit(ranks) for ranks in data.evaluate().ranks_of_each(tables)]
     best = int(np.argmax(hits))
     return grid[best], hits[best]
 
 
 def _size(data: MatchData, vectors: TrainedVectors | Validated) -> float:
     """Compute the root mean square of the scores of some users."""
-    return root_mean_square(vectors.scores(torch.from_numpy(data.judge().held_out.users[:SCALE_USERS])))
+    return root_mean_square(
+        vectors.scores(torch.from_numpy(data.evaluate().held_out.users[:SCALE_USERS]))
+    )
 
 
 def _states(model: PureSVD) -> Tensor:
@@ -206,7 +223,12 @@ def _states(model: PureSVD) -> Tensor:
 
 
 def run_training(
-    domains: Domains, folder: Path, overrides: Sequence[str], density: float, num_validation: int, console: Console
+    domains: Domains,
+    folder: Path,
+    overrides: Sequence[str],
+    density: float,
+    num_validation: int,
+    console: Console,
 ) -> None:
     """Train; write the vectors, and their figures beside the baselines'.
 
@@ -226,27 +248,36 @@ def run_training(
     if not 0 < density <= 1:
         raise ConfigError(f"--density: {density} is not in (0, 1]")
     data = split(domains, density, num_validation, options.seed)
-    if (words := domains.about_twins()) is not None:
+    if (words := domains.about_near_duplicates()) is not None:
         console.print(words, markup=False, highlight=False)
     if not domains.ids_are_apart:
         console.print(
-            "Both domains have some item ids: an id of a request's history is the target's item, so what a user does "
+            "Both domains have some item ids: an id of a request's history is the target's item, "
+            "so what a user does "
             "in the source later is not folded in."
         )
     with training_progress(console) as show:
         trained = Trainer(data, options).run(show)
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
-    judge = domains.judge()
-    ranks = judge.ranks(served.users, served.items)
-    with_twins = domains.judge_with_twins().ranks(served.users, served.items)
-    figures = {"validation_smooth_hit": served.validation, **_figures(ranks), **_figures(with_twins, "_twins")}
+    evaluate = domains.evaluate()
+    ranks = evaluate.ranks(served.users, served.items)
+    with_near_duplicates = domains.judge_with_near_duplicates().ranks(served.users, served.items)
+    figures = {
+        "validation_smooth_hit": served.validation,
+        **_figures(ranks),
+        **_figures(with_near_duplicates, "_near_duplicates"),
+    }
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
     by_baseline = {
-        name: judge.ranks_by(fitted.served.scores) for name, fit in BASELINES.items() if (fitted := fit(data))
+        name: evaluate.ranks_by(fitted.served.scores)
+        for name, fit in BASELINES.items()
+        if (fitted := fit(data))
     }
     for name, found in by_baseline.items():
-        console.print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items()))
+        console.print(
+            f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items())
+        )
     comparison = compare_hits("what is served", ranks, by_baseline)
     if comparison is not None:
         console.print(comparison.text(), markup=False, highlight=False)
@@ -258,10 +289,14 @@ def run_training(
 
 def _figures(ranks: F64, suffix: str = "") -> dict[str, float]:
     """Compute what is kept beside the vectors."""
-    return {f"hit_{k}{suffix}": hit_ratio(ranks, k) for k in (10, 50, 100)} | {f"ndcg_10{suffix}": ndcg(ranks, 10)}
+    return {f"hit_{k}{suffix}": hit_ratio(ranks, k) for k in (10, 50, 100)} | {
+        f"ndcg_10{suffix}": ndcg(ranks, 10)
+    }
 
 
-def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: dict[str, float]) -> Vectors:
+def export(
+    domains: Domains, data: MatchData, joined: JoinedVectors, figures: dict[str, float]
+) -> Vectors:
     """Join vectors with the names and histories that serving needs.
 
     Args:
@@ -289,8 +324,10 @@ def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: di
             ids=domains.source_ids if domains.ids_are_apart else None,
             seen_starts=source_starts,
             seen_items=source_items.astype(np.int32),
-            twin_starts=np.searchsorted(domains.twins.source_items, np.arange(num_source + 1)),
-            twin_items=domains.twins.target_items.astype(np.int32),
+            near_duplicate_starts=np.searchsorted(
+                domains.near_duplicates.source_items, np.arange(num_source + 1)
+            ),
+            near_duplicate_items=domains.near_duplicates.target_items.astype(np.int32),
         ),
     )
 

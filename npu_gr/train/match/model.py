@@ -7,9 +7,9 @@
 
 d = dimension, B = batch, k = negatives.
 
-Source: SCCDR (arXiv:2502.16239) has GraphSAGE (arXiv:1706.02216) encoders and orders negatives by a pre-computed Katz
-centrality; the mean of all layers as readout, the weights of the neighbours (LightGCN, arXiv:2002.02126) and the
-formulas are our reading.
+Source: SCCDR (arXiv:2502.16239) has GraphSAGE (arXiv:1706.02216) encoders and orders negatives by a
+pre-computed Katz centrality; the mean of all layers as readout, the weights of the neighbours
+(LightGCN, arXiv:2002.02126) and the formulas are our reading.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, softplus
 
 from npu_gr.core.arrays import F32, I64
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Csr, Graph
+from npu_gr.train.evaluate import Csr, Graph
+from npu_gr.vector_search.fold import Folding
 
 KATZ_ROUNDS = 100  # most iterations of each of the two loops
 KATZ_TOLERANCE = 1e-6  # relative change that ends them
@@ -56,8 +56,12 @@ def times(matrix: Csr, x: Tensor, transposed: Csr) -> Tensor:
 
 def propagation(graph: Graph) -> tuple[Csr, Csr]:
     """Make D^-1/2 A D^-1/2, which propagates items to users, and its transpose: by an item's degree it stays known."""
-    user_degrees, item_degrees = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
-    values: F32 = np.sqrt((np.float32(1) / user_degrees[graph.users]) * (np.float32(1) / item_degrees[graph.items]))
+    user_degrees, item_degrees = (
+        np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees()
+    )
+    values: F32 = np.sqrt(
+        (np.float32(1) / user_degrees[graph.users]) * (np.float32(1) / item_degrees[graph.items])
+    )
     return graph.to_users(values), graph.to_items(values)
 
 
@@ -72,7 +76,9 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
         float32 [num_users], and float32 [num_items] of each graph; every value is at least 1.
     """
     ones = [np.ones(len(graph.users), np.float32) for graph in graphs]
-    pairs = [(graph.to_users(one), graph.to_items(one)) for graph, one in zip(graphs, ones, strict=True)]
+    pairs = [
+        (graph.to_users(one), graph.to_items(one)) for graph, one in zip(graphs, ones, strict=True)
+    ]
 
     def next_of(users: Tensor, items: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         total = torch.zeros_like(users)
@@ -85,7 +91,8 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     users = one
     items = ones_of_items
     largest = 1.0
-    # Power iteration with A A: the eigenvalues of a bipartite graph come in pairs +-x, so A alone has no largest one.
+    # Power iteration with A A: the eigenvalues of a bipartite graph come in pairs +-x, so A alone
+    # has no largest one.
     for _ in range(KATZ_ROUNDS):
         users, items = next_of(*next_of(users, items))
         norm = float(torch.sqrt(users.square().sum() + sum(x.square().sum() for x in items)))
@@ -112,7 +119,10 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
 
 
 class GraphEncoder(nn.Module):
-    """Encodes the users and items of one domain. W starts as [0 || 1], which is LightGCN; then it learns."""
+    """Encodes the users and items of one domain.
+
+    W starts as [0 || 1], which is LightGCN; then it learns.
+    """
 
     def __init__(self, graph: Graph, dim: int, num_layers: int, generator: torch.Generator) -> None:
         """Initialise the weights.
@@ -195,7 +205,8 @@ def inter_loss(cosines: Tensor, hide: Tensor, tau: float) -> Tensor:
 
     Args:
         cosines: float32 [B, 1 + k], each anchor's own match first.
-        hide: bool [B, k], True = the sampled one is no negative (it equals the match), and is left out.
+        hide: bool [B, k], True = the sampled one is no negative (it equals the match), and is left
+            out.
         tau: temperature.
 
     Returns:
@@ -224,14 +235,19 @@ def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tens
 
 
 class _Dots(torch.autograd.Function):
-    """Forward in chunks that fit a core's cache; backward as two sparse products, without gathering rows."""
+    """Forward in chunks that fit a core's cache.
+
+    Backward as two sparse products, without gathering rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
         ctx.save_for_backward(left, right, of_left, of_right)
         out = left.new_empty(of_right.shape)
         size = max(1, CHUNK_BYTES // (4 * left.shape[1] * of_right.shape[1]))
-        for i, j, part in zip(of_left.split(size), of_right.split(size), out.split(size), strict=True):
+        for i, j, part in zip(
+            of_left.split(size), of_right.split(size), out.split(size), strict=True
+        ):
             torch.sum(rows(right, j) * rows(left, i)[:, None], -1, out=part)
         return out
 
@@ -241,8 +257,16 @@ class _Dots(torch.autograd.Function):
         rows_left = of_left.repeat_interleave(of_right.shape[1])
         rows_right = of_right.flatten()
         values = grad.flatten()
-        to_left = _sums(rows_left, rows_right, values, right, len(left)) if ctx.needs_input_grad[0] else None
-        to_right = _sums(rows_right, rows_left, values, left, len(right)) if ctx.needs_input_grad[1] else None
+        to_left = (
+            _sums(rows_left, rows_right, values, right, len(left))
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        to_right = (
+            _sums(rows_right, rows_left, values, left, len(right))
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return to_left, to_right, None, None
 
 
@@ -262,7 +286,12 @@ def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int
     order = into.argsort(stable=True)
     starts = torch.nn.functional.pad(torch.bincount(into, minlength=num_rows).cumsum(0), (1, 0))
     return embedding_bag(
-        of[order], table, starts, mode="sum", per_sample_weights=values[order], include_last_offset=True
+        of[order],
+        table,
+        starts,
+        mode="sum",
+        per_sample_weights=values[order],
+        include_last_offset=True,
     )
 
 
@@ -308,8 +337,8 @@ class Negatives:
         num_hidden = min(num_nodes - 1, int((1 - easiest) * num_nodes))
         drawn = torch.randint(num_nodes - num_hidden, (len(anchors), k), generator=generator)
         if num_hidden:
-            # The window moves up from i to i + 1 if node i + num_hidden is closer to the anchor than node i is:
-            # logs[i] + logs[i + num_hidden] < 2 x anchor.
+            # The window moves up from i to i + 1 if node i + num_hidden is closer to the anchor
+            # than node i is: logs[i] + logs[i + num_hidden] < 2 x anchor.
             ends = self.logs[:-num_hidden] + self.logs[num_hidden:]
             first = torch.searchsorted(ends, 2 * anchors)[:, None]
             drawn = torch.where(drawn < first, drawn, drawn + num_hidden)

@@ -1,15 +1,17 @@
 """Train SCCDR: two graph encoders, first within their domains, then across the domains.
 
-Source: SCCDR (arXiv:2502.16239). The stages and losses are the paper's. Their concrete form, the projectors, the start
-of the target's users at their source vectors, and all values are our reading.
+Source: SCCDR (arXiv:2502.16239). The stages and losses are the paper's. Their concrete form, the
+projectors, the start of the target's users at their source vectors, and all values are our reading.
 
     source   trains the source's encoder on the source's edges
     target   trains the target's encoder on the target's edges; users start at their source vectors
     inter    trains with the inter-domain losses too; starts at the best weights so far (smooth HIT on the validation)
 
-Every intra-domain logit has a prior, how popular the item is (`log_odds`): the vectors learn what is left.
+Every intra-domain logit has a prior, how popular the item is (`log_odds`): the vectors learn what
+is left.
 
-Deterministic: the same data, options and number of threads give the same bits. Every stage has its own random numbers.
+Deterministic: the same data, options and number of threads give the same bits. Every stage has its
+own random numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from torch.nn.functional import normalize
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.settings import Count, Positive
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Graph, smooth_hit
+from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import log_popularity
 from npu_gr.train.match.domains import MatchData
 from npu_gr.train.match.model import (
@@ -47,6 +48,7 @@ from npu_gr.train.match.model import (
 )
 from npu_gr.train.options import Seed, Weight
 from npu_gr.train.steps import EarlyStopping, TrainingProgress
+from npu_gr.vector_search.fold import Folding
 
 MATRIX_LEARNING_RATE = 1e-3  # of all weights but the embedding tables
 INTER_LEARNING_RATE_RATIO = 0.2  # factor of both rates in the inter-domain stage
@@ -60,12 +62,17 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule: Annotated[
         Literal["target-only", "initialised", "separated"],
         Meta(
-            description="target-only: no source; initialised: source, then target, whose users start at their source "
+            description="target-only: no source; initialised: source, then target, whose users "
+            "start at their source "
             "vectors; separated: then the inter-domain stage"
         ),
     ] = "separated"
-    stop_gradient: Annotated[bool, Meta(description="inter-domain losses do not move the source")] = True
-    curriculum: Annotated[bool, Meta(description="negatives from easy to hard, by Katz centrality")] = True
+    stop_gradient: Annotated[
+        bool, Meta(description="inter-domain losses do not move the source")
+    ] = True
+    curriculum: Annotated[
+        bool, Meta(description="negatives from easy to hard, by Katz centrality")
+    ] = True
 
     dim: Annotated[Count, Meta(description="width of a vector")] = 64
     num_layers: Annotated[Count, Meta(description="hops in the graph")] = 2
@@ -74,16 +81,26 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     target_steps: Annotated[Count, Meta(description="most steps of the target's stage")] = 120
     inter_steps: Annotated[Count, Meta(description="most steps of the inter-domain stage")] = 120
     evaluate_every: Annotated[Count, Meta(description="steps between two validations")] = 10
-    patience: Annotated[int, Meta(ge=0, description="validations without a best one that end a stage; 0: none do")] = 4
+    patience: Annotated[
+        int, Meta(ge=0, description="validations without a best one that end a stage; 0: none do")
+    ] = 4
     batch_edges: Annotated[Count, Meta(description="edges of each domain in a step")] = 8192
     num_negatives: Annotated[Count, Meta(description="sampled items beside each edge's own")] = 4
-    batch_anchors: Annotated[Count, Meta(description="anchors of each inter-domain loss in a step")] = 512
+    batch_anchors: Annotated[
+        Count, Meta(description="anchors of each inter-domain loss in a step")
+    ] = 512
     num_inter_negatives: Annotated[Count, Meta(description="negatives of each anchor")] = 128
-    lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses, in the inter-domain stage")] = 0.1
+    lambda_intra: Annotated[
+        Weight, Meta(description="of the intra-domain losses, in the inter-domain stage")
+    ] = 0.1
     tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
     pacing_looks: Annotated[
-        Count, Meta(description="curriculum: validations of the stage after which every negative may be drawn")
+        Count,
+        Meta(
+            description="curriculum: validations of the stage after which every negative "
+            "may be drawn"
+        ),
     ] = 4
 
 
@@ -103,12 +120,17 @@ def _stages(options: MatchOptions) -> list[_Stage]:
     first = [_Stage("source", options.source_steps, ("source",)), target]
     if options.schedule == "initialised":
         return first
-    inter = _Stage("inter", options.inter_steps, ("target",) if options.stop_gradient else ("source", "target"))
+    inter = _Stage(
+        "inter", options.inter_steps, ("target",) if options.stop_gradient else ("source", "target")
+    )
     return [*first, inter]
 
 
 class Validated(NamedTuple):
-    """Vectors as the validation saw them: without its edges. U = users, I = items of the target, d = dimension."""
+    """Vectors as the validation saw them: without its edges.
+
+    U = users, I = items of the target, d = dimension.
+    """
 
     users: Tensor  # float32 [U, d]
     items: Tensor  # float32 [I, d]
@@ -122,14 +144,17 @@ class Validated(NamedTuple):
 class TrainedVectors(NamedTuple):
     """The result of a training. U = users, I = items of the target, d = dimension.
 
-    The weights have not learnt the validation's edges. The encoder passes messages over them, so the vectors know them.
+    The weights have not learnt the validation's edges. The encoder passes messages over them, so
+    the vectors know them.
     """
 
     users: Tensor  # float32 [U, d] in the target domain
     items: Tensor  # float32 [I, d]
     prior: Tensor  # float32 [I] is added to the items' scores
-    source_users: Tensor | None  # float32 [U, d] in the source domain; None: the source was not trained
-    bridge_items: Tensor | None  # float32 [I, d] of length 1, for source vectors; None: no inter-domain stage
+    # float32 [U, d] in the source domain; None: the source was not trained
+    source_users: Tensor | None
+    # float32 [I, d] of length 1, for source vectors; None: no inter-domain stage
+    bridge_items: Tensor | None
     validation: float  # smooth HIT of the best weights
     stage: str  # that the best weights are from
     step: int
@@ -147,13 +172,18 @@ class Trainer:
     def __init__(self, data: MatchData, options: MatchOptions) -> None:
         self.data = data
         self.options = options
-        self._judge = data.judge()
+        self._evaluate = data.evaluate()
         self.source = _encoder("source", data.source, options)
         self.target = _encoder("target", data.target, options)
         self._project_users = _projector(options.dim)
         self._project_items = _projector(options.dim)
-        self._all = nn.ModuleList([self.source, self.target, self._project_users, self._project_items])
-        self._edges = {"source": _Edges(data.source, options), "target": _Edges(data.target, options)}
+        self._all = nn.ModuleList(
+            [self.source, self.target, self._project_users, self._project_items]
+        )
+        self._edges = {
+            "source": _Edges(data.source, options),
+            "target": _Edges(data.target, options),
+        }
         self._prior = log_popularity(data.target.degrees()[1])
         self._in_source = np.flatnonzero(data.source.degrees()[0])
         self._bridge = _Bridge(data, self._in_source)
@@ -187,13 +217,21 @@ class Trainer:
         for step in range(1, stage.steps + 1):
             loss = self._loss(stage, step - 1)
             if not math.isfinite(loss.item()):
-                raise DataError(f"the loss is {loss.item()} in step {step - 1}: try a lower learning_rate")
+                raise DataError(
+                    f"the loss is {loss.item()} in step {step - 1}: try a lower learning_rate"
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if stage.name != "source" and (step % options.evaluate_every == 0 or step == stage.steps):
+            if stage.name != "source" and (
+                step % options.evaluate_every == 0 or step == stage.steps
+            ):
                 stopping.is_best(self._validate(stage, step))
-            progress(TrainingProgress(f"match: {stage.name}", step, stage.steps, loss.item(), self._best[2]))
+            progress(
+                TrainingProgress(
+                    f"match: {stage.name}", step, stage.steps, loss.item(), self._best[2]
+                )
+            )
             if stopping.is_over:
                 break
 
@@ -222,7 +260,7 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, stage: _Stage, step: int) -> float:
         users, items = self.target()
-        hit = smooth_hit(self._judge.ranks_by(Validated(users, items, self._prior).scores))
+        hit = smooth_hit(self._evaluate.ranks_by(Validated(users, items, self._prior).scores))
         if hit > self._best[2]:
             self._best = (stage.name, step, hit)
             self._best_state = copy.deepcopy(self._all.state_dict())
@@ -237,7 +275,9 @@ class Trainer:
         intra = torch.stack([self._intra(name, z) for name, z in vectors.items()]).sum()
         if stage.name != "inter":
             return intra
-        source_users = normalize(vectors["source"][0], dim=-1) if "source" in vectors else self._source_users
+        source_users = (
+            normalize(vectors["source"][0], dim=-1) if "source" in vectors else self._source_users
+        )
         assert source_users is not None
         return options.lambda_intra * intra + self._inter(step, source_users, vectors["target"])
 
@@ -261,7 +301,9 @@ class Trainer:
             users, matches = self._bridge.items(*size, easiest, self._generator)
             projected = normalize(self._project_items(target[1]), dim=-1)
             hide = matches[:, 1:] == matches[:, :1]
-            losses.append(inter_loss(dots(source_users, projected, users, matches), hide, options.tau))
+            losses.append(
+                inter_loss(dots(source_users, projected, users, matches), hide, options.tau)
+            )
         return torch.stack(losses).sum()
 
     # ---- results
@@ -283,7 +325,9 @@ class Trainer:
             users=users,
             items=items,
             prior=log_popularity(degrees),
-            source_users=None if self.options.schedule == "target-only" else normalize(self.source()[0], dim=-1),
+            source_users=None
+            if self.options.schedule == "target-only"
+            else normalize(self.source()[0], dim=-1),
             bridge_items=normalize(self._project_items(items), dim=-1) if is_bridged else None,
             validation=hit,
             stage=stage,
@@ -296,8 +340,8 @@ class Trainer:
 def log_odds(graph: Graph, num_negatives: int) -> Tensor:
     """Compute the best logit of the intra-domain loss that knows no user: log(P(item) / (k Q(item))).
 
-    P is the item's share of the edges, half an edge added; Q is its chance to be drawn as a negative, the same for all,
-    k negatives an edge. The vectors learn what is left.
+    P is the item's share of the edges, half an edge added; Q is its chance to be drawn as a
+    negative, the same for all, k negatives an edge. The vectors learn what is left.
 
     Returns:
         float32 [num_items].
@@ -331,7 +375,10 @@ class _Bridge:
     """
 
     def __init__(self, data: MatchData, in_source: I64) -> None:
-        """Compute the centralities. `in_source` has the rows of the users with source edges, ascending."""
+        """Compute the centralities.
+
+        `in_source` has the rows of the users with source edges, ascending.
+        """
         self._overlap = torch.from_numpy(in_source)
         bridging = np.isin(data.target.users, in_source)
         self.edge_users = torch.from_numpy(data.target.users[bridging])
@@ -342,7 +389,9 @@ class _Bridge:
         self._user_negatives = Negatives(users[self._overlap])
         self._item_negatives = Negatives(items[self._items_with_edges])
 
-    def users(self, n: int, k: int, easiest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def users(
+        self, n: int, k: int, easiest: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Draw anchors of the aligned-user loss.
 
         Args:
@@ -352,13 +401,16 @@ class _Bridge:
             generator: draws them.
 
         Returns:
-            int64 [n] users, and int64 [n, 1 + k] users to match them with, each anchor itself first.
+            int64 [n] users, and int64 [n, 1 + k] users to match them with, each anchor itself
+            first.
         """
         users = self._overlap[torch.randint(len(self._overlap), (n,), generator=generator)]
         others = self._user_negatives.draw(self._log_centrality[users], k, easiest, generator)
         return users, torch.cat([users[:, None], self._overlap[others]], dim=1)
 
-    def items(self, n: int, k: int, easiest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def items(
+        self, n: int, k: int, easiest: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Draw anchors of the neighbour-similarity loss.
 
         Args:
@@ -386,7 +438,10 @@ def _encoder(name: str, graph: Graph, options: MatchOptions) -> GraphEncoder:
 
 
 def _projector(dim: int) -> nn.Linear:
-    """Make the matrix that maps vectors of the target into the source's space; it starts as the identity."""
+    """Make the matrix that maps vectors of the target into the source's space.
+
+    It starts as the identity.
+    """
     matrix = nn.Linear(dim, dim, bias=False)
     nn.init.eye_(matrix.weight)
     return matrix

@@ -4,9 +4,9 @@ Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
   HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Four ways: the
-            retrieval, the click logit and the neighbours, each alone, and the fitted order (recommend), over what the
-            retrieval, the transitions and the neighbours found, as a cascade of these sources does. What is not in
-            the list ranks behind it.
+            retrieval, the click logit and the neighbours, each alone, and the fitted order
+            (recommend), over what the retrieval, the transitions and the neighbours found, as a
+            cascade of these sources does. What is not in the list ranks behind it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,33 @@ import torch
 from rich.table import Table
 
 from npu_gr.core.arrays import I64
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.order import Order
 from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
-from npu_gr.train.metrics import F64, NAN, Difference, auc, cells, difference_of_auc, hit_ratio, known, ndcg
-from npu_gr.train.next_item import NO_RANKS, Baseline, BaselineComparison, NextItemRanks, compare, rank_next_items
+from npu_gr.train.metrics import (
+    F64,
+    NAN,
+    Difference,
+    auc,
+    cells,
+    difference_of_auc,
+    hit_ratio,
+    known,
+    ndcg,
+)
+from npu_gr.train.next_item import (
+    NO_RANKS,
+    Baseline,
+    BaselineComparison,
+    NextItemRanks,
+    compare,
+    rank_next_items,
+)
+from npu_gr.train.rank.blend import ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.blend_choice import in_words
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
-from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
-from npu_gr.train.rank.order_choice import in_words
 
 K = 10
 RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one
@@ -49,7 +66,8 @@ class RankingFigures:
     hr_at_10_unseen: float
     ndcg_at_10_unseen: float
     ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind HR and NDCG
-    liking: F64 | None = field(default=None, repr=False, compare=False)  # [judged events] behind the AUC
+    # [evaluated events] behind the AUC
+    liking: F64 | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,31 +77,41 @@ class Evaluation:
     split: Split
     num_trained: int  # events that the models were trained on
     num_served: int  # events that the served ranker was trained on
-    num_judged: int  # events behind the AUC
+    num_evaluated: int  # events behind the AUC
     num_next: int  # users behind HR and NDCG
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
     fitting: str  # in words: how long it was trained, and the order that was fitted
-    better_alone: Mapping[str, Difference]  # sources above the fitted order on the validation; see `order_choice.py`
-    left_out: tuple[str, ...]  # why other baselines are not among them
+    # sources above the fitted order on the validation; see `order_choice.py`
+    better_alone: Mapping[str, Difference]
+    skipped: tuple[str, ...]  # why other baselines are not among them
     ranker: RankingFigures
     parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
     baselines: tuple[RankingFigures, ...]
-    likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_judged]
-    users: I64 = field(repr=False, compare=False)  # [num_judged]
+    likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
+    users: I64 = field(repr=False, compare=False)  # [num_evaluated]
 
     def as_dict(self) -> dict[str, float]:
-        """Name the ranker's figures by themselves, each other model's as `<model>/<figure>`; leave out those of NaN."""
-        counts = ("num_trained", "num_served", "num_judged", "num_next")
+        """Name the ranker's figures by themselves, each other model's as `<model>/<figure>`.
+
+        Leave out those of NaN.
+        """
+        counts = ("num_trained", "num_served", "num_evaluated", "num_next")
         figures = {name: float(getattr(self, name)) for name in counts}
         others = ((f"{row.model}/", row) for row in (*self.parts, *self.baselines))
         for prefix, row in [("", self.ranker), *others]:
-            figures |= {f"{prefix}{name}": value for name, value in known(asdict(row)).items() if name != "model"}
+            figures |= {
+                f"{prefix}{name}": value
+                for name, value in known(asdict(row)).items()
+                if name != "model"
+            }
         return figures
 
     def comparison(self) -> BaselineComparison | None:
         """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
-        return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines})
+        return compare(
+            self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines}
+        )
 
     def beside(self, baseline: str) -> BaselineComparison | None:
         """Compare the ranker with one baseline; None = no task scores the next item, or it is not among them."""
@@ -95,7 +123,9 @@ class Evaluation:
 
     def with_parts(self) -> BaselineComparison | None:
         """Compare the fitted order with the best of what it is made of; None = there is no order."""
-        return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.parts})
+        return compare(
+            self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.parts}
+        )
 
     def auc_difference(self) -> tuple[str, Difference] | None:
         """Compare the AUC with the best baseline's; None = one of the two has none."""
@@ -108,18 +138,25 @@ class Evaluation:
 
     def text(self) -> str:
         """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
-        lines = [f"tasks: {self.tasks}", self.fitting, *in_words(self.better_alone), *self.left_out]
+        lines = [f"tasks: {self.tasks}", self.fitting, *in_words(self.better_alone), *self.skipped]
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
-            lines.append(f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. {own.high:.4f})")
+            lines.append(
+                f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. "
+                f"{own.high:.4f})"
+            )
         if (beside := self.auc_difference()) is not None:
             name, found = beside
             lines.append(f"  less {name}'s: {_interval(found)}")
             if found.high < 0:
-                lines.append(f"WARNING: {name} tells likes better than {self.ranker.model} on this log.")
+                lines.append(
+                    f"WARNING: {name} tells likes better than {self.ranker.model} on this log."
+                )
         if (parts := self.with_parts()) is not None:
-            shown = ", ".join(f"{name} {_interval(found)}" for name, found in parts.differences.items())
+            shown = ", ".join(
+                f"{name} {_interval(found)}" for name, found in parts.differences.items()
+            )
             lines.append(f"{parts.model} less {parts.baseline}: {shown}")
             if any(found.high < 0 for found in parts.differences.values()):
                 lines.append(f"WARNING: the fitted order is worse than {parts.baseline}.")
@@ -137,10 +174,17 @@ class Evaluation:
             f"HR@{K} unseen",
             f"NDCG@{K} unseen",
             title=what_stands(self.split, self.num_trained, self.num_served),
-            caption=f"AUC over {self.num_judged} later events; HR and NDCG over {self.num_next} next items",
+            caption=f"AUC over {self.num_evaluated} later events; HR and NDCG over {self.num_next} "
+            "next items",
         )
         for row in (*self.baselines, *self.parts, self.ranker):
-            figures = (row.auc, row.hr_at_10, row.ndcg_at_10, row.hr_at_10_unseen, row.ndcg_at_10_unseen)
+            figures = (
+                row.auc,
+                row.hr_at_10,
+                row.ndcg_at_10,
+                row.hr_at_10_unseen,
+                row.ndcg_at_10_unseen,
+            )
             table.add_row(row.model, *cells(figures))
         return table
 
@@ -150,7 +194,10 @@ def _interval(found: Difference) -> str:
 
 
 def evaluate_baseline(
-    log: InteractionLog, baseline: Baseline, likes: npt.NDArray[np.bool_], targets: Sequence[NextItem]
+    log: InteractionLog,
+    baseline: Baseline,
+    likes: npt.NDArray[np.bool_],
+    targets: Sequence[NextItem],
 ) -> RankingFigures:
     """Evaluate a baseline.
 
@@ -161,9 +208,9 @@ def evaluate_baseline(
         targets: the next items to rank.
     """
     liking = baseline.liking(log)
-    judged = None if liking is None else liking[~log.trained]
+    evaluated = None if liking is None else liking[~log.trained]
     scores = (baseline.next_items(log, user) for user, _ in targets)
-    return _figures(baseline.name, log, likes, judged, targets, scores)
+    return _figures(baseline.name, log, likes, evaluated, targets, scores)
 
 
 def evaluate_ranker(
@@ -172,8 +219,8 @@ def evaluate_ranker(
     likes: npt.NDArray[np.bool_],
     targets: Sequence[NextItem],
     *,
-    order: Order | None,
-    counted: Order | None,
+    order: ScoreBlend | None,
+    counted: ScoreBlend | None,
     like_task: int | None,
     sizes: ListSizes,
     done: Callable[[int, int], None],
@@ -186,34 +233,42 @@ def evaluate_ranker(
         likes: [n] label of every event of the log.
         targets: the next items to rank.
         order: fitted; None = the retrieval alone is the order.
-        counted: transitions and neighbours; None = the model does not retrieve, and has no HR and NDCG.
+        counted: transitions and neighbours; None = the model does not retrieve, and has no HR and
+            NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
         sizes: of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
     """
     inputs = LogInputs(log, model)
-    judged = None if like_task is None else judged_logits(inputs, model, like_task)
+    evaluated = None if like_task is None else evaluated_logits(inputs, model, like_task)
     if counted is None:
-        return _figures(RANKER, log, likes, judged, [], []), ()
+        return _figures(RANKER, log, likes, evaluated, [], []), ()
     lists = list(retrieved_lists(inputs, model, counted, targets, sizes, done))
 
-    def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
+    def figures(
+        name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]
+    ) -> RankingFigures:
         return _figures(
-            name, log, likes, liking, targets, (found.over_all(scores(found), log.num_items) for found in lists)
+            name,
+            log,
+            likes,
+            liking,
+            targets,
+            (found.over_all(scores(found), log.num_items) for found in lists),
         )
 
     if order is None:
-        return figures(RANKER, judged, lambda found: found.retrieval), ()
+        return figures(RANKER, evaluated, lambda found: found.retrieval), ()
     parts = (
         figures(RETRIEVAL, None, lambda found: found.retrieval),
         figures(CLICK, None, lambda found: found.click),
         figures(NEIGHBOURS, None, lambda found: found.neighbours),
     )
-    return figures(RANKER, judged, lambda found: found.scores(order)), parts
+    return figures(RANKER, evaluated, lambda found: found.scores(order)), parts
 
 
 @torch.inference_mode()
-def judged_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
+def evaluated_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
     """Compute one task's logit of every event after the trained ones.
 
     Args:
@@ -229,10 +284,10 @@ def judged_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
     logits = np.full(len(log.items), np.nan)
     parts = []
     for start, stop, trained in zip(log.starts, log.starts[1:], log.num_trained, strict=False):
-        first_judged = start + trained
-        # One window ends at the user's last event. Where the judged events are more than the model reads at once,
-        # several windows share them.
-        for at in range(int(first_judged), int(stop), longest):
+        first_evaluated = start + trained
+        # One window ends at the user's last event. Where the evaluated events are more than the
+        # model reads at once, several windows share them.
+        for at in range(int(first_evaluated), int(stop), longest):
             begin = max(int(start), min(int(stop), at + longest) - longest)
             parts.append(Window(begin, min(int(stop), at + longest) - begin))
     for batch in batches(log, parts, BATCH_TOKENS):
@@ -241,20 +296,20 @@ def judged_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
         rows = encoded.rows(batch.items[..., None], None, *known)
         found = model.task_logits(rows)[:, :, 0, task]
         logits[batch.events[batch.valid].numpy()] = found[batch.valid].double().numpy()
-    judged: F64 = logits[~log.trained]
-    return judged
+    evaluated: F64 = logits[~log.trained]
+    return evaluated
 
 
 def _figures(
     model: str,
     log: InteractionLog,
     likes: npt.NDArray[np.bool_],
-    judged: F64 | None,
+    evaluated: F64 | None,
     targets: Sequence[NextItem],
     scores: Iterable[F64],
 ) -> RankingFigures:
     ranks = rank_next_items(log, targets, scores)
-    area = NAN if judged is None else auc(judged, likes[~log.trained])
+    area = NAN if evaluated is None else auc(evaluated, likes[~log.trained])
     return RankingFigures(
         model=model,
         auc=area,
@@ -263,5 +318,5 @@ def _figures(
         hr_at_10_unseen=hit_ratio(ranks.unseen, K) if targets else NAN,
         ndcg_at_10_unseen=ndcg(ranks.unseen, K) if targets else NAN,
         ranks=ranks,
-        liking=judged,
+        liking=evaluated,
     )

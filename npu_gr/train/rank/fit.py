@@ -2,12 +2,13 @@
 
 Choose a ranker's settings on the validation of the log at hand, within some seconds.
 
-The first trial is what was asked for. Each next one changes one thing of the best so far, and takes its place if it
-makes the validation's events, their items and what users did with them, more likely by more than chance. A trial that
-falls behind the best one's likelihood at the same share of its epochs is given up. The test is never looked at.
+The first trial is what was asked for. Each next one changes one thing of the best so far, and takes
+its place if it makes the validation's events, their items and what users did with them, more likely
+by more than chance. A trial that falls behind the best one's likelihood at the same share of its
+epochs is given up. The test is never looked at.
 
-How many trials there are depends on the machine, so a search does not repeat bit for bit; the training of what it chose
-does.
+How many trials there are depends on the machine, so a search does not repeat bit for bit; the
+training of what it chose does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.feature_schema.factors import MF_SCORE
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.feature_rows import draw_kept
 from npu_gr.model.hstu import HSTU
@@ -39,14 +40,18 @@ from npu_gr.train.rank.options import Task, TrainOptions, make_labels
 from npu_gr.train.rank.schema import beside_schema, factorise, item_tables, write_item_schema
 from npu_gr.train.steps import EpochTrainer, TrainingProgress
 
-NEIGHBOURS = 5  # two items of a history stand near each other if they are at most so many events apart
-LINEAR_DEVIATION = 0.02  # of the weights of layers and head at the start: a layer begins as little more than nothing
+# two items of a history stand near each other if they are at most so many events apart
+NEIGHBOURS = 5
+# of the weights of layers and head at the start: a layer begins as little more than nothing
+LINEAR_DEVIATION = 0.02
 ACTION_DEVIATION = 0.06  # standard deviation of the action embeddings at the start
 ITEM_NOISE = 0.005  # standard deviation of what is added to the item embeddings at the start
-CLICK_AFTER = 0.1  # share of the training before which the retrieval's softmax says nothing yet to draw from
+# share of the training before which the retrieval's softmax says nothing yet to draw from
+CLICK_AFTER = 0.1
 
 
-GivesUp = Callable[[float, float], bool]  # (share of the epochs, mean log-probability on the validation) -> end it
+# (share of the epochs, mean log-probability on the validation) -> end it
+GivesUp = Callable[[float, float], bool]
 
 
 class Fitted(NamedTuple):
@@ -54,7 +59,8 @@ class Fitted(NamedTuple):
 
     model: HSTU
     num_epochs: int  # that it was trained for
-    curve: tuple[float, ...]  # mean log-probability of the validation's next items after each epoch; empty = none
+    # mean log-probability of the validation's next items after each epoch; empty = none
+    curve: tuple[float, ...]
 
 
 def fit(
@@ -77,8 +83,8 @@ def fit(
         item_features: side features of items.
         tasks: of the model.
         options: of the model and its training.
-        validation: next items that are not trained on; the epoch that makes them most likely is the result. Empty =
-            train to the end.
+        validation: next items that are not trained on; the epoch that makes them most likely is the
+            result. Empty = train to the end.
         stage: names the training in its progress.
         progress: called after every step.
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
@@ -100,7 +106,8 @@ def fit(
         model.factors_of_actions.copy_(torch.from_numpy(served.values))
     inputs = LogInputs(log, model, folds)
     random = np.random.default_rng(options.seed)
-    auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
+    # one action: there is none to learn
+    auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))
     trainer = EpochTrainer(
         model,
         options,
@@ -122,7 +129,9 @@ def fit(
         return math.exp(curve[-1])
 
     best = trainer.fit(
-        lambda: list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random)),
+        lambda: list(
+            batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random)
+        ),
         loss_of,
         score=score if validation and model.config.retrieval else None,
         patience=options.patience,
@@ -141,7 +150,9 @@ def new_model(
     features: Sequence[Feature] = (),
     codes: ItemCodes | None = None,
 ) -> HSTU:
-    """Make a model for a log, with its start. An item starts where its neighbours in the trained histories are.
+    """Make a model for a log, with its start.
+
+    An item starts where its neighbours in the trained histories are.
 
     Raises:
         ConfigError: the options do not make a model.
@@ -149,12 +160,16 @@ def new_model(
     beside = beside_schema(item_features, features)
     tables = item_tables(log, beside)
     values_of = {feature.name: tuple(feature.values) for feature in beside}
-    is_known = bool(tables) or codes is not None or any(feature.of == "item" for feature in features)
+    is_known = (
+        bool(tables) or codes is not None or any(feature.of == "item" for feature in features)
+    )
     try:
         config = HSTUConfig(
             num_items=log.num_items,
             item_features=tuple(
-                ItemFeature(name=name, num_values=padding, max_values=rows.shape[1], values=values_of[name])
+                ItemFeature(
+                    name=name, num_values=padding, max_values=rows.shape[1], values=values_of[name]
+                )
                 for name, (rows, padding) in tables.items()
             ),
             item_codes=() if codes is None else codes.code_count,
@@ -240,17 +255,20 @@ def changes(options: TrainOptions, *, has_likes: bool = False) -> Iterator[dict[
 def search(
     options: TrainOptions,
     train: Train,
-    judge: Callable[[Fitted], F64],
+    evaluate: Callable[[Fitted], F64],
     now: Callable[[], float] = time.monotonic,
     *,
     has_likes: bool = False,
 ) -> SearchedOptions:
-    """Search for `options.budget_s` seconds. The first trial is never given up, however long it takes.
+    """Search for `options.budget_s` seconds.
+
+    The first trial is never given up, however long it takes.
 
     Args:
         options: what was asked for.
-        train: trains a trial; ends it where `gives_up` of (share of the epochs, likelihood) says so.
-        judge: log-probability of each of the validation's events under a trial.
+        train: trains a trial; ends it where `gives_up` of (share of the epochs, likelihood) says
+            so.
+        evaluate: log-probability of each of the validation's events under a trial.
         now: seconds of a clock.
         has_likes: as of `changes`.
 
@@ -261,7 +279,7 @@ def search(
     best, fitted = options, train(options, "ranker: train", lambda *_: False)
     if not options.budget_s:
         return SearchedOptions(options=best, fitted=fitted, num_trials=1, changes={})
-    likelihood = judge(fitted)
+    likelihood = evaluate(fitted)
     kept: dict[str, Any] = {}
     num_trials = 1
     for change in changes(options, has_likes=has_likes):
@@ -272,7 +290,7 @@ def search(
             break
         num_trials += 1
         found = train(tried, f"ranker: trial {num_trials}", _gives_up(best, fitted, ends_at, now))
-        gap = judge(found) - likelihood
+        gap = evaluate(found) - likelihood
         if gap.mean() > gap.std() / np.sqrt(len(gap)):
             best, fitted = tried, found
             likelihood = likelihood + gap
@@ -280,7 +298,9 @@ def search(
     return SearchedOptions(options=best, fitted=fitted, num_trials=num_trials, changes=kept)
 
 
-def _gives_up(options: TrainOptions, best: Fitted, ends_at: float, now: Callable[[], float]) -> GivesUp:
+def _gives_up(
+    options: TrainOptions, best: Fitted, ends_at: float, now: Callable[[], float]
+) -> GivesUp:
     """Decide by the best trial's likelihoods, and by the clock."""
 
     def decide(share: float, likelihood: float) -> bool:

@@ -1,13 +1,15 @@
 """The ranker's forward pass for training: many users, and many moments of each, at once, padded, with gradients.
 
-It computes the same function as `HSTU.forward`. A user's history is encoded once. The candidates of moment i attend
-to the events before event i alone, at position i and at the time of event i: every event of a history is a request,
-and all of them share one encoding. Attention is dense, [H, B, T, C, N], so N should be a few hundred at most.
+It computes the same function as `HSTU.forward`. A user's history is encoded once. The candidates of
+moment i attend to the events before event i alone, at position i and at the time of event i: every
+event of a history is a request, and all of them share one encoding. Attention is dense, [H, B, T,
+C, N], so N should be a few hundred at most.
 
-Features of the user are one token in front of the events, as in service: at the time of the first event, or of whoever
-asks before there is one. All indices here count events alone.
+Features of the user are one token in front of the events, as in service: at the time of the first
+event, or of whoever asks before there is one. All indices here count events alone.
 
-Shapes: B users, N events, L tokens (N, or N + 1 with the user's), T moments a user, C candidates a moment, H heads.
+Shapes: B users, N events, L tokens (N, or N + 1 with the user's), T moments a user, C candidates a
+moment, H heads.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HSTULayer
 
-CLOSED = -1e4  # a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
+# a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
+CLOSED = -1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +43,10 @@ class HistoryBatch:
 
 
 class EncodedHistories:
-    """Keys and values of B histories in every layer. Invariant: they are made before any candidate is known."""
+    """Keys and values of B histories in every layer.
+
+    Invariant: they are made before any candidate is known.
+    """
 
     def __init__(self, model: HSTU, histories: HistoryBatch, dropout_ratio: float = 0.0) -> None:
         """Encode.
@@ -70,7 +76,8 @@ class EncodedHistories:
             assert isinstance(layer, HSTULayer)
             self._biases.append(self._bias_of_every(layer))
             if layer is model.layers[-1]:
-                k, v = layer.project_kv(x)  # nothing reads the history's final rows, so they are not computed
+                # nothing reads the history's final rows, so they are not computed
+                k, v = layer.project_kv(x)
             else:
                 u, v, q, k = layer.project(x)
                 attention = _attend(q[:, :, None], (k, v), self._biases[-1].unsqueeze(3))[:, :, 0]
@@ -88,16 +95,19 @@ class EncodedHistories:
 
         Args:
             candidates: int64 [B, T, C] item rows, with `num_items` for NEXT.
-            at: int64 [B, T] index of the event just before which they are scored; None = every event, T = N.
+            at: int64 [B, T] index of the event just before which they are scored; None = every
+                event, T = N.
             request: [B, T] of a model that has such features.
-            cross: [B, T, c] of a model that has such features: of the first c candidates. NEXT, behind them, has none.
+            cross: [B, T, c] of a model that has such features: of the first c candidates. NEXT,
+                behind them, has none.
 
         Returns:
             float32 [B, T, C, dim].
         """
         config = self._model.config
         places = self._every[self._num_before :] if at is None else at + self._num_before
-        x = self._items(candidates) + self._model.action(torch.tensor(len(config.actions)))  # not acted on yet
+        # not acted on yet
+        x = self._items(candidates) + self._model.action(torch.tensor(len(config.actions)))
         x = self._placed(self._shown(x, request, cross), places[..., None])
         for index, layer in enumerate(self._model.layers):
             assert isinstance(layer, HSTULayer)
@@ -107,7 +117,9 @@ class EncodedHistories:
             else:
                 bias = self._bias_of(layer, places)
             u, own_v, q, own_k = layer.project(x)
-            attention = _attend(q, self._slabs[index], bias.unsqueeze(3)) + _attend_itself(layer, q, own_k, own_v)
+            attention = _attend(q, self._slabs[index], bias.unsqueeze(3)) + _attend_itself(
+                layer, q, own_k, own_v
+            )
             x = self._updated(layer, x, u, attention)
         return x
 
@@ -127,7 +139,9 @@ class EncodedHistories:
         user = self._model.user_token + self._features("user", histories.user)
         return torch.cat([user[:, None], x], dim=1)
 
-    def _shown(self, x: Tensor, request: FeatureValues | None, cross: FeatureValues | None) -> Tensor:
+    def _shown(
+        self, x: Tensor, request: FeatureValues | None, cross: FeatureValues | None
+    ) -> Tensor:
         """Add the features of requests and candidates to candidates' rows [B, T, C, dim]."""
         if "request" in self._model.features:
             x = x + self._features("request", request)[:, :, None]
@@ -152,19 +166,26 @@ class EncodedHistories:
         return x + dropout(new - x, self._dropout_ratio) if self._dropout_ratio else new
 
     def _bias_of_every(self, layer: HSTULayer) -> Tensor:
-        """The relative bias between all tokens; the distances are every user's, so their gradient is summed first."""
+        """The relative bias between all tokens.
+
+        The distances are every user's, so their gradient is summed first.
+        """
         position, time = layer.bias
         num_tokens = len(self._every)
         by_place = _look_up(position, self._ago.clamp(0, position.shape[1] - 1).flatten())
         by_time = _look_up(time, self._bucket)
-        both = by_place.view(-1, 1, num_tokens, num_tokens) + by_time.view(len(by_time), -1, num_tokens, num_tokens)
+        both = by_place.view(-1, 1, num_tokens, num_tokens) + by_time.view(
+            len(by_time), -1, num_tokens, num_tokens
+        )
         return both.masked_fill(self._ago < 0, CLOSED)
 
     def _bias_of(self, layer: HSTULayer, at: Tensor) -> Tensor:
         """The relative bias between moments, tokens [B, T], and those before each: [H, B, T, L]."""
         position, time = layer.bias
         ago = at[:, :, None] - self._every
-        bucket = time_bucket(self._times.gather(1, at)[:, :, None] - self._times[:, None, :]).flatten()
+        bucket = time_bucket(
+            self._times.gather(1, at)[:, :, None] - self._times[:, None, :]
+        ).flatten()
         distance = ago.clamp(0, position.shape[1] - 1).flatten()
         both = _look_up(position, distance) + _look_up(time, bucket)
         return both.view(-1, *ago.shape).masked_fill(ago <= 0, CLOSED)
@@ -193,7 +214,9 @@ def _look_up(table: Tensor, columns: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, ratio: float) -> Tensor:
-    """Set a share of the numbers to 0, in steps of 1/256, and scale the others up. Random bytes are cheaper than bits.
+    """Set a share of the numbers to 0, in steps of 1/256, and scale the others up.
+
+    Random bytes are cheaper than bits.
 
     Args:
         x: any shape.
@@ -215,7 +238,9 @@ def _attend(q: Tensor, history: Slab, bias: Tensor) -> Tensor:
     queries = q.permute(3, 0, 1, 2, 4).reshape(heads * users, -1, width)
     keys = k.permute(2, 0, 3, 1).reshape(heads * users, width, -1)
     values = v.permute(2, 0, 1, 3).reshape(heads * users, -1, v.shape[3])
-    logits = torch.bmm(queries * width**-0.5, keys).view(heads, users, moments, candidates, -1) + bias
+    logits = (
+        torch.bmm(queries * width**-0.5, keys).view(heads, users, moments, candidates, -1) + bias
+    )
     out = torch.bmm(silu(logits).view(heads * users, moments * candidates, -1), values)
     return out.view(heads, users, moments, candidates, -1).permute(1, 2, 3, 0, 4)
 

@@ -1,9 +1,11 @@
 """A log as a ranker reads it: events, and features of users, events, requests and candidates, by the server's code.
 
-Computed cross features of any event of a log and any candidate, as a request just before the event would have them.
+Computed cross features of any event of a log and any candidate, as a request just before the event
+would have them.
 
-`CrossFeatures.columns` reads one history from its start. Here all histories are sorted once by what their events are
-alike in, and a history up to an event is a run of that order, found by two searches.
+`CrossFeatures.columns` reads one history from its start. Here all histories are sorted once by what
+their events are alike in, and a history up to an event is a run of that order, found by two
+searches.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from torch import Tensor
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.feature_schema.computed import NEVER, OF_TIME, Alike, CrossFeatures, ItemCodes, time_column
+from npu_gr.core.feature_schema.computed import (
+    NEVER,
+    OF_TIME,
+    Alike,
+    CrossFeatures,
+    ItemCodes,
+    time_column,
+)
 from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
 from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors, expected
 from npu_gr.core.feature_schema.schema import OFS, Of
@@ -48,7 +57,11 @@ class LoggedCross:
     """The computed cross features of one model over one log."""
 
     def __init__(
-        self, log: InteractionLog, cross: CrossFeatures, max_events: int, folds: FoldFactors | None = None
+        self,
+        log: InteractionLog,
+        cross: CrossFeatures,
+        max_events: int,
+        folds: FoldFactors | None = None,
     ) -> None:
         """Sort nothing yet.
 
@@ -56,7 +69,8 @@ class LoggedCross:
             log: with the users' histories.
             cross: the model's features.
             max_events: newest events of a history that are read, as in service.
-            folds: in the place of the model's factors, which know what its trained events were worth.
+            folds: in the place of the model's factors, which know what its trained events were
+                worth.
         """
         if folds is None and cross.factors is not None:
             folds = FoldFactors((cross.factors,), np.zeros(log.num_users, np.int64))
@@ -79,7 +93,8 @@ class LoggedCross:
         """Compute the features.
 
         Args:
-            events: [m] index in the log; the user's events before it are the history, and its time is the request's.
+            events: [m] index in the log; the user's events before it are the history, and its time
+                is the request's.
             candidates: [m, c] item rows.
 
         Returns:
@@ -113,7 +128,9 @@ class LoggedCross:
     def _mf_scores(self, events: I64, candidates: I64) -> F32:
         assert self._folds is not None, "a model with the feature has factors"
         if self._folded is None:
-            self._folded = np.concatenate([self._folded_in(user) for user in range(self._log.num_users)])
+            self._folded = np.concatenate(
+                [self._folded_in(user) for user in range(self._log.num_users)]
+            )
         fold = self._folds.fold_of[self._users[events]]
         items = np.empty((*candidates.shape, self._folded.shape[1]))
         for place, factors in enumerate(self._folds.folds):
@@ -147,7 +164,9 @@ class LoggedCross:
             counted = np.flatnonzero(counts[self._log.actions])
             values, is_value = self._cross.values_of(by, self._log.items[counted])
             event = np.broadcast_to(counted[:, None], values.shape)[is_value]
-            keys, group = np.unique(self._key(by, self._users[event], values[is_value]), return_inverse=True)
+            keys, group = np.unique(
+                self._key(by, self._users[event], values[is_value]), return_inverse=True
+            )
             self._runs[key] = _Runs(keys, np.sort(group * self._width + event))
         return self._runs[key]
 
@@ -157,7 +176,10 @@ class LoggedCross:
 
 
 class LogInputs:
-    """The inputs of one schema over one log. A feature of the schema that the log lacks is missing everywhere."""
+    """The inputs of one schema over one log.
+
+    A feature of the schema that the log lacks is missing everywhere.
+    """
 
     def __init__(self, log: InteractionLog, model: HSTU, folds: FoldFactors | None = None) -> None:
         """Encode the features of all users and events.
@@ -168,7 +190,8 @@ class LogInputs:
             folds: to train on, in the place of the model's factors.
 
         Raises:
-            DataError: a value does not fit its feature; the message names the feature, the row and the limit.
+            DataError: a value does not fit its feature; the message names the feature, the row and
+                the limit.
         """
         self.log = log
         self.max_events = model.config.max_history_tokens - bool(model.config.features_of("user"))
@@ -257,7 +280,9 @@ class LogInputs:
         start = int(self.log.starts[int(self._users[event])])
         return max(start, event - self.max_events)
 
-    def _encoded(self, of: Of, computed: Mapping[str, Values], num_rows: int) -> FeatureValues | None:
+    def _encoded(
+        self, of: Of, computed: Mapping[str, Values], num_rows: int
+    ) -> FeatureValues | None:
         encoder = self._encoders[of]
         if not encoder.features:
             return None

@@ -1,17 +1,20 @@
-"""What a step of the ranker's training minimises, and how likely the validation is. One encoding serves every loss.
+"""What a step of the ranker's training minimises, and how likely the validation is.
+
+One encoding serves every loss.
 
     the next item   softmax of u . e over the catalogue at every event, from the NEXT row. Items that the window had
-                    before are left out, but for the true one. Of a large catalogue every step draws some items, which
-                    stand for all
+                    before are left out, but for the true one. Of a large catalogue every step draws
+                    some items, which stand for all
     binary task     binary cross-entropy on the row of the event's own item. An auxiliary head, which is not served,
-                    learns the same for every threshold between the action values (ordinal regression: a rating of 5
-                    says more than "liked"), or for every event type
+                    learns the same for every threshold between the action values (ordinal
+                    regression: a rating of 5 says more than "liked"), or for every event type
     click           softmax of the next item's logit r among items drawn from the retrieval's own softmax of this very
-                    step, which are those that a cascade ranks, and from all items; at a share of the events. A draw
-                    counts for the number of items that it represents, so r estimates the same likelihood by itself
+                    step, which are those that a cascade ranks, and from all items; at a share of
+                    the events. A draw counts for the number of items that it represents, so r
+                    estimates the same likelihood by itself
 
-B = users, N = events of the longest window, M = events, n = items in the softmax, T = moments with a click loss,
-C = items drawn for each.
+B = users, N = events of the longest window, M = events, n = items in the softmax, T = moments with
+a click loss, C = items drawn for each.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from npu_gr.train.rank.forward import CLOSED, EncodedHistories, dropout
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import Labels, TrainOptions
 
-NUM_CLICK_DRAWS = 8  # items drawn at once: so many from the retrieval's own softmax, so many from all
+# items drawn at once: so many from the retrieval's own softmax, so many from all
+NUM_CLICK_DRAWS = 8
 
 
 class Retrieved(NamedTuple):
@@ -43,8 +47,11 @@ class Retrieved(NamedTuple):
     u: Tensor  # float32 [M, dim]
     own: Tensor  # float32 [M] logit of the event's own item
     items: Tensor  # int64 [n] rows of the items in the softmax, ascending
-    partition: Tensor  # float32 [M] log of the sum over the others, as if the whole catalogue were among them
-    shares: Tensor  # float32 [M, n] softmax of the others; 0 for the event's own item and what the window had before
+    # float32 [M] log of the sum over the others, as if the whole catalogue were among them
+    partition: Tensor
+    # float32 [M, n] softmax of the others; 0 for the event's own item and what the window had
+    # before
+    shares: Tensor
 
 
 def batch_loss(
@@ -76,7 +83,9 @@ def batch_loss(
     rows = encoded.rows(torch.stack(kinds, dim=-1), None, inputs.request(batch.events), cross)
     loss = rows.new_zeros(())
     if labels.served_tasks:
-        loss = loss + options.task_weight * _binary_loss(model, auxiliary, rows[:, :, 0], batch, labels, options)
+        loss = loss + options.task_weight * _binary_loss(
+            model, auxiliary, rows[:, :, 0], batch, labels, options
+        )
     if labels.click_task is None:
         return loss
     found = retrieve(model, rows[:, :, -1], batch, options)
@@ -89,7 +98,12 @@ def batch_loss(
 
 
 def _binary_loss(
-    model: HSTU, auxiliary: nn.Linear, true: Tensor, batch: Batch, labels: Labels, options: TrainOptions
+    model: HSTU,
+    auxiliary: nn.Linear,
+    true: Tensor,
+    batch: Batch,
+    labels: Labels,
+    options: TrainOptions,
 ) -> Tensor:
     """Sum the losses of the served tasks and of the auxiliary head.
 
@@ -103,7 +117,9 @@ def _binary_loss(
     """
     events = batch.events[batch.valid]
     hidden = model.head[:-1](model.norm_head(true[batch.valid]))
-    served = binary_cross_entropy_with_logits(model.head[-1](hidden)[:, labels.served_tasks], labels.served[events])
+    served = binary_cross_entropy_with_logits(
+        model.head[-1](hidden)[:, labels.served_tasks], labels.served[events]
+    )
     if not (options.ordinal_weight and labels.auxiliary.shape[1]):
         return served
     return served + options.ordinal_weight * binary_cross_entropy_with_logits(
@@ -128,21 +144,31 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
         table = model.items.embed(items)
         own = table[own_items]
     else:
-        items = torch.unique(torch.randint(num_items, (options.num_negatives,)))  # of equal size, any set is as likely
+        # of equal size, any set is as likely
+        items = torch.unique(torch.randint(num_items, (options.num_negatives,)))
         table = model.items.embed(items)
         own = model.items.embed(own_items)
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
-    is_closed = _first_places(batch, items)[:, None] <= every[:, None]  # at its own place: the event's own item
+    # at its own place: the event's own item
+    is_closed = _first_places(batch, items)[:, None] <= every[:, None]
     partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
-    return Retrieved(u, (u * own).sum(-1), items, partition + math.log(num_items / len(items)), shares)
+    return Retrieved(
+        u, (u * own).sum(-1), items, partition + math.log(num_items / len(items)), shares
+    )
 
 
 class _Partition(torch.autograd.Function):
-    """Log of the sum over the open items of exp(u . e). One [M, n] tensor in all: autograd's own takes seven."""
+    """Log of the sum over the open items of exp(u . e).
+
+    One [M, n] tensor in all: autograd's own takes seven.
+    """
 
     @staticmethod
     def forward(context: Any, u: Tensor, table: Tensor, is_closed: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the logs [M] and each item's share of the sum [M, n]; the shares have no gradient."""
+        """Compute the logs [M] and each item's share of the sum [M, n].
+
+        The shares have no gradient.
+        """
         shares = (u @ table.T).masked_fill_(is_closed, CLOSED)
         top = shares.amax(1, keepdim=True)
         total = shares.sub_(top).exp_().sum(1, keepdim=True)
@@ -187,7 +213,9 @@ def _click_loss(
     drawn, log_weight = draw_candidates(model, found, batch, some, NUM_CLICK_DRAWS)
     candidates = torch.cat([true, drawn], dim=-1)
     events = batch.events.gather(1, some)
-    rows = encoded.rows(candidates, some, inputs.request(events), inputs.cross_of(events, candidates))
+    rows = encoded.rows(
+        candidates, some, inputs.request(events), inputs.cross_of(events, candidates)
+    )
     logits = model.task_logits(rows)[..., task]
     counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
     surprise = torch.logsumexp(counted, dim=-1) - logits[..., 0]
@@ -195,11 +223,14 @@ def _click_loss(
 
 
 @torch.no_grad()
-def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, num_draws: int) -> tuple[Tensor, Tensor]:
+def draw_candidates(
+    model: HSTU, found: Retrieved, batch: Batch, some: Tensor, num_draws: int
+) -> tuple[Tensor, Tensor]:
     """Draw items for some events: so many from the retrieval's softmax, and as many from the whole catalogue.
 
-    A draw counts for 1 / (times that it is expected), whichever of the two it comes from. So the draws, each as many
-    times as it counts, add up to every item but the event's own and those before it, on average.
+    A draw counts for 1 / (times that it is expected), whichever of the two it comes from. So the
+    draws, each as many times as it counts, add up to every item but the event's own and those
+    before it, on average.
 
     Args:
         model: embeds the items.
@@ -209,8 +240,8 @@ def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, n
         num_draws: from each source.
 
     Returns:
-        int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each draw represents:
-        -inf for a draw that does not count.
+        int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each
+        draw represents: -inf for a draw that does not count.
     """
     num_items = model.config.num_items
     row_of = (batch.valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.valid)
@@ -221,13 +252,19 @@ def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, n
     logits = (found.u[rows][..., None, :] * model.items.embed(drawn)).sum(-1)
     share = (logits - found.partition[rows][..., None]).exp()
     log_weight = -(num_draws * (share + 1 / num_items)).log()
-    before = torch.arange(batch.items.shape[1]) <= some[..., None]  # [B, T, N], the event itself included
-    is_closed = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
+    # [B, T, N], the event itself included
+    before = torch.arange(batch.items.shape[1]) <= some[..., None]
+    is_closed = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(
+        -1
+    )
     return drawn, log_weight.masked_fill(is_closed, -math.inf)
 
 
 def _sample_places(valid: Tensor, ratio: float) -> Tensor:
-    """Sample a share of the columns, without repetition: int64 [B, T]; padding is taken only where events run out."""
+    """Sample a share of the columns, without repetition: int64 [B, T].
+
+    Padding is taken only where events run out.
+    """
     order = torch.rand(valid.shape).masked_fill(~valid, 2.0).argsort(dim=1)
     return order[:, : max(1, round(ratio * valid.shape[1]))]
 
@@ -262,7 +299,9 @@ def _rows(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], *, is_nex
         encoded = EncodedHistories(model, inputs.histories(batch))
         last = batch.valid.sum(1, keepdim=True) - 1
         events = batch.events.gather(1, last)
-        candidates = torch.full_like(events, log.num_items) if is_next else batch.items.gather(1, last)
+        candidates = (
+            torch.full_like(events, log.num_items) if is_next else batch.items.gather(1, last)
+        )
         cross = None if is_next else inputs.cross(events)
         found = encoded.rows(candidates[..., None], last, inputs.request(events), cross)
         rows[[place_of[event] for event in events[:, 0].tolist()]] = found[:, 0, 0]
@@ -287,12 +326,16 @@ def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextI
         for row, (user, event) in enumerate(part):
             logits[row, torch.from_numpy(log.items[log.starts[user] : event])] = CLOSED
         logits.scatter_(1, own, score)
-        found[start : start + len(part)] = (score[:, 0] - torch.logsumexp(logits, dim=1)).double().numpy()
+        found[start : start + len(part)] = (
+            (score[:, 0] - torch.logsumexp(logits, dim=1)).double().numpy()
+        )
     return found
 
 
 @torch.no_grad()
-def event_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], labels: Labels) -> F64:
+def event_likelihood(
+    inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], labels: Labels
+) -> F64:
     """Compute the log-probability of each event: of its item, and of what the user does with it. float64 [targets].
 
     Args:
@@ -304,7 +347,9 @@ def event_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]
     found = next_item_likelihood(inputs, model, targets)
     if labels.served_tasks:
         events = np.array([event for _, event in targets])
-        logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[:, labels.served_tasks]
+        logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[
+            :, labels.served_tasks
+        ]
         losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
         found -= losses.sum(1).double().numpy()
     return found
@@ -326,7 +371,10 @@ def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
     """
     last = log.starts[:-1] + log.num_trained - 1
     users = np.flatnonzero(log.num_trained > 1)
-    every = [NextItem(user, event) for user, event in zip(users.tolist(), last[users].tolist(), strict=True)]
+    every = [
+        NextItem(user, event)
+        for user, event in zip(users.tolist(), last[users].tolist(), strict=True)
+    ]
     targets = sample_targets(every, options.validation_users, options.seed)
     num_trained = log.num_trained.copy()
     num_trained[[user for user, _ in targets]] -= 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.settings import Count
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.train.data import Bools, InteractionLog, Split
 from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.steps import StepOptions
@@ -38,7 +38,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str
     at_least: float | None = None  # smallest action value of a positive
-    actions: Annotated[tuple[str, ...], Meta(max_length=MAX_ACTIONS)] = ()  # an event with one of them is a positive
+    actions: Annotated[
+        tuple[str, ...], Meta(max_length=MAX_ACTIONS)
+    ] = ()  # an event with one of them is a positive
 
     def __post_init__(self) -> None:
         if self.at_least is not None and self.actions:
@@ -69,7 +71,8 @@ def check_actions(log: InteractionLog) -> None:
     """
     if len(log.action_values) > MAX_ACTIONS:
         raise DataError(
-            f"{len(log.action_values)} distinct values of actions, the limit is {MAX_ACTIONS}: these are measurements, "
+            f"{len(log.action_values)} distinct values of actions, the limit is {MAX_ACTIONS}: "
+            "these are measurements, "
             "not actions; `npu-gr prepare` makes buckets of them"
         )
 
@@ -80,24 +83,34 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
     used = np.flatnonzero(counts)
     if len(used) == 1:
         name = log.names_of_actions[used[0]]
-        return ChosenTasks((CLICK,), f"every event is {quoted(name)}: the next item is all that can be learnt")
+        return ChosenTasks(
+            (CLICK,), f"every event is {quoted(name)}: the next item is all that can be learnt"
+        )
     if log.action_names:
         often = used[np.argsort(-counts[used], kind="stable")]
         chosen = [log.action_names[action] for action in often[1 : 1 + MAX_EVENT_TASKS]]
-        left = f", {len(often) - 1 - len(chosen)} rarer ones have none" if len(often) - 1 > len(chosen) else ""
+        left = (
+            (f", {len(often) - 1 - len(chosen)} rarer ones have none")
+            if len(often) - 1 > len(chosen)
+            else ""
+        )
         return ChosenTasks(
             (CLICK, *(Task(name=_task_name(name), actions=(name,)) for name in chosen)),
-            f"the next item, and one for each event type but the most frequent, {quoted(log.action_names[often[0]])}"
-            + left,
+            "the next item, and one for each event type but the most frequent, "
+            f"{quoted(log.action_names[often[0]])}" + left,
         )
     values = log.values[log.trained]
     if values.min() < 4.0 <= values.max() <= STARS:
         return ChosenTasks((CLICK, LIKE), "the next item, and a rating of at least 4")
-    median, second = float(np.quantile(values, 0.5, method="lower")), float(log.action_values[used[1]])
+    median, second = (
+        float(np.quantile(values, 0.5, method="lower")),
+        float(log.action_values[used[1]]),
+    )
     at_least, what = (median, "median") if median >= second else (second, "lowest but one")
     return ChosenTasks(
         (CLICK, Task(name=LIKE.name, at_least=at_least)),
-        f"the next item, and a value of at least {at_least:g}, which is the {what} of {values.min():g} .. "
+        f"the next item, and a value of at least {at_least:g}, which is the {what} of "
+        f"{values.min():g} .. "
         f"{values.max():g}",
     )
 
@@ -114,8 +127,8 @@ class Labels(NamedTuple):
 def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
     """Label every event of the log for every task.
 
-    Ordered values get the auxiliary labels of ordinal regression: above the lowest, above the second lowest, and so on.
-    Event types have no order, so each is a label of its own.
+    Ordered values get the auxiliary labels of ordinal regression: above the lowest, above the
+    second lowest, and so on. Event types have no order, so each is a label of its own.
 
     Raises:
         DataError: all trained events have the same label.
@@ -132,7 +145,9 @@ def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
         served.append(label)
         served_tasks.append(index)
     every = np.arange(len(log.action_values))
-    auxiliary = log.actions[:, None] == every if log.action_names else log.actions[:, None] > every[:-1]
+    auxiliary = (
+        log.actions[:, None] == every if log.action_names else log.actions[:, None] > every[:-1]
+    )
     click = next((index for index, task in enumerate(tasks) if task.is_next_item), None)
     return Labels(
         torch.from_numpy(np.array(served, np.float32).reshape(-1, len(log.items)).T.copy()),
@@ -164,7 +179,9 @@ def positives(log: InteractionLog, task: Task) -> Bools:
 
 
 def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
-    """Say what each action of a log is worth to a binary task: its value; of event types, 1 for a positive.
+    """Say what each action of a log is worth to a binary task: its value.
+
+    Of event types, 1 for a positive.
 
     Raises:
         ConfigError: the task names an action that the log lacks.
@@ -184,12 +201,23 @@ def _task_name(action: str) -> str:
 def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
     """Say which events there are, and which tasks would do."""
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values)).tolist()
-    there = [f"{name} ({count})" for name, count in zip(log.names_of_actions, counts, strict=True) if count]
-    rule = f"at_least {task.at_least}" if task.at_least is not None else f"actions {_shown(task.actions)}"
+    there = [
+        f"{name} ({count})"
+        for name, count in zip(log.names_of_actions, counts, strict=True)
+        if count
+    ]
+    rule = (
+        f"at_least {task.at_least}"
+        if task.at_least is not None
+        else (f"actions {_shown(task.actions)}")
+    )
     return (
-        f"task {task.name}: {rule} gives every trained event the same label, {'yes' if label else 'no'}; the trained "
-        f"events are {_shown(there)}. Leave `tasks` out and they are chosen by the log, or say them, e.g. "
-        "--set 'tasks=[{name: click},{name: buy, actions: [purchase]}]' or {name: like, at_least: 4}"
+        f"task {task.name}: {rule} gives every trained event the same label, "
+        f"{'yes' if label else 'no'}; the trained "
+        f"events are {_shown(there)}. Leave `tasks` out and they are chosen by the log, or say "
+        "them, e.g. "
+        "--set 'tasks=[{name: click},{name: buy, actions: [purchase]}]' or {name: like, "
+        "at_least: 4}"
     )
 
 
@@ -204,33 +232,57 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[str, Meta(description="of the model, as answers and metrics show it")] = "hstu"
     split: Annotated[
         Split,
-        Meta(description="what the evaluation keeps: the newest fifth of each user or of the log, or each last event"),
+        Meta(
+            description="what the evaluation keeps: the newest fifth of each user or of the log, "
+            "or each last event"
+        ),
     ] = "user-time"
     evaluate_on: Annotated[
         Literal["test", "validation"],
-        Meta(description="validation: split the training part again, and train and evaluate on that"),
+        Meta(
+            description="validation: split the training part again, and train and evaluate on that"
+        ),
     ] = "test"
-    test_users: Annotated[Count, Meta(description="most users of HR and NDCG, drawn at random")] = 1000
+    test_users: Annotated[Count, Meta(description="most users of HR and NDCG, drawn at random")] = (
+        1000
+    )
     validation_users: Annotated[
         Count,
-        Meta(description="most users whose last trained event stops the training and fits the order, drawn at random"),
+        Meta(
+            description="most users whose last trained event stops the training and fits the "
+            "order, drawn at random"
+        ),
     ] = 2000
     tasks: Annotated[
         tuple[Task, ...] | None,
-        Meta(description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; null: by the log"),
+        Meta(
+            description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; "
+            "null: by the log"
+        ),
     ] = None
 
     features: Annotated[
         tuple[Feature, ...] | None,
-        Meta(description="columns of the dataset to read, each with its kind; null: all, as their values look"),
+        Meta(
+            description="columns of the dataset to read, each with its kind; null: all, as their "
+            "values look"
+        ),
     ] = None
     computed: Annotated[
         tuple[str, ...],
-        Meta(description="what is computed besides, e.g. [events, rate_by:genre, recency, mf_score, hour]"),
+        Meta(
+            description="what is computed besides, e.g. [events, rate_by:genre, recency, "
+            "mf_score, hour]"
+        ),
     ] = ()
 
     budget_s: Annotated[
-        float, Meta(ge=0.0, description="seconds of a search for better settings on the validation; 0 = these settings")
+        float,
+        Meta(
+            ge=0.0,
+            description="seconds of a search for better settings on the "
+            "validation; 0 = these settings",
+        ),
     ] = 0.0
 
     dim: Annotated[Count, Meta(description="width of a token")] = 64
@@ -239,52 +291,94 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     qk_dim: Annotated[Count, Meta(description="width of a query and a key, per head")] = 32
     v_dim: Annotated[Count, Meta(description="width of a value, per head")] = 32
     head_dim: Annotated[Count, Meta(description="hidden width before the task logits")] = 64
-    activation: Annotated[Literal["uvqk", "u"], Meta(description="SiLU on all four projections, or on U alone")] = (
-        "uvqk"
-    )
-    residual: Annotated[Literal["add", "concat"], Meta(description="how the attention's output joins a token")] = "add"
+    activation: Annotated[
+        Literal["uvqk", "u"], Meta(description="SiLU on all four projections, or on U alone")
+    ] = "uvqk"
+    residual: Annotated[
+        Literal["add", "concat"], Meta(description="how the attention's output joins a token")
+    ] = "add"
     norm: Annotated[
-        Literal["layer", "group"], Meta(description="of the attention's output: over all heads, or each by itself")
+        Literal["layer", "group"],
+        Meta(description="of the attention's output: over all heads, or each by itself"),
     ] = "layer"
     relative_bias: Annotated[
         Literal["position_time", "none"],
-        Meta(description="what attention adds for the distance and the time between two tokens; none: nothing"),
+        Meta(
+            description="what attention adds for the distance and the time between two tokens; "
+            "none: nothing"
+        ),
     ] = "position_time"
-    scaling_seqlen: Annotated[Count, Meta(description="the constant attention scale is 1 / this")] = 64
+    scaling_seqlen: Annotated[
+        Count, Meta(description="the constant attention scale is 1 / this")
+    ] = 64
     max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
 
     patience: Annotated[
-        int, Meta(ge=0, description="epochs without a better likelihood on validation that end it; 0 = never")
+        int,
+        Meta(
+            ge=0,
+            description="epochs without a better likelihood on validation that end it; 0 = never",
+        ),
     ] = 3
-    window_tokens: Annotated[Count, Meta(description="longest run of events trained on at once")] = 120
+    window_tokens: Annotated[
+        Count, Meta(description="longest run of events trained on at once")
+    ] = 120
     batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 1024
-    item_weight_decay: Annotated[Weight, Meta(description="of item embeddings, which overfit first")] = 0.5
-    dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.3
+    item_weight_decay: Annotated[
+        Weight, Meta(description="of item embeddings, which overfit first")
+    ] = 0.5
+    dropout: Annotated[
+        DropoutRatio, Meta(description="share of embeddings and updates that are dropped")
+    ] = 0.3
     row_dropout: Annotated[
         DropoutRatio,
-        Meta(description="share of the items that a step knows by features and codes alone, as it will know new ones"),
+        Meta(
+            description="share of the items that a step knows by features and codes alone, as it "
+            "will know new ones"
+        ),
     ] = 0.1
-    vector_dropout: Annotated[DropoutRatio, Meta(description="share of the user's vector that is dropped")] = 0.15
+    vector_dropout: Annotated[
+        DropoutRatio, Meta(description="share of the user's vector that is dropped")
+    ] = 0.15
     item_length: Annotated[
-        Weight, Meta(description="of the item embeddings at the start, which say what stands near what; 0 = random")
+        Weight,
+        Meta(
+            description="of the item embeddings at the start, which say what stands near "
+            "what; 0 = random"
+        ),
     ] = 0.3
 
     max_softmax_items: Annotated[
-        Count, Meta(description="largest catalogue of which every item is in the softmax of the next one")
+        Count,
+        Meta(description="largest catalogue of which every item is in the softmax of the next one"),
     ] = 4000
     num_negatives: Annotated[
         Count, Meta(description="items drawn for each step in the place of a larger catalogue")
     ] = 1024
-    task_weight: Annotated[Weight, Meta(description="of the binary tasks in the loss; the next item has 1")] = 1.0
-    ordinal_weight: Annotated[Weight, Meta(description="of the auxiliary head beside the binary tasks")] = 0.5
+    task_weight: Annotated[
+        Weight, Meta(description="of the binary tasks in the loss; the next item has 1")
+    ] = 1.0
+    ordinal_weight: Annotated[
+        Weight, Meta(description="of the auxiliary head beside the binary tasks")
+    ] = 0.5
     click_weight: Annotated[Weight, Meta(description="of the next item's logit in the loss")] = 0.3
-    click_ratio: Annotated[Share, Meta(description="share of the events that get items drawn for that logit")] = 0.05
+    click_ratio: Annotated[
+        Share, Meta(description="share of the events that get items drawn for that logit")
+    ] = 0.05
     num_retrieved: Annotated[
-        Count, Meta(description="retrieved items of the lists that the order is fitted on, and that it is evaluated on")
+        Count,
+        Meta(
+            description="retrieved items of the lists that the order is fitted on, and "
+            "that it is evaluated on"
+        ),
     ] = 200
     num_neighbours: Annotated[
         int,
-        Meta(ge=0, description="items of these lists that the users of the history's items have, beside the others"),
+        Meta(
+            ge=0,
+            description="items of these lists that the users of the history's items have, "
+            "beside the others",
+        ),
     ] = 100
 
     def __post_init__(self) -> None:

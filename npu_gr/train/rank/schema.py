@@ -11,9 +11,9 @@ Features that are told (`features`) are taken as they are.
 
 Factorise a log for the cross feature `mf_score`.
 
-The served factors are of all trained events. Training reads others: the users are dealt into folds, and a user's score
-comes of factors that the other folds' users made. Else the model would trust a score that knows the very values that it
-is to predict.
+The served factors are of all trained events. Training reads others: the users are dealt into folds,
+and a user's score comes of factors that the other folds' users made. Else the model would trust a
+score that knows the very values that it is to predict.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ import torch
 
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
+from npu_gr.core.feature_schema.computed import (
+    ALL,
+    BY,
+    OF_TIME,
+    CrossFeatures,
+    ItemValueTable,
+    read_rule,
+)
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import FeatureColumn, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, ItemValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.baselines import MatrixFactorisation
 from npu_gr.train.data import Bools, InteractionLog
@@ -43,7 +50,9 @@ from npu_gr.train.rank.options import Task, TrainOptions, liking_values, positiv
 NUM_FOLDS = 4
 
 
-def factorise(log: InteractionLog, tasks: Sequence[Task], seed: int) -> tuple[ItemFactors, FoldFactors]:
+def factorise(
+    log: InteractionLog, tasks: Sequence[Task], seed: int
+) -> tuple[ItemFactors, FoldFactors]:
     """Factorise the trained events: for service, and in folds for training.
 
     Args:
@@ -59,7 +68,9 @@ def factorise(log: InteractionLog, tasks: Sequence[Task], seed: int) -> tuple[It
     folds = [np.where(fold_of == fold, 0, log.num_trained) for fold in range(NUM_FOLDS)]
     folds = [kept if kept.any() else log.num_trained for kept in folds]
     served = _factors(valued, seed)
-    return served, FoldFactors(tuple(_factors(replace(valued, num_trained=kept), seed) for kept in folds), fold_of)
+    return served, FoldFactors(
+        tuple(_factors(replace(valued, num_trained=kept), seed) for kept in folds), fold_of
+    )
 
 
 def deviation(log: InteractionLog, tasks: Sequence[Task]) -> float:
@@ -80,18 +91,25 @@ def _worth(log: InteractionLog, tasks: Sequence[Task]) -> tuple[float, ...]:
 
 def _factors(valued: InteractionLog, seed: int) -> ItemFactors:
     found = MatrixFactorisation(valued, seed)
-    return ItemFactors(found.items.astype(np.float32), (np.array(valued.action_values) - found.mean).astype(np.float32))
+    return ItemFactors(
+        found.items.astype(np.float32),
+        (np.array(valued.action_values) - found.mean).astype(np.float32),
+    )
 
 
 MAX_CATEGORY = 1000  # values that have a row each
 MAX_BUCKETS = 1 << 17
 NUM_BORDERS = 15
-_LEAST = 2  # rows with a value that has a row; rarer values are "unknown", which so is trained as well
+# rows with a value that has a row; rarer values are "unknown", which so is trained as well
+_LEAST = 2
 _LIKES = "likes"
 
 
 def choose_features(
-    log: InteractionLog, item_features: Sequence[ItemValues], tasks: Sequence[Task], options: TrainOptions
+    log: InteractionLog,
+    item_features: Sequence[ItemValues],
+    tasks: Sequence[Task],
+    options: TrainOptions,
 ) -> tuple[Feature, ...]:
     """List the features of a model, as told or as its log's trained events look.
 
@@ -116,11 +134,15 @@ def choose_features(
         by = feature.computed.partition(BY)[2]
         if by and by != ALL and by not in names:
             there = ", ".join(sorted(names)) or "none"
-            raise ConfigError(f"train: computed {feature.computed}: no item feature {by!r}; there are {there}")
+            raise ConfigError(
+                f"train: computed {feature.computed}: no item feature {by!r}; there are {there}"
+            )
     return (*found, *_with_borders(log, item_features, computed, max_events))
 
 
-def item_tables(log: InteractionLog, item_features: Sequence[ItemValues]) -> dict[str, ItemValueTable]:
+def item_tables(
+    log: InteractionLog, item_features: Sequence[ItemValues]
+) -> dict[str, ItemValueTable]:
     """Write the side features of items as tables by item row; a feature without values has none."""
     tables = {}
     for feature in item_features:
@@ -148,11 +170,18 @@ def _of_column(column: FeatureColumn, trained: Bools) -> Feature:
         return number_feature(Feature(name=column.name, of=column.of, kind="number"), numbers)
     rows = [_values(value) for value in column.values.tolist()]
     counts = Counter(
-        value for row, is_trained in zip(rows, trained.tolist(), strict=True) if is_trained for value in row
+        value
+        for row, is_trained in zip(rows, trained.tolist(), strict=True)
+        if is_trained
+        for value in row
     )
     if not counts:
         raise _empty(column)
-    shape: dict[str, Any] = {"name": column.name, "of": column.of, "max_values": max(map(len, rows))}
+    shape: dict[str, Any] = {
+        "name": column.name,
+        "of": column.of,
+        "max_values": max(map(len, rows)),
+    }
     if column.kind == "hashed" or (not column.kind and len(counts) > MAX_CATEGORY):
         return Feature(kind="hashed", num_buckets=min(MAX_BUCKETS, 2 * len(counts)), **shape)
     often = sorted(value for value, count in counts.items() if count >= _LEAST)
@@ -167,7 +196,8 @@ def _values(value: str | list[str] | None) -> list[str]:
 
 def _empty(column: FeatureColumn) -> DataError:
     return DataError(
-        f"feature {column.name} of {column.of}: no value in the trained part of the log; leave the column out, or say "
+        f"feature {column.name} of {column.of}: no value in the trained part of the log; leave the "
+        "column out, or say "
         "which features there are: the option `features`"
     )
 
@@ -192,8 +222,11 @@ def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
     if len(values) <= NUM_BORDERS + 1:
         borders = (values[1:] + values[:-1]) / 2
     else:
-        quantiles = np.quantile(numbers, np.arange(1, NUM_BORDERS + 1) / (NUM_BORDERS + 1), method="higher")
-        borders = np.append(quantiles.astype(np.float32), values[1])  # what most have is a bucket by itself
+        quantiles = np.quantile(
+            numbers, np.arange(1, NUM_BORDERS + 1) / (NUM_BORDERS + 1), method="higher"
+        )
+        # what most have is a bucket by itself
+        borders = np.append(quantiles.astype(np.float32), values[1])
         borders = borders[borders > values[0]]
     return _replaced(feature, borders=tuple(np.unique(borders).astype(np.float64).tolist()))
 
@@ -216,7 +249,9 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
         also = ", ".join((_LIKES, *OF_TIME))
         raise ConfigError(f"train: {error}; or one of {also}") from error
     if rule.what == MF_SCORE:
-        return Feature(name=text, of="cross", kind="number", computed=text, scale=deviation(log, tasks))
+        return Feature(
+            name=text, of="cross", kind="number", computed=text, scale=deviation(log, tasks)
+        )
     actions: tuple[str, ...] = ()
     if what == _LIKES or rule.what == "rate":
         liking = next((task for task in tasks if not task.is_next_item), None)
@@ -224,12 +259,19 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
             raise ConfigError(f"train: computed {text}: no task says which events are likes")
         is_like = np.zeros(len(log.action_values), np.bool_)
         is_like[np.unique(log.actions[positives(log, liking)])] = True
-        actions = tuple(name for name, liked in zip(log.names_of_actions, is_like.tolist(), strict=True) if liked)
+        actions = tuple(
+            name
+            for name, liked in zip(log.names_of_actions, is_like.tolist(), strict=True)
+            if liked
+        )
     return Feature(name=text, of="cross", kind="number", computed=computed, actions=actions)
 
 
 def _with_borders(
-    log: InteractionLog, item_features: Sequence[ItemValues], computed: Sequence[Feature], max_events: int
+    log: InteractionLog,
+    item_features: Sequence[ItemValues],
+    computed: Sequence[Feature],
+    max_events: int,
 ) -> list[Feature]:
     """Give computed numbers the buckets of the trained events' own items."""
     cross = CrossFeatures(
@@ -238,22 +280,32 @@ def _with_borders(
         item_tables(log, item_features),
     )
     own = np.flatnonzero(log.trained)
-    columns = LoggedCross(log, cross, max_events).columns(own, log.items[own, None]) if cross.rules else {}
+    columns = (
+        LoggedCross(log, cross, max_events).columns(own, log.items[own, None])
+        if cross.rules
+        else {}
+    )
     found = []
     for feature in computed:
         numbers = columns[feature.name].ravel() if feature.name in columns else None
-        found.append(feature if numbers is None else number_feature(feature, numbers[~np.isnan(numbers)]))
+        found.append(
+            feature if numbers is None else number_feature(feature, numbers[~np.isnan(numbers)])
+        )
     return found
 
 
-def beside_schema(item_features: Sequence[ItemValues], features: Sequence[Feature]) -> list[ItemValues]:
+def beside_schema(
+    item_features: Sequence[ItemValues], features: Sequence[Feature]
+) -> list[ItemValues]:
     """Leave out what the schema reads itself, unless something is computed by its values."""
     told = {feature.name for feature in features if feature.of == "item"}
     by = {feature.computed.partition(BY)[2] for feature in features}
     return [one for one in item_features if one.name not in told - by]
 
 
-def write_item_schema(model: HSTU, log: InteractionLog, item_features: Sequence[ItemValues]) -> None:
+def write_item_schema(
+    model: HSTU, log: InteractionLog, item_features: Sequence[ItemValues]
+) -> None:
     """Give the model's items the values of the schema's features, by the server's code.
 
     Raises:
@@ -269,7 +321,9 @@ def write_item_schema(model: HSTU, log: InteractionLog, item_features: Sequence[
     for feature in schema:
         if feature.name not in found:
             there = ", ".join(sorted(found)) or "none"
-            raise ConfigError(f"train: features.{feature.name}: no item feature of this name; there are {there}")
+            raise ConfigError(
+                f"train: features.{feature.name}: no item feature of this name; there are {there}"
+            )
         read = _number if feature.kind == "number" else _names
         columns[feature.name] = [read(found[feature.name], item) for item in items]
     try:
@@ -285,11 +339,16 @@ def _names(values: ItemValues, item: int) -> list[str]:
 
 
 def _number(values: ItemValues, item: int) -> float | None:
-    """Return the number of an item: as the items' file had it; of a category, what its name says."""
+    """Return the number of an item: as the items' file had it.
+
+    Of a category, what its name says.
+    """
     if values.numbers:
         return values.numbers.get(item)
     names = _names(values, item)
     try:
         return float(names[0]) if names else None
     except ValueError:
-        raise DataError(f"features.{values.name}: item {item} has {names[0]!r}, which is no number") from None
+        raise DataError(
+            f"features.{values.name}: item {item} has {names[0]!r}, which is no number"
+        ) from None

@@ -1,13 +1,15 @@
-"""Train the HSTU ranker from an interaction log: one trunk that retrieves, ranks, and knows the order to show.
+"""Train the HSTU ranker from an interaction log: one shared encoder that retrieves, ranks, and knows the order to show.
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
-                 the training at the epoch that makes it most likely, chooses the kind of the neighbours, and fits the
-                 weights of the order, or serves another one: see `order_choice.py`
+                 the training at the epoch that makes it most likely, chooses the kind of the
+                 neighbours, and fits the weights of the order, or serves another one: see
+                 `order_choice.py`
     evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
                  other events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
-                 same weights of the order; transitions and neighbours are counted anew. What is measured is the model
-                 of the older events; nothing is left to measure the served one on
+                 same weights of the order; transitions and neighbours are counted anew. What is
+                 measured is the model of the older events; nothing is left to measure the served
+                 one on
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -23,8 +25,8 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError
-from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.order import Order
+from npu_gr.history_store.interactions import Interactions, ItemValues
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.baselines import FittedBaselines, MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
@@ -32,13 +34,20 @@ from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.options import write_configuration
+from npu_gr.train.rank.blend import NUM_FOLLOWERS, ListSizes
+from npu_gr.train.rank.blend_choice import ChosenBlend, choose_blend
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import HeldOutEvents, event_likelihood, hold_out
-from npu_gr.train.rank.options import ChosenTasks, TrainOptions, check_actions, choose_tasks, liking_values, make_labels
-from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes
-from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
+from npu_gr.train.rank.options import (
+    ChosenTasks,
+    TrainOptions,
+    check_actions,
+    choose_tasks,
+    liking_values,
+    make_labels,
+)
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.steps import TrainingProgress
 
@@ -64,12 +73,14 @@ def train_rank(
         interactions: the whole log; `options.split` decides which events are trained on.
         item_features: side features of items; they help most for items with few events.
         options: the model and its training.
-        progress: called after every step of training and every user of the evaluation, in this thread.
+        progress: called after every step of training and every user of the evaluation, in this
+            thread.
         evaluated: called with the evaluated ranker, before the refit.
         codes: semantic IDs of the items; None = the ranker reads none.
 
     Returns:
-        The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all models.
+        The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all
+        models.
 
     Raises:
         DataError: the log is too small, a task has only one class, or the loss is not finite.
@@ -83,7 +94,10 @@ def train_rank(
     click = next((task.name for task in chosen.tasks if task.is_next_item), None)
     held_out = hold_out(log, options) if click is not None else HeldOutEvents(log, [])
     if options.budget_s and not held_out.targets:
-        raise ConfigError("budget_s: no user has two trained events and a next item to predict: nothing to search on")
+        raise ConfigError(
+            "budget_s: no user has two trained events and a next item to predict: "
+            "nothing to search on"
+        )
 
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
         return fit(
@@ -99,16 +113,25 @@ def train_rank(
             features=choose_features(held_out.log, item_features, chosen.tasks, tried),
         )
 
-    def judge(found: Fitted) -> F64:
+    def evaluate(found: Fitted) -> F64:
         return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
 
-    searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
+    searched = search(
+        options, train, evaluate, has_likes=any(not task.is_next_item for task in chosen.tasks)
+    )
     fitted = searched.fitted
     simple = fit_baselines(log, options.split, options.seed)
-    order = None if click is None else choose_order(fitted.model, click, held_out, _sizes(options), simple.item_knn)
-    counted = None if order is None else order.counted(log)  # as the baselines, which choose, and then count it too
+    order = (
+        None
+        if click is None
+        else choose_blend(fitted.model, click, held_out, _sizes(options), simple.item_knn)
+    )
+    # as the baselines, which choose, and then count it too
+    counted = None if order is None else order.counted(log)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
-    evaluation = _evaluate(searched, order, counted, simple, log, held_out, chosen, num_served, options, progress)
+    evaluation = _evaluate(
+        searched, order, counted, simple, log, held_out, chosen, num_served, options, progress
+    )
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -144,8 +167,8 @@ def _sizes(options: TrainOptions) -> ListSizes:
 
 def _evaluate(
     searched: SearchedOptions,
-    order: ChosenOrder | None,
-    counted: Order | None,
+    order: ChosenBlend | None,
+    counted: ScoreBlend | None,
     simple: FittedBaselines,
     log: InteractionLog,
     held_out: HeldOutEvents,
@@ -156,10 +179,14 @@ def _evaluate(
 ) -> Evaluation:
     labels = make_labels(log, chosen.tasks)
     first = labels.served_tasks[0] if labels.served_tasks else None
-    likes = labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
+    likes = (
+        labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
+    )
     valued = log
     if first is not None:  # an event type's index is no value; being a positive is
-        valued = replace(log, action_values=liking_values(log, chosen.tasks[first]), action_names=())
+        valued = replace(
+            log, action_values=liking_values(log, chosen.tasks[first]), action_names=()
+        )
     baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
@@ -177,27 +204,36 @@ def _evaluate(
         split=options.split,
         num_trained=int(held_out.log.trained.sum()),
         num_served=num_served,
-        num_judged=int((~log.trained).sum()),
+        num_evaluated=int((~log.trained).sum()),
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
         fitting=_in_words(searched, order, len(held_out.targets)),
         better_alone={} if order is None else order.better,
-        left_out=simple.left_out,
+        skipped=simple.skipped,
         ranker=ranker,
         parts=parts,
-        baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),
+        baselines=tuple(
+            evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines
+        ),
         likes=likes[~log.trained],
         users=log.users[~log.trained],
     )
 
 
-def _in_words(searched: SearchedOptions, order: ChosenOrder | None, num_users: int) -> str:
+def _in_words(searched: SearchedOptions, order: ChosenBlend | None, num_users: int) -> str:
     if order is None or not num_users:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
-    changed = ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items()) or "what was asked for"
-    tried = f"; of {searched.num_trials} settings tried: {changed}" if searched.options.budget_s else ""
+    changed = (
+        ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items())
+        or "what was asked for"
+    )
+    tried = (
+        (f"; of {searched.num_trials} settings tried: {changed}")
+        if searched.options.budget_s
+        else ""
+    )
     on = f"on the last trained event of {num_users:,} users"
     return f"{on}: {epochs}{tried}; {order.text()}"
 

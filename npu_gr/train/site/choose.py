@@ -1,7 +1,8 @@
 """Choose what a site's cascade asks and how it orders: its evaluated models are asked, in this process.
 
-Each user is asked for once a source, and once for all that the sources found in every order; each set of sources is
-then merged and ordered by hand, as the cascade does it. So many sets cost as much as one.
+Each user is asked for once a source, and once for all that the sources found in every order; each
+set of sources is then merged and ordered by hand, as the cascade does it. So many sets cost as much
+as one.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import OrderName, RecommendRequest, SourceName
-from npu_gr.features.interactions import Interactions
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.cascade_plan import best_first, by_both, in_turns
+from npu_gr.handlers.service import Service
+from npu_gr.history_store.interactions import Interactions
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.cascade import (
@@ -41,21 +42,26 @@ from npu_gr.train.data import to_train_on
 AT_ONCE = 8
 BUDGET_S = 60.0
 LEAST_USERS = 50  # who choose; of fewer nothing can be learned
-OWN: tuple[SourceName, ...] = ("trunk", "transitions", "neighbours")  # of the ranker: its order is fitted on these
+# of the ranker: its order is fitted on these
+OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")
 ASKED: tuple[OrderName, ...] = ("fitted", "rank")  # whose scores decide every order
 
 
 def choose_for_site(
-    path: Path, overrides: Sequence[str], log: Interactions, sources: Mapping[SourceName, int], most_users: int
+    path: Path,
+    overrides: Sequence[str],
+    log: Interactions,
+    sources: Mapping[SourceName, int],
+    most_users: int,
 ) -> CascadeChoice | None:
-    """Choose by users whom `npu-gr demo` does not judge.
+    """Choose by users whom `npu-gr demo` does not evaluate.
 
     Args:
         path: configuration over the evaluated models, with every part as a section.
         overrides: `section.key=value`.
         log: all events; the models have not seen each user's last.
-        sources: that may be chosen, and the items asked of each, the ranker's own first; these with the fitted order
-            are what stays unless another way is measurably better.
+        sources: that may be chosen, and the items asked of each, the ranker's own first; these with
+            the fitted order are what stays unless another way is measurably better.
         most_users: half of them choose.
 
     Returns:
@@ -65,30 +71,38 @@ def choose_for_site(
         ConfigError: the configuration cannot be served. NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    judged = {case.user for case in next_events(log, known, JUDGED_USERS)}
-    cases = [case for case in next_events(log, known) if case.user not in judged][:most_users]
+    evaluated = {case.user for case in next_events(log, known, JUDGED_USERS)}
+    cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
     if len(cases) < 2 * LEAST_USERS:
         return None
     return asyncio.run(_choose(path, overrides, cases, dict(sources)))
 
 
 async def _choose(
-    path: Path, overrides: Sequence[str], cases: Sequence[NextEventCase], sources: dict[SourceName, int]
+    path: Path,
+    overrides: Sequence[str],
+    cases: Sequence[NextEventCase],
+    sources: dict[SourceName, int],
 ) -> CascadeChoice:
     config = load(path, overrides)
     assert config.recommend is not None
     max_candidates = config.recommend.max_candidates
     recommend = msgspec.structs.replace(
-        config.recommend, sources=sources, max_candidates=sum(sources.values()), order=None, popular=None
+        config.recommend,
+        sources=sources,
+        max_candidates=sum(sources.values()),
+        order=None,
+        popular=None,
     )
     config = msgspec.structs.replace(
         config,
         recommend=recommend,
         features=HistoryConfig(kind="none"),
-        admission=msgspec.structs.replace(config.admission, enabled=False),  # nobody waits for these answers
+        # nobody waits for these answers
+        admission=msgspec.structs.replace(config.admission, enabled=False),
     )
     exclude_seen = hides_seen(cases)
-    ways = cascade_ways(list(sources), has_order=True)
+    ways = cascade_ways(list(sources), has_blend=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
     async with instance(config) as (_, service):
@@ -96,7 +110,9 @@ async def _choose(
 
         async def one(row: int, case: NextEventCase) -> None:
             async with waiting:
-                found = await _asked(service, case, actions, sources, max_candidates, exclude_seen=exclude_seen)
+                found = await _asked(
+                    service, case, actions, sources, max_candidates, exclude_seen=exclude_seen
+                )
             for way in ways:
                 items = found.items(way)
                 if case.target in items:
@@ -108,14 +124,19 @@ async def _choose(
                     group.create_task(one(row, case))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-    return choose_way(places, CascadeWay(tuple(source for source in sources if source in OWN), "fitted"))
+    return choose_way(
+        places, CascadeWay(tuple(source for source in sources if source in OWN), "fitted")
+    )
 
 
 class _Found:
     """What the sources found for one user, and the scores of all of it."""
 
     def __init__(
-        self, lists: dict[SourceName, I64], scores: dict[OrderName, dict[int, float]], max_candidates: int
+        self,
+        lists: dict[SourceName, I64],
+        scores: dict[OrderName, dict[int, float]],
+        max_candidates: int,
     ) -> None:
         self._lists = lists
         self._scores = scores
@@ -123,7 +144,9 @@ class _Found:
 
     def items(self, way: CascadeWay) -> list[int]:
         """List the ten items that a cascade of this way answers: its merge, then its order."""
-        merged = in_turns([self._lists[source] for source in way.sources])[0][: self._max_candidates]
+        merged = in_turns([self._lists[source] for source in way.sources])[0][
+            : self._max_candidates
+        ]
         if way.order != "retrieval":
             known = self._scores["fitted" if way.order == "fitted" else "rank"]
             scores = np.array([known[item] for item in merged.tolist()], np.float32)
@@ -144,7 +167,9 @@ async def _asked(
     """Ask each source alone, then for the scores of all that they found."""
     events = Events.make(case.items, actions.indices(case.actions), case.timestamps)
 
-    async def asked(chosen: tuple[SourceName, ...] | None, order: OrderName) -> tuple[I64, list[float]]:
+    async def asked(
+        chosen: tuple[SourceName, ...] | None, order: OrderName
+    ) -> tuple[I64, list[float]]:
         request = RecommendRequest(
             user=UserKey("", case.user),
             history=HistoryRef(events=events),
@@ -160,5 +185,8 @@ async def _asked(
 
     lists = {source: (await asked((source,), "retrieval"))[0] for source in sources}
     scored = {order: await asked(None, order) for order in ASKED}
-    scores = {order: dict(zip(items.tolist(), values, strict=True)) for order, (items, values) in scored.items()}
+    scores = {
+        order: dict(zip(items.tolist(), values, strict=True))
+        for order, (items, values) in scored.items()
+    }
     return _Found(lists, scores, max_candidates)

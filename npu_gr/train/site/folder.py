@@ -28,7 +28,7 @@ import xxhash
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import value_name
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.report import PartReport, SiteReport
@@ -186,15 +186,24 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
         found: real names for the calls.
     """
     rows = [
-        f"| {name} | {row.name} | {row.value:.4f} | {row.baseline_value:.4f} {row.baseline} | {part.measured_on} |"
+        f"| {name} | {row.name} | {row.value:.4f} | {row.baseline_value:.4f} {row.baseline} | "
+        f"{part.measured_on} |"
         for name, part in report.parts.items()
         for row in part.figures
     ]
-    events = {"items": [found.items[-1]], "actions": [found.actions[-1]], "timestamps": [found.timestamp - 1]}
+    events = {
+        "items": [found.items[-1]],
+        "actions": [found.actions[-1]],
+        "timestamps": [found.timestamp - 1],
+    }
     warnings = [text for warning in report.warnings() for text in ("", warning)]
     words = report.words()
     cascade = "\n\n" + "\n\n".join(words) if words else ""
-    as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
+    as_of = (
+        ""
+        if found.asked_at is None
+        else (" (`timestamp` asks as of the end of the log; without it: as of now)")
+    )
     return f"""# A recommender of {report.num_events:,} events
 
 Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with {report.num_items:,} items
@@ -269,7 +278,8 @@ The history store and the vectors hold data of users: whoever may not read the l
 
 
 LEAST_EVENTS = 5
-OLD_S = 30 * 86_400  # a log that ends earlier than this is asked as of its end: no model has seen such a gap
+# a log that ends earlier than this is asked as of its end: no model has seen such a gap
+OLD_S = 30 * 86_400
 NEW_ITEM = "an-item-of-tomorrow"
 COLD_USER = "somebody-new"
 

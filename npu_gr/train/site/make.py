@@ -3,7 +3,8 @@
     dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md, report.json
             -> everything into its place at once
 
-What an earlier or an interrupted run made from the same dataset and the same options is not made again.
+What an earlier or an interrupted run made from the same dataset and the same options is not made
+again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from npu_gr.core.errors import DataError, NpuGrError
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
-from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.hf_files import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.config import load
@@ -37,8 +37,23 @@ from npu_gr.train.options import CONFIGURATION, curl, serve
 from npu_gr.train.rank.train import RankerCodes, train_rank
 from npu_gr.train.retrieve import TrainedRetriever, train_retriever
 from npu_gr.train.site.choose import OWN, choose_for_site
-from npu_gr.train.site.configuration import EVALUATED_CONFIG, PRESETS, SERVE, SiteOptions, configuration, options_for
-from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files, examples, known_user, readme
+from npu_gr.train.site.configuration import (
+    EVALUATED_CONFIG,
+    PRESETS,
+    SERVE,
+    SiteOptions,
+    configuration,
+    options_for,
+)
+from npu_gr.train.site.folder import (
+    REPORT,
+    SiteFolder,
+    digest,
+    digest_of_files,
+    examples,
+    known_user,
+    readme,
+)
 from npu_gr.train.site.report import (
     Figure,
     PartReport,
@@ -53,6 +68,7 @@ from npu_gr.train.site.report import (
 )
 from npu_gr.train.site.side_by_side import Training, side_by_side
 from npu_gr.train.steps import TrainingProgress, training_progress
+from npu_gr.vector_search.vectors import save as save_vectors
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
 POPULAR = "popular.txt"
@@ -79,7 +95,8 @@ def train_site(
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
-        DataError: the dataset cannot be read or trained on, or the folder cannot be written. What was served stays.
+        DataError: the dataset cannot be read or trained on, or the folder cannot be written. What
+            was served stays.
     """
     dataset = read_dataset(data)
     options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
@@ -100,8 +117,13 @@ def train_site(
     return report
 
 
-def train_command(data: Path, site: Path, preset: str, overrides: Sequence[str], num_threads: int) -> str:
-    """Write the command that makes the same site again, as a shell reads it; arguments as of `train_site`."""
+def train_command(
+    data: Path, site: Path, preset: str, overrides: Sequence[str], num_threads: int
+) -> str:
+    """Write the command that makes the same site again, as a shell reads it.
+
+    Arguments as of `train_site`.
+    """
     sets = [part for text in overrides for part in ("--set", text)]
     words = ["npu-gr", "train", "all", str(data), "--out", str(site), "--preset", preset]
     return shlex.join([*words, *sets, "--threads", str(num_threads)])
@@ -122,7 +144,9 @@ def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
     actions = read_dataset(data).manifest["actions"]  # the events have their numbers only
     names = msgspec.json.encode([actions["kind"], actions["names"]]).decode()
     return {
-        name: digest(__version__, events, names, msgspec.json.encode(part.options(options)).decode())
+        name: digest(
+            __version__, events, names, msgspec.json.encode(part.options(options)).decode()
+        )
         for name, part in PARTS.items()
     }
 
@@ -151,7 +175,9 @@ def _train(
             work = partial(train_part, name, data, options, folder.begin(name), made_from[name])
             trainings.append(Training(name, work))
             continue
-        console.print(f"{name}: reusing version {parts[name].version}, made from the same dataset and options")
+        console.print(
+            f"{name}: reusing version {parts[name].version}, made from the same dataset and options"
+        )
 
     def done(name: str, report: PartReport) -> None:
         folder.finish(name, report)
@@ -180,13 +206,16 @@ def _finish(
     configured = configuration(site, made_by, options, cascade).encode()
     evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
-        load(folder.write(name, text))  # a configuration that cannot be read never gets into service
+        # a configuration that cannot be read never gets into service
+        load(folder.write(name, text))
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)
     if is_changed:
         (folder.staged / SERVE).rename(folder.staged / NEW_SERVE)
-        console.print(f"{site / SERVE} was changed by somebody and stays; the new one is {site / NEW_SERVE}")
+        console.print(
+            f"{site / SERVE} was changed by somebody and stays; the new one is {site / NEW_SERVE}"
+        )
     report = SiteReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         dataset=str(data),
@@ -201,7 +230,9 @@ def _finish(
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     made = [name for name in PARTS if (folder.staged / name).exists()]
-    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT])
+    folder.put_in_place(
+        [*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT]
+    )
     return report
 
 
@@ -215,7 +246,7 @@ def _cascade(
 ) -> SiteCascade:
     """Choose by the evaluated models what a recommend asks, unless the same models and options did already."""
     sources: dict[SourceName, int] = {
-        "trunk": options.num_found,
+        "shared_encoder": options.num_found,
         "transitions": options.num_following,
         "neighbours": options.num_neighbours,
         "generate": options.num_generated,
@@ -228,7 +259,8 @@ def _cascade(
     own = {name: sources[name] for name in OWN}
     usual = SiteCascade(made_from=made_from, sources=own, order="fitted")
     path = folder.write(
-        EVALUATED_CONFIG, configuration(folder.place, made_by, options, usual, is_evaluated=True).encode()
+        EVALUATED_CONFIG,
+        configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
     )
     made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
     lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
@@ -241,7 +273,9 @@ def _cascade(
     try:
         choice = choose_for_site(path, overrides, log, sources, options.choosing_users)
     except NpuGrError as error:  # the ranker's own sources still serve
-        return msgspec.structs.replace(usual, words=(f"WARNING: sources and order were not chosen: {error}",))
+        return msgspec.structs.replace(
+            usual, words=(f"WARNING: sources and order were not chosen: {error}",)
+        )
     if choice is None:
         return usual
     return SiteCascade(
@@ -267,7 +301,8 @@ def _popular(dataset: Dataset, num_popular: int) -> str:
     items, counts = np.unique(dataset.interactions().items, return_counts=True)
     best = items[np.argsort(-counts, kind="stable")][:num_popular]
     names = [str(name) for name in dataset.names.names(best)]
-    return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])  # else it is no line
+    # else it is no line
+    return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])
 
 
 EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
@@ -328,13 +363,19 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
         save(checkpoint, folder / EVALUATED)
 
     interactions, features = dataset.interactions(), dataset.item_features()
-    # Features say more of a new item than codes that come of neighbours, which it has not: see docs/measured.md.
+    # Features say more of a new item than codes that come of neighbours, which it has not: see
+    # docs/measured.md.
     codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
-    what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
+    what = (
+        f"AUC of {found.num_evaluated:,} later events, HR and NDCG of the next item of "
+        f"{found.num_next:,} users"
+    )
     measured_on = _stands(found.split, found.num_trained, what)
     made = save(checkpoint, folder)
-    return _Trained(made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found))
+    return _Trained(
+        made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found)
+    )
 
 
 def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
@@ -349,7 +390,9 @@ def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show)
     report = trained.report
     what = f"of {report.own.num_users:,} users"
     measured_on = _stands(SPLIT, report.num_trained, what)
-    return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
+    return _Trained(
+        version(folder), measured_on, generator_figures(report), warning_of(report.comparison())
+    )
 
 
 def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
@@ -364,7 +407,9 @@ def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -
     return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
 
 
-def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path) -> None:
+def _publish(
+    trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path
+) -> None:
     publish(trained, features, options.generate, folder)
     (folder / CONFIGURATION).unlink()  # the site has one that serves all models
 

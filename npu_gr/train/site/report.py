@@ -11,8 +11,8 @@ from rich.table import Table
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
+from npu_gr.train.rank.blend_choice import in_words
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
-from npu_gr.train.rank.order_choice import in_words
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
@@ -73,7 +73,8 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
             "strongest baseline",
             "measured on",
             title=f"{self.num_events} events of {self.num_users} users with {self.num_items} items",
-            caption="evaluated first; then each model was trained again on all events, and that one is served",
+            caption="evaluated first; then each model was trained again on all events, and that "
+            "one is served",
             title_justify="left",
             caption_justify="left",
         )
@@ -100,11 +101,15 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warning_of(comparison: BaselineComparison | None) -> str:
-    """Say that a model is no better than the strongest baseline; empty = it is better, or there is none."""
+    """Say that a model is no better than the strongest baseline.
+
+    Empty = it is better, or there is none.
+    """
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item, "
+        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the "
+        "next item, "
         f"{comparison.grounds}. More events, more epochs or other settings may help."
     )
 
@@ -121,7 +126,8 @@ def ranker_words(found: Evaluation) -> tuple[str, ...]:
     return tuple(
         f"ranker in its fitted order less {name}: "
         + ", ".join(
-            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})" for figure, gap in list(gaps.items())[:2]
+            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+            for figure, gap in list(gaps.items())[:2]
         )
         for name, gaps in rows.items()
     )
@@ -142,7 +148,9 @@ def vectors_figures(found: RetrievalReport) -> tuple[Figure, ...]:
     return _compared(found.own, found.baselines)
 
 
-def _compared(own: F, baselines: Sequence[F], names: dict[str, str] | None = None) -> tuple[Figure, ...]:
+def _compared(
+    own: F, baselines: Sequence[F], names: dict[str, str] | None = None
+) -> tuple[Figure, ...]:
     """Compare figures with those of the best baseline; leave out what one of the two does not have.
 
     Args:
@@ -151,12 +159,14 @@ def _compared(own: F, baselines: Sequence[F], names: dict[str, str] | None = Non
         names: field -> name of figures beside those of the next item.
     """
     rows = []
-    next_item = _ALL_ITEMS if own.ranks.judges_all else _UNSEEN
+    next_item = _ALL_ITEMS if own.ranks.evaluates_all else _UNSEEN
     for field, name in ((names or {}) | next_item).items():
         value = getattr(own, field)
         others = [row for row in baselines if getattr(row, field) == getattr(row, field)]
         if value != value or not others:
             continue
         best = max(others, key=lambda row: float(getattr(row, field)))
-        rows.append(Figure(name=name, value=value, baseline=best.model, baseline_value=getattr(best, field)))
+        rows.append(
+            Figure(name=name, value=value, baseline=best.model, baseline_value=getattr(best, field))
+        )
     return tuple(rows)

@@ -42,7 +42,10 @@ class _Child(Generic[R]):
 
 
 def side_by_side(
-    trainings: Sequence[Training[R]], num_threads: int, show: Show, done: Callable[[str, R], None] = lambda *_: None
+    trainings: Sequence[Training[R]],
+    num_threads: int,
+    show: Show,
+    done: Callable[[str, R], None] = lambda *_: None,
 ) -> None:
     """Run all trainings, as many at once as there are threads to share.
 
@@ -77,9 +80,12 @@ def side_by_side(
 
 
 def _started(training: Training[R], num_threads: int) -> _Child[R]:
-    context = multiprocessing.get_context("spawn")  # torch has threads, which a fork does not survive
+    # torch has threads, which a fork does not survive
+    context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(training.work, num_threads, there), name=training.name, daemon=True)
+    process = context.Process(
+        target=_main, args=(training.work, num_threads, there), name=training.name, daemon=True
+    )
     process.start()
     there.close()
     return _Child(training.name, process, here)
@@ -108,13 +114,18 @@ def _result(child: _Child[R]) -> R:
     child.process.join()
     if not child.results:
         code = child.process.exitcode
-        why = "was killed; is there enough memory?" if code == -signal.SIGKILL else f"ended with code {code}"
+        why = (
+            ("was killed; is there enough memory?")
+            if code == -signal.SIGKILL
+            else f"ended with code {code}"
+        )
         raise DataError(f"{child.name}: the process of the training {why}")
     return child.results[0]
 
 
 def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends this process
+    # a Ctrl-C reaches the parent too, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_process()
     import torch
 

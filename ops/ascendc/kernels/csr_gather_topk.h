@@ -1,7 +1,7 @@
 // csr_gather_topk: the k best continuations of a request's beams in a trie, constrained before they are selected.
 //
 // logits [rows, codes]; beam i has the edges lo[i] .. lo[i] + degree[i] - 1 of the level, edge e reads logits[i,
-// code[e]] and counts (logits - norm[i]) + acc[i]. Order: score descending, beam ascending, edge ascending. Three
+// code[e]] and counts (logits - norm[i]) + acc[i]. ScoreBlend: score descending, beam ascending, edge ascending. Three
 // launches: the norm over the valid children (where no norm is given), the best pairs of groups of rows, their merge.
 // `parent` and `edge` are -1 where nothing is left.
 #pragma once

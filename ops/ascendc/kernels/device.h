@@ -1,10 +1,10 @@
-// The one place where a kernel meets the toolchain: CANN's header, or the CPU twin's.
+// The one place where a kernel meets the toolchain: CANN's header, or the CPU emulator's.
 #pragma once
 #ifndef NPU_GR_CANN
 #error "define NPU_GR_CANN, 80500 for CANN 8.5.0: CMakeLists.txt does"
 #endif
-#ifdef ASCENDC_CPU_TWIN
-#include "../twin/ascendc_twin.h"
+#ifdef ASCENDC_CPU_EMULATOR
+#include "../emulator/ascendc_emulator.h"
 #else
 #include "kernel_operator.h"
 #endif

@@ -16,19 +16,29 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def exact(x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-    y = linear(x.to(layer.weight.dtype).double(), layer.weight[first:last].double(), layer.bias[first:last].double())
+    y = linear(
+        x.to(layer.weight.dtype).double(),
+        layer.weight[first:last].double(),
+        layer.bias[first:last].double(),
+    )
     return silu(y) if is_silu else y
 
 
 def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert (got.shape, got.dtype) == (want.shape, dtype)
     if want.numel():
-        assert float((got - want).abs().max()) <= TOLERANCE[dtype] * max(float(want.abs().max()), 0.1)
+        assert float((got - want).abs().max()) <= TOLERANCE[dtype] * max(
+            float(want.abs().max()), 0.1
+        )
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
-@given(data=st.data(), rows=st.integers(0, 130), num_in=st.integers(1, 70), num_out=st.integers(1, 200))
-def test_any_shape(native: Native, data: st.DataObject, rows: int, num_in: int, num_out: int) -> None:
+@given(
+    data=st.data(), rows=st.integers(0, 130), num_in=st.integers(1, 70), num_out=st.integers(1, 200)
+)
+def test_any_shape(
+    native: Native, data: st.DataObject, rows: int, num_in: int, num_out: int
+) -> None:
     torch.manual_seed(rows)
     dtypes = st.sampled_from(list(TOLERANCE))
     layer = nn.Linear(num_in, num_out).to(data.draw(dtypes)).requires_grad_(False)
@@ -50,9 +60,15 @@ def test_changed_weights_are_packed_again(native: Native, dtype: torch.dtype) ->
         lambda: layer.weight.mul_(-2),
         lambda: layer.bias.add_(3),
         lambda: layer.load_state_dict(nn.Linear(16, 8).state_dict()),
-        lambda: setattr(layer, "weight", nn.Parameter(torch.randn(8, 16).to(dtype), requires_grad=False)),
+        lambda: setattr(
+            layer, "weight", nn.Parameter(torch.randn(8, 16).to(dtype), requires_grad=False)
+        ),
     ):
         assert_near(backend.affine(x, layer, 0, 8, False), exact(x, layer, 0, 8, False), dtype)
         change()
     assert_near(backend.affine(x, layer, 0, 8, False), exact(x, layer, 0, 8, False), dtype)
-    assert_near(backend.affine(x, layer.double(), 0, 8, True).float(), exact(x, layer, 0, 8, True), torch.float32)
+    assert_near(
+        backend.affine(x, layer.double(), 0, 8, True).float(),
+        exact(x, layer, 0, 8, True),
+        torch.float32,
+    )

@@ -12,7 +12,8 @@ from npu_gr.backend.cpu.beams import NativeBeams
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.reference import ReferenceBackend
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of values near 1; sharp scores magnify rounding
+# of values near 1; sharp scores magnify rounding
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -48,7 +49,9 @@ def test_equals_the_reference(
     for tensor in own:
         tensor[:, num_slots:] = torch.nan  # nobody may read it
     q = torch.randn(rows, 2 * group, dim, generator=random).to(dtype)
-    ancestry = torch.randint(0, rows + 2, (num_slots, rows), generator=random) if is_forked else None
+    ancestry = (
+        torch.randint(0, rows + 2, (num_slots, rows), generator=random) if is_forked else None
+    )
     call = BeamCall(q, shared, own, num_slots, ancestry, dim**-0.5)
     got = NativeBeams(native)(call)
     wide = [(k.double(), v.double()) for k, v in shared]

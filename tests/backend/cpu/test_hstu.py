@@ -18,7 +18,8 @@ from npu_gr.backend.tiles import Slab, Tiles
 
 REFERENCE = ReferenceBackend()
 DTYPES = (torch.float32, torch.bfloat16)
-# largest difference from fp64, as a share of the result's spread: rows in fp32 or bf16 over tiles of the same
+# largest difference from fp64, as a share of the result's spread: rows in fp32 or bf16 over tiles
+# of the same
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-2}
 FUZZ = settings(deadline=None, derandomize=True, max_examples=40)
 SEED = st.integers(0, 2**31)
@@ -40,14 +41,17 @@ class Case:
         self.stored = self.dtype if pick(0, 1, 1) else DTYPES[pick(0, 1)]
         self.cut = int(torch.randint(self.past + 1, (), generator=random))
         gap = pick(1, 4, 1000, 100_000, 2**26, 2**40)  # the last: further apart than 32 bits
-        steps = torch.randint(-(gap // 4), gap, (self.past + self.new,), generator=random)  # some go back in time
+        # some go back in time
+        steps = torch.randint(-(gap // 4), gap, (self.past + self.new,), generator=random)
         self.times = 1_600_000_000 + torch.cumsum(steps, 0)
         self.shown_at = int(self.times[-1]) + pick(-5, 0, 100, 10**6)
         buckets = pick(2, 5, 64, 200)
         tables = (torch.randn(self.heads, size, generator=random) for size in (buckets, 64))
         self.bias = BiasTables(*(t.to(self.dtype) for t in tables))
         # columns of a wider matrix, as the model's projection gives them
-        joined = torch.randn(self.past + self.new, self.heads * (2 * self.qk_dim + self.v_dim), generator=random)
+        joined = torch.randn(
+            self.past + self.new, self.heads * (2 * self.qk_dim + self.v_dim), generator=random
+        )
         widths = [self.heads * w for w in (self.qk_dim, self.qk_dim, self.v_dim)]
         parts = joined.to(self.stored).to(self.dtype).split(widths, dim=1)
         self.q, self.k, self.v = (x.unflatten(1, (self.heads, -1)) for x in parts)
@@ -92,7 +96,9 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 @given(seed=SEED)
 def test_history_rows(native: Native, seed: int) -> None:
     case, kernels = Case(seed), HstuKernels(native)
-    call = HstuCall(*case.rows(case.past), case.tiles(kernels, case.past), case.times, case.bias, 0.3)
+    call = HstuCall(
+        *case.rows(case.past), case.tiles(kernels, case.past), case.times, case.bias, 0.3
+    )
     before = [wide_slab(case.k[: case.past], case.v[: case.past])] if case.past else []
     want = REFERENCE.hstu_causal(wide_call(call)._replace(cached=before))
     assert_near(kernels.causal(call), want, case.dtype)
@@ -110,7 +116,10 @@ def test_candidates(native: Native, seed: int) -> None:
     got = kernels.targets(call)
     assert_near(got, want, case.dtype)
     if case.past:
-        behind = [*case.tiles(kernels, case.cut), (case.k[case.cut : case.past], case.v[case.cut : case.past])]
+        behind = [
+            *case.tiles(kernels, case.cut),
+            (case.k[case.cut : case.past], case.v[case.cut : case.past]),
+        ]
         again = kernels.targets(call._replace(cached=behind))
         assert torch.equal(again, got)
 
@@ -124,16 +133,25 @@ def test_a_cached_prefix_gives_the_same_bits(native: Native, seed: int) -> None:
     cold = kernels.causal(HstuCall(*case.rows(0), [], case.times, case.bias, 0.3))[case.past :]
     for num_cached in {case.past, case.cut}:
         hit = kernels.causal(
-            HstuCall(*case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3)
+            HstuCall(
+                *case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3
+            )
         )
         assert torch.equal(hit[case.past - num_cached :], cold)
     none = case.k[:0], case.v[:0]
     held = kernels.causal(
-        HstuCall(case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3)
+        HstuCall(
+            case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3
+        )
     )
     assert torch.equal(held, cold)  # the new rows in tiles as well
-    natural = [(case.k[: case.cut], case.v[: case.cut]), (case.k[case.cut : case.past], case.v[case.cut : case.past])]
-    assert torch.equal(kernels.causal(HstuCall(*case.rows(case.past), natural, case.times, case.bias, 0.3)), cold)
+    natural = [
+        (case.k[: case.cut], case.v[: case.cut]),
+        (case.k[case.cut : case.past], case.v[case.cut : case.past]),
+    ]
+    assert torch.equal(
+        kernels.causal(HstuCall(*case.rows(case.past), natural, case.times, case.bias, 0.3)), cold
+    )
 
 
 @FUZZ
@@ -143,7 +161,9 @@ def test_packing_is_the_definition(native: Native, seed: int) -> None:
     total = case.past + case.new
     (fast,) = case.tiles(kernels, total)
     assert isinstance(fast, Tiles)
-    slow = fast._replace(k=torch.full_like(fast.k, float("nan")), v=torch.full_like(fast.v, float("nan")))
+    slow = fast._replace(
+        k=torch.full_like(fast.k, float("nan")), v=torch.full_like(fast.v, float("nan"))
+    )
     tiles.pack(slow, 0, case.k[: case.cut], case.v[: case.cut])
     tiles.pack(slow, case.cut, case.k[case.cut :], case.v[case.cut :])
     for got, want in ((fast.k, slow.k), (fast.v, slow.v)):
@@ -167,12 +187,22 @@ def test_extremes(native: Native) -> None:
             q[..., 0] = size
             got = kernels.causal(HstuCall(q, unit, one, [], times[:1], bias, 1.0))
             want = torch.nn.functional.silu(torch.tensor(float(q[0, 0, 0]), dtype=torch.float64))
-            assert torch.allclose(got.double(), want.expand_as(got), rtol=1e-2, atol=1e-30 + 2e-38 * abs(size))
+            assert torch.allclose(
+                got.double(), want.expand_as(got), rtol=1e-2, atol=1e-30 + 2e-38 * abs(size)
+            )
         broken = torch.full((1, 1, 2), float("nan"), dtype=dtype)
         assert kernels.causal(HstuCall(broken, unit, one, [], times[:1], bias, 1.0)).isnan().all()
         empty = torch.empty(0, 1, 2, dtype=dtype), torch.empty(0, 1, 2, dtype=dtype), one[:0]
-        assert kernels.causal(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (0, 1, 16)
-        assert kernels.targets(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (0, 1, 16)
+        assert kernels.causal(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (
+            0,
+            1,
+            16,
+        )
+        assert kernels.targets(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (
+            0,
+            1,
+            16,
+        )
 
 
 def test_what_has_no_kernel_runs_in_torch() -> None:

@@ -14,9 +14,9 @@ from npu_gr.backend.calls import HstuFindCall, HstuFound
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.engine.rank_engine import Ahead, FindPass, NextItems, RankEngine, RankPass
+from npu_gr.engine.rank_engine import FindPass, NextItems, PrefetchedScores, RankEngine, RankPass
 from npu_gr.model.hstu import HSTU
 from tests.backend.cpu.test_hstu_pass import engine, tokens
 from tests.models import tiny_model
@@ -69,12 +69,17 @@ class Case:
     def work(self) -> FindPass:
         random = np.random.default_rng(self.seed)
         history = tokens(self.num_tokens, self.seed)
-        hidden = random.integers(0, 300, int(random.integers(0, 200)))  # in any order, some of them twice
+        # in any order, some of them twice
+        hidden = random.integers(0, 300, int(random.integers(0, 200)))
         cached = CachedPrefix(self.runs, self.num_cached) if self.num_cached else None
-        merge = (lambda rows: np.concatenate([[299], rows[rows != 299][::2]])) if self.merges else None
-        ahead = Ahead(merge, self.max_candidates, self.least) if self.is_ranked else None
+        merge = (
+            (lambda rows: np.concatenate([[299], rows[rows != 299][::2]])) if self.merges else None
+        )
+        ahead = PrefetchedScores(merge, self.max_candidates, self.least) if self.is_ranked else None
         keep = self.runs if self.keeps else None
-        return FindPass(RankPass(history, 0, NOTHING, SHOWN_AT, cached, keep), self.k, hidden, ahead)
+        return FindPass(
+            RankPass(history, 0, NOTHING, SHOWN_AT, cached, keep), self.k, hidden, ahead
+        )
 
 
 CASES = (
@@ -127,13 +132,22 @@ def test_at_once_is_step_by_step(native: Native, dtype: torch.dtype) -> None:
         if got.scores is not None:
             assert got.candidates is not None
             assert len(got.candidates) == min(case.max_candidates, len(got.rows)), case
-            cold = RankPass(tokens(case.num_tokens, case.seed), 0, got.candidates, SHOWN_AT, vector=got.vector)
+            cold = RankPass(
+                tokens(case.num_tokens, case.seed), 0, got.candidates, SHOWN_AT, vector=got.vector
+            )
             rank = apart.forward([cold])[0]  # by a rank of its own, without a prefix
             assert got.scores.retrieval is not None
-            assert np.column_stack([got.scores.logits, got.scores.retrieval]).tobytes() == rank.tobytes(), case
+            assert (
+                np.column_stack([got.scores.logits, got.scores.retrieval]).tobytes()
+                == rank.tobytes()
+            ), case
         if case.keeps:  # what it wrote is the prefix
-            for kept, wanted in zip(at_once.arena.copies(case.runs), apart.arena.copies(case.runs), strict=True):
-                assert torch.equal(kept[:, : case.num_tokens // 64], wanted[:, : case.num_tokens // 64])
+            for kept, wanted in zip(
+                at_once.arena.copies(case.runs), apart.arena.copies(case.runs), strict=True
+            ):
+                assert torch.equal(
+                    kept[:, : case.num_tokens // 64], wanted[:, : case.num_tokens // 64]
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -188,12 +202,15 @@ def test_other_models_go_step_by_step() -> None:
 
         model = tiny_model(retrieval=True, **changes)
         case = CASES[3]
-        same(alone(case, engine(model, Noted(), **layout)), alone(case, engine(model, StepByStep(), **layout)))
+        same(
+            alone(case, engine(model, Noted(), **layout)),
+            alone(case, engine(model, StepByStep(), **layout)),
+        )
         assert not any(answer is not None for answer in answers), (changes, layout)
 
 
 @needs_kernels
-def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
+def test_what_is_outside_is_rejected_by_name(model: HSTU) -> None:
     one, good = engine(model, AtOnce()), CASES[4].work()
     history = tokens(33, 4)
     history.rows[3] = 301  # NEXT's own is the last

@@ -12,21 +12,22 @@ import torch
 from msgspec.structs import replace as changed
 
 from benchmarks.kernels_pass import SegmentWise
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from tests.models import tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
-# largest difference from the segment-wise pass, as a share of the largest number; bf16 rounds at fewer places
+# largest difference from the segment-wise pass, as a share of the largest number; bf16 rounds at
+# fewer places
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 NOTHING: I64 = np.empty(0, np.int64)
 SHOWN_AT = 1_700_000_000
@@ -36,8 +37,8 @@ PAGES = (PageRun(9, 1), PageRun(2, 2), PageRun(5, 3))  # of 64 tokens
 class Whole(CPUBackend):
     """The CPU, which must take every pass."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
-        found = super().hstu_whole(call)
+    def fused_forward(self, call: FusedForwardCall) -> F32 | None:
+        found = super().fused_forward(call)
         assert found is not None
         return found
 
@@ -49,14 +50,22 @@ def engine(model: HSTU, backend: CPUBackend, **changes: Any) -> RankEngine:
         "page_tokens": 64, "dtype": str(model.dtype).removeprefix("torch."), "arrangement": "tiles",
     }  # fmt: skip
     layout = KVLayout(**{**settings, **changes})
-    return RankEngine(model, backend, None, KVArena(layout, 24, backend.device, pack=backend.pack_kv))  # type: ignore[arg-type]
+    return RankEngine(
+        model,
+        backend,
+        None,  # type: ignore[arg-type]
+        KVArena(layout, 24, backend.device, pack=backend.pack_kv),
+    )
 
 
 def tokens(count: int, seed: int, is_interleaved: bool = False) -> Tokens:
     random = np.random.default_rng(seed)
     rows = random.integers(0, 300, count)
-    actions = np.where(np.arange(count) % 2, random.integers(0, 3, count), -1 if is_interleaved else 1)
-    steps = random.integers(-1000, random.choice([4, 1000, 100_000]) + 1, count)  # some go back in time
+    actions = np.where(
+        np.arange(count) % 2, random.integers(0, 3, count), -1 if is_interleaved else 1
+    )
+    # some go back in time
+    steps = random.integers(-1000, random.choice([4, 1000, 100_000]) + 1, count)
     history = Events(rows + 1000, actions.astype(np.int16), 1_600_000_000 + np.cumsum(steps))
     return Tokens(history, rows, HistoryReport(fingerprint="", num_tokens=count))
 
@@ -87,7 +96,12 @@ class Case(NamedTuple):
         )  # fmt: skip
         count = pick(0, 1, 17, 63, 64, 65, 130, 200)
         own = tokens(count, seed, model.config.is_interleaved)
-        return cls(model, own, int(random.integers(count + 1)), random.integers(0, 300, pick(1, 5, 6, 7, 31)))
+        return cls(
+            model,
+            own,
+            int(random.integers(count + 1)),
+            random.integers(0, 300, pick(1, 5, 6, 7, 31)),
+        )
 
     def cold(self) -> RankPass:
         return RankPass(self.tokens, 0, self.candidates, SHOWN_AT)
@@ -116,7 +130,10 @@ def test_any_shape_gives_the_numbers_of_the_other_pass_and_one_pattern_of_bits(
 ) -> None:
     for seed in range(12):
         case = Case.of(seed, dtype)
-        whole, apart = engine(case.model, Whole(isa=native.isa)), engine(case.model, SegmentWise(isa=native.isa))
+        whole, apart = (
+            engine(case.model, Whole(isa=native.isa)),
+            engine(case.model, SegmentWise(isa=native.isa)),
+        )
         for own in (whole, apart):
             own.forward([case.prefill(0, case.cut)])
         found = [whole.forward([way])[0] for way in case.ways()]
@@ -139,11 +156,18 @@ def test_company_and_steps_change_no_bit(native: Native, dtype: torch.dtype) -> 
         Case(model, tokens(n, n, interleaved), cut, np.arange(c))
         for n, cut, c in ((130, 64, 7), (0, 0, 3), (65, 1, 100), (200, 130, 1))
     ]
-    pages = [(PageRun(0, 4),), (PageRun(4, 1),), (PageRun(8, 1), PageRun(10, 1)), (PageRun(13, 2), PageRun(20, 2))]
+    pages = [
+        (PageRun(0, 4),),
+        (PageRun(4, 1),),
+        (PageRun(8, 1), PageRun(10, 1)),
+        (PageRun(13, 2), PageRun(20, 2)),
+    ]
     alone = [one.forward([case.cold()])[0] for case in cases]
     one.forward([case.prefill(0, case.cut, own) for case, own in zip(cases, pages, strict=True)])
     batch = [
-        case.cold().leasing(CachedPrefix(own, case.cut) if case.cut else None, own if case.cut != 64 else None)
+        case.cold().leasing(
+            CachedPrefix(own, case.cut) if case.cut else None, own if case.cut != 64 else None
+        )
         for case, own in zip(cases, pages, strict=True)
     ]
     nobody = cases[0].prefill(0, 50, (PageRun(22, 1),))
@@ -157,7 +181,10 @@ def test_company_and_steps_change_no_bit(native: Native, dtype: torch.dtype) -> 
     for a, b in zip(one.arena.copies(whole), one.arena.copies(steps), strict=True):
         # keys behind the last token mean nothing
         assert torch.equal(a[:, :3], b[:, :3])
-    again = [one.forward([last.cold().leasing(CachedPrefix(own, 200), None)])[0] for own in (whole, steps)]
+    again = [
+        one.forward([last.cold().leasing(CachedPrefix(own, 200), None)])[0]
+        for own in (whole, steps)
+    ]
     assert again[0].tobytes() == again[1].tobytes() == alone[-1].tobytes()
 
 
@@ -172,7 +199,8 @@ def test_next_and_features_go_the_same_way(native: Native, dtype: torch.dtype) -
     assert off(u, other.find_all([work])[0].vector) <= TOLERANCE[dtype]
     rank = changed(history, candidates=np.arange(5))
     (following,), (asked,) = (
-        one._batches.tensors(one.backend, [work], is_next=is_next) for work, is_next in ((history, True), (rank, False))
+        one._batches.tensors(one.backend, [work], is_next=is_next)
+        for work, is_next in ((history, True), (rank, False))
     )
     segments = [following, asked]
     both = [scores.float().numpy() for scores in model(one.backend, segments)]
@@ -230,17 +258,24 @@ def test_weights_without_a_version_counter_go_segment_by_segment() -> None:
     begun.forward([rank()])
     with torch.inference_mode():  # a weight is replaced by such a one while it serves
         ours.layers[0].uvqk.weight = torch.nn.Parameter(torch.ones_like(ours.layers[0].uvqk.weight))  # type: ignore[arg-type, union-attr]
-    assert begun.forward([rank()])[0].tobytes() == engine(ours, SegmentWise()).forward([rank()])[0].tobytes()
+    assert (
+        begun.forward([rank()])[0].tobytes()
+        == engine(ours, SegmentWise()).forward([rank()])[0].tobytes()
+    )
 
 
 @needs_kernels
-def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
+def test_what_is_outside_is_rejected_by_name(model: HSTU) -> None:
     one = engine(model, Whole())
     good = rank()
     for wrong, kind, says in (
         (changed(good, candidates=np.array([0, 300])), IndexError, "item row"),
         (changed(good, candidates=np.array([-1])), IndexError, "item row"),
-        (changed(good, tokens=changed(good.tokens, rows=good.tokens.rows + 300)), IndexError, "item row"),
+        (
+            changed(good, tokens=changed(good.tokens, rows=good.tokens.rows + 300)),
+            IndexError,
+            "item row",
+        ),
         (changed(good, keep=(PageRun(0, 1),)), ValueError, "fewer pages than tokens"),
         (changed(good, keep=(PageRun(23, 2),)), ValueError, "outside of its arena"),
         (changed(good, keep=(PageRun(-1, 2),)), ValueError, "outside of its arena"),
@@ -276,8 +311,8 @@ def test_what_the_call_does_not_know_goes_segment_by_segment() -> None:
         answers = list[object]()
 
         class Noted(CPUBackend):
-            def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
-                answers.append(super().hstu_whole(call))  # noqa: B023  (called in this round alone)
+            def fused_forward(self, call: FusedForwardCall) -> F32 | None:
+                answers.append(super().fused_forward(call))  # noqa: B023  (called in this round alone)
                 return answers[-1]  # type: ignore[return-value]  # noqa: B023
 
         one, other = engine(model, Noted(), **layout), engine(model, backend, **layout)

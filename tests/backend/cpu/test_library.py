@@ -45,7 +45,7 @@ def test_the_best_is_the_default() -> None:
     assert CPUBackend("off").kernels == "torch"
 
 
-def test_an_unknown_instruction_set_is_refused() -> None:
+def test_an_unknown_instruction_set_is_rejected() -> None:
     if not supported():
         pytest.skip("no kernels")
     with pytest.raises(NativeError, match="no kernels for 'mmx'"):
@@ -66,13 +66,15 @@ def test_without_a_library_the_reason_is_said(
         choose("reference", "require")
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"not ELF")
     with pytest.raises(NativeError, match="cannot be loaded"):
         load("", tmp_path / "broken.so")
 
 
-def test_another_versions_table_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_versions_table_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if not supported():
         pytest.skip("no kernels")
     monkeypatch.setattr("npu_gr.backend.cpu.library.ABI", -1)

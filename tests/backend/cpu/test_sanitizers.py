@@ -1,7 +1,8 @@
 """Every kernel on random jobs whose buffers end where the data ends: no stray access, nothing undefined, right results.
 
-`fuzz/` compares with sums in doubles. The kernels are compiled from the real sources, with sanitizers for this CPU's
-instruction sets, and by the cross compiler for aarch64, where an emulator runs them.
+`fuzz/` compares with sums in doubles. The kernels are compiled from the real sources, with
+sanitizers for this CPU's instruction sets, and by the cross compiler for aarch64, where an emulator
+runs them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import pytest
 from npu_gr.backend.cpu.library import supported
 
 ROOT = Path(__file__).parents[3]
-FLAGS = ["-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"]
+FLAGS = [
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+]
 # -O0: to optimise takes longer than it saves
 SANITIZERS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ROUNDS = {"neon": 84}  # emulated; 240 elsewhere
@@ -24,7 +33,9 @@ CROSS = "aarch64-linux-gnu-g++"
 
 def compiled(compiler: str, into: Path, *command: str) -> str:
     done = subprocess.run(
-        [compiler, *FLAGS, f"-I{ROOT / 'ops/cpu'}", *command, "-o", into], capture_output=True, text=True
+        [compiler, *FLAGS, f"-I{ROOT / 'ops/cpu'}", *command, "-o", into],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return str(into)
@@ -33,7 +44,9 @@ def compiled(compiler: str, into: Path, *command: str) -> str:
 def driver(compiler: str, into: Path) -> str:
     if not shutil.which(compiler):
         pytest.skip(f"there is no {compiler}")
-    return compiled(compiler, into / "driver.o", "-O1", "-c", str(ROOT / "tests/backend/cpu/fuzz/main.cpp"))
+    return compiled(
+        compiler, into / "driver.o", "-O1", "-c", str(ROOT / "tests/backend/cpu/fuzz/main.cpp")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,9 @@ def host_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 def linked(compiler: str, into: Path, isa: str, driver: str, *flags: str) -> str:
     name = isa.replace("neon", "generic")
     table = f"-Wl,--defsym,fuzzed_table=npu_gr_table_{name}"
-    return compiled(compiler, into / "fuzz", *flags, str(ROOT / f"ops/cpu/isa_{name}.cpp"), driver, table)
+    return compiled(
+        compiler, into / "fuzz", *flags, str(ROOT / f"ops/cpu/isa_{name}.cpp"), driver, table
+    )
 
 
 def fuzz(isa: str, *command: str) -> None:
@@ -71,4 +86,6 @@ def test_neon_by_emulator(tmp_path: Path) -> None:
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if not emulator:
         pytest.skip("there is no qemu-aarch64")
-    fuzz("neon", emulator, linked(CROSS, tmp_path, "neon", driver(CROSS, tmp_path), "-O2", "-static"))
+    fuzz(
+        "neon", emulator, linked(CROSS, tmp_path, "neon", driver(CROSS, tmp_path), "-O2", "-static")
+    )

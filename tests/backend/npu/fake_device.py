@@ -1,8 +1,9 @@
 """A device shaped like `torch.npu` and `torch.cuda` over CPU tensors: it records its calls, and knows their order.
 
-Every launch stands in the stream that is current on its thread. A launch comes after another if the stream, an event
-or a wait of the host orders them; `races` are launches on one storage, one of them a write, that nothing orders.
-`host_waits` are the calls that would stop the host until the device is done.
+Every launch stands in the stream that is current on its thread. A launch comes after another if the
+stream, an event or a wait of the host orders them; `races` are launches on one storage, one of them
+a write, that nothing orders. `host_waits` are the calls that would stop the host until the device
+is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from npu_gr.backend.npu.device import Npu
 Cell = tuple[int, int]  # storage, number
 Clock = dict[int, int]  # stream -> how many of its launches have come before
 
-WAITING_METHODS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+WAITING_METHODS = {
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+}
 WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "_unique2"}
 
 
@@ -119,7 +129,8 @@ class FakeRuntime:
         self.default = FakeStream(self)
 
     def as_npu(self, soc: str = "Ascend910B1") -> Npu:
-        return Npu(cast("Any", self), torch.device("cpu"), soc, "0.0")  # its Stream is a method, a module's is a class
+        # its Stream is a method, a module's is a class
+        return Npu(cast("Any", self), torch.device("cpu"), soc, "0.0")
 
     # ---- what torch.npu and torch.cuda have
 
@@ -170,7 +181,9 @@ class FakeRuntime:
         self._local.stream = before
 
     @contextmanager
-    def graph(self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str
+    ) -> Iterator[None]:
         assert pool == threading.get_ident(), "a thread's graphs share its own memory"
         assert stream is self.current_stream()
         if self.capture_fails:
@@ -214,7 +227,9 @@ class FakeRuntime:
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
-            if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write
+            if isinstance(value, torch.Tensor)
+            and argument.alias_info is not None
+            and argument.alias_info.is_write
         ]
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         with self._lock:
@@ -229,7 +244,7 @@ class FakeRuntime:
         return out
 
     def watch(self, plane: torch.Tensor, cell_numbers: int) -> None:
-        """Order is checked for this tensor, which several streams share, in cells of so many numbers."""
+        """ScoreBlend is checked for this tensor, which several streams share, in cells of so many numbers."""
         self._watched[plane.untyped_storage()._cdata] = np.arange(plane.numel()) // cell_numbers
 
     def _cells(self, x: torch.Tensor) -> set[Cell]:
@@ -238,7 +253,9 @@ class FakeRuntime:
             return set()
         cells = self._watched[storage][x.storage_offset() :]
         strides = [stride * cells.itemsize for stride in x.stride()]
-        return {(storage, int(cell)) for cell in np.unique(as_strided(cells, tuple(x.shape), strides))}
+        return {
+            (storage, int(cell)) for cell in np.unique(as_strided(cells, tuple(x.shape), strides))
+        }
 
     def _order(self, launch: Launch, cell: Cell, is_write: bool, clock: Clock) -> None:
         seen = self._touched.setdefault(cell, [])
@@ -278,7 +295,9 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.npu = npu
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "pin_memory":
             return _Pinned.of(args[0])

@@ -1,8 +1,9 @@
 """Where the public sources of CANN run an op on a 910B, and how many kernels they make of it.
 
-AI_CORE comes from the lists of dtypes in `op_api` of hicann/ops-math and hicann/ops-nn (August 2026, the branches for
-DAV_2201): an op with another dtype goes to the AI CPU, some hundred times slower, and one that is not there at all to
-the host. What is not in the table is refused: look it up before adding it.
+AI_CORE comes from the lists of dtypes in `op_api` of hicann/ops-math and hicann/ops-nn (August
+2026, the branches for DAV_2201): an op with another dtype goes to the AI CPU, some hundred times
+slower, and one that is not there at all to the host. What is not in the table is rejected: look it
+up before adding it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,31 @@ ANY = F | I32 | I64 | B | U8
 # op -> dtypes of its first tensor (of its result, where it takes none) that run on the AI core
 AI_CORE: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("add", "add_", "sub", "sub_", "mul", "mul_"), ANY),
-    **dict.fromkeys(("div", "exp", "exp_", "rsqrt", "reciprocal", "cos", "sin", "silu", "silu_", "sigmoid", "neg"), F),
-    **dict.fromkeys(("isnan", "logsumexp", "mean", "log", "native_layer_norm", "gelu", "_softmax"), F),
+    **dict.fromkeys(
+        (
+            "div",
+            "exp",
+            "exp_",
+            "rsqrt",
+            "reciprocal",
+            "cos",
+            "sin",
+            "silu",
+            "silu_",
+            "sigmoid",
+            "neg",
+        ),
+        F,
+    ),
+    **dict.fromkeys(
+        ("isnan", "logsumexp", "mean", "log", "native_layer_norm", "gelu", "_softmax"), F
+    ),
     "relu": F,  # activation/relu: with bf16 from the 910B on
     **dict.fromkeys(("pow", "square"), F),  # math/pow: FLOAT, FLOAT16, and bf16 by way of fp32
     **dict.fromkeys(("mm", "bmm", "linear", "addmm", "baddbmm", "matmul"), F),
     **dict.fromkeys(("scaled_dot_product_attention", "npu_fused_infer_attention_score"), F),
-    **dict.fromkeys(("sort", "argsort", "topk"), F),  # math/sort, math/topk: integers go to the AI CPU
+    # math/sort, math/topk: integers go to the AI CPU
+    **dict.fromkeys(("sort", "argsort", "topk"), F),
     **dict.fromkeys(("lt", "le", "gt", "ge"), F | I32 | I64 | U8),
     **dict.fromkeys(("eq", "ne"), F | I32 | I64 | B | U8),
     **dict.fromkeys(("amax", "amin", "max", "min"), F | I32 | I64),
@@ -41,7 +60,8 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     "remainder": F | I32 | I64,
     "floor_divide": F | I32,
     **dict.fromkeys(("any", "all", "__or__", "logical_or", "bitwise_or"), B),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), F | I32 | B),  # conversion/masked_fill: no INT64
+    # conversion/masked_fill: no INT64
+    **dict.fromkeys(("masked_fill", "masked_fill_"), F | I32 | B),
     "flip": F,  # of a layer's tables, when they are first used
     **dict.fromkeys(("tril", "tril_"), F | B | I32),
     **dict.fromkeys(("index", "index_select", "embedding", "gather"), ANY - B),
@@ -49,7 +69,19 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("cat", "stack", "copy_", "clone", "constant_pad_nd"), ANY),
     "_to_copy": ANY,  # math/cast: every pair of these
     **dict.fromkeys(
-        ("zeros", "ones", "full", "fill_", "zero_", "new_zeros", "ones_like", "zeros_like", "full_like", "arange"), ANY
+        (
+            "zeros",
+            "ones",
+            "full",
+            "fill_",
+            "zero_",
+            "new_zeros",
+            "ones_like",
+            "zeros_like",
+            "full_like",
+            "arange",
+        ),
+        ANY,
     ),
 }
 # ops of one kernel each, but for these
@@ -58,7 +90,16 @@ KERNELS = {
     "npu_gr::csr_gather_topk": 3,  # norm, select, merge
     "npu_gr::masked_topk": 2,  # select, merge
 }
-NO_KERNEL = {"empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided", "detach", "detach_", "item"}
+NO_KERNEL = {
+    "empty",
+    "new_empty",
+    "empty_like",
+    "new_empty_strided",
+    "empty_strided",
+    "detach",
+    "detach_",
+    "item",
+}
 NO_KERNEL |= {"_local_scalar_dense", "lift_fresh", "_unsafe_view"}
 WHOLE = {
     "linear",
@@ -103,7 +144,11 @@ class Recorder(TorchDispatchMode):
         if name not in NO_KERNEL and not _is_view(func):
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
             op = name if namespace in ("aten", "npu") else f"{namespace}::{name}"
-            copies = sum(_is_copied(x) for x in args[:3] if isinstance(x, torch.Tensor)) if name in PRODUCTS else 0
+            copies = (
+                sum(_is_copied(x) for x in args[:3] if isinstance(x, torch.Tensor))
+                if name in PRODUCTS
+                else 0
+            )
             if tensors:
                 self.seen.append(Kernel(op, tensors[0].dtype, copies))
         return out
@@ -119,7 +164,9 @@ class Recorder(TorchDispatchMode):
 
     def off_the_ai_core(self) -> Counter[tuple[str, str]]:
         """Ops with their dtypes that the table does not send to the AI core."""
-        return Counter((x.op, str(x.dtype).removeprefix("torch.")) for x in self.seen if not x.is_on_ai_core)
+        return Counter(
+            (x.op, str(x.dtype).removeprefix("torch.")) for x in self.seen if not x.is_on_ai_core
+        )
 
 
 def _is_view(func: Any) -> bool:

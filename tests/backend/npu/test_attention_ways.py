@@ -38,7 +38,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
         yield made
 
 
-def test_a_ranker_whose_heads_the_kernels_do_not_take_is_not_told_that_they_run(npu: FakeRuntime) -> None:
+def test_a_ranker_whose_heads_the_kernels_do_not_take_is_not_told_that_they_run(
+    npu: FakeRuntime,
+) -> None:
     backend = NPUBackend(npu=npu.as_npu())
     assert backend.hstu_ways(FITS) == ("ascend_c", "torch")
     for other in (
@@ -63,9 +65,13 @@ def test_a_way_shares_all_but_the_attention(npu: FakeRuntime) -> None:
     assert plain.ops["beam_topk"] == "ascend_c"
 
 
-def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_there_where_it_is_asked_for_alone(
+    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "npu_gr.backend.triton.hstu_ascend", None)
-    with pytest.raises(ConfigError, match="attention: triton needs triton-ascend, which brings triton"):
+    with pytest.raises(
+        ConfigError, match="attention: triton needs triton-ascend, which brings triton"
+    ):
         NPUBackend(npu=npu.as_npu(), attention="triton")
     attended: list[str] = []
     factor = 1.01
@@ -89,12 +95,23 @@ def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypat
     monkeypatch.setattr(npu_device, "find", lambda: npu.as_npu())
     stand_in = SimpleNamespace(NpuAttention=Attention)
     monkeypatch.setitem(sys.modules, "npu_gr.backend.triton.hstu_ascend", stand_in)
-    with pytest.raises(ConfigError, match=r"something else: history rows in torch\.float32 differ by 1\.0e-02"):
+    with pytest.raises(
+        ConfigError,
+        match=r"something else: history rows in torch\.float32 differ "
+        r"by 1\.0e-02",
+    ):
         NPUBackend(npu=npu.as_npu(), attention="triton")
-    (told,) = (each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend")
-    assert (told.state, told.remedy) == (checks.FindingState.BROKEN, "leave `attention: triton` out")
+    (told,) = (
+        each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend"
+    )
+    assert (told.state, told.remedy) == (
+        checks.FindingState.BROKEN,
+        "leave `attention: triton` out",
+    )
     factor = 1.0
-    (told,) = (each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend")
+    (told,) = (
+        each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend"
+    )
     assert (told.state, told.found) == (
         checks.FindingState.OK,
         "3.2.0: the kernel computes as defined in fp32 and bf16",
@@ -125,10 +142,17 @@ def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypat
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_where_there_is_one_way_none_can_be_named(name: Any) -> None:
-    assert choose(name, attention="auto").hstu_ways(FITS) == (choose(name).ops.get("hstu_attention", "torch"),)
-    with pytest.raises(ConfigError, match=f"attention: torch is not for the backend {name}: one of auto"):
+    assert choose(name, attention="auto").hstu_ways(FITS) == (
+        choose(name).ops.get("hstu_attention", "torch"),
+    )
+    with pytest.raises(
+        ConfigError, match=f"attention: torch is not for the backend {name}: one of auto"
+    ):
         choose(name, attention="torch")
-    with pytest.raises(ConfigError, match="attention: mxrec is not for the backend cuda: one of auto, triton, torch"):
+    with pytest.raises(
+        ConfigError,
+        match="attention: mxrec is not for the backend cuda: one of auto, triton, torch",
+    ):
         choose("cuda", attention="mxrec")
 
 
@@ -145,7 +169,7 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint", qk_dim=16, max_history_tokens=100)
     asked: list[AttentionMode] = []
-    monkeypatch.setattr("npu_gr.service.prove.WARM_UP_LENGTHS", (16, 60))
+    monkeypatch.setattr("npu_gr.service.warmup.WARM_UP_LENGTHS", (16, 60))
 
     def device(_name: str, _native: str, _library: None, attention: AttentionMode) -> NPUBackend:
         asked.append(attention)
@@ -155,7 +179,10 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
     for attention in ("auto", "torch"):
         monkeypatch.setattr("npu_gr.service.app.choose", device)
         read = partial(make_config, tmp_path, attention=attention)
-        async with serving(tmp_path, watched=False, read=read, attention=attention) as (client, service):
+        async with serving(tmp_path, watched=False, read=read, attention=attention) as (
+            client,
+            service,
+        ):
             answer = await client.post("/v1/rank", json=body)
             assert answer.status == 200, await answer.text()
             health = await (await client.get("/healthz")).json()
@@ -174,12 +201,20 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
     assert asked == ["auto", "torch"]
     tried = {way["name"]: way for way in found["auto"][0]["attention"]}
     assert list(tried) == ["ascend_c", "torch"]
-    assert all(way["prefill_ms"] > 0 and way["rank_ms"] > 0 and not way["refused"] for way in tried.values())
+    assert all(
+        way["prefill_ms"] > 0 and way["rank_ms"] > 0 and not way["rejected"]
+        for way in tried.values()
+    )
     assert found["auto"][0]["ops"]["hstu_attention"] in tried
-    assert (found["torch"][0]["ops"]["hstu_attention"], found["torch"][0]["attention"]) == ("torch", [])
+    assert (found["torch"][0]["ops"]["hstu_attention"], found["torch"][0]["attention"]) == (
+        "torch",
+        [],
+    )
     for _, scores in found.values():
         np.testing.assert_allclose(scores, found["torch"][1], rtol=1e-4, atol=1e-5)
     monkeypatch.setattr("npu_gr.service.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
-    with pytest.raises(ConfigError, match="attention: ascend_c cannot run this ranker here; what can: torch"):
+    with pytest.raises(
+        ConfigError, match="attention: ascend_c cannot run this ranker here; what can: torch"
+    ):
         async with serving(tmp_path, attention="ascend_c"):
             pass

@@ -20,15 +20,22 @@ from npu_gr.catalogue.trie import Trie
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.generate_engine import (
+    GeneratedItems,
+    Generator,
+    ItemSearch,
+    PromptKV,
+    layout_of,
+    make_prompt,
+)
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.sanity import parity
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
@@ -60,7 +67,11 @@ def some_logits(rows: int = 3, codes: int = 11) -> tuple[torch.Tensor, torch.Ten
     logits = torch.randn(rows, codes, generator=generator)
     acc = torch.tensor([-1.0, float("-inf"), -0.5])
     lo, degree = torch.tensor([0, 4, 4]), torch.tensor([4, 0, 2])
-    return logits, acc, Continuations(lo, degree, torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32))
+    return (
+        logits,
+        acc,
+        Continuations(lo, degree, torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32)),
+    )
 
 
 def test_a_requests_own_filter_is_obeyed_without_a_graph(native: None, npu: FakeRuntime) -> None:
@@ -74,7 +85,9 @@ def test_a_requests_own_filter_is_obeyed_without_a_graph(native: None, npu: Fake
     assert not npu.graphs
 
 
-@pytest.mark.parametrize("how", [{}, {"over": "valid", "scale": 0.5}, {"codes": slice(0, 10)}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"over": "valid", "scale": 0.5}, {"codes": slice(0, 10)}], ids=str
+)
 def test_native_selection_is_the_cpus_with_empty_places_last(
     native: None, npu: FakeRuntime, how: dict[str, Any]
 ) -> None:
@@ -124,7 +137,9 @@ def test_a_logit_that_is_no_number_ends_the_search(native: None, npu: FakeRuntim
         logits, acc, follow = some_logits()
         logits[2, 5] = bad
         assert backend.beam_topk(TopkCall(logits, acc, follow, 3)).score.isnan().all()
-    got = backend.beam_topk(TopkCall(*some_logits()[:1], torch.full((3,), float("nan")), some_logits()[2], 3))
+    got = backend.beam_topk(
+        TopkCall(*some_logits()[:1], torch.full((3,), float("nan")), some_logits()[2], 3)
+    )
     assert got.score.isnan().all(), "and stays so in the next round"
     decoder = model(20).float()
     with torch.no_grad():
@@ -133,7 +148,7 @@ def test_a_logit_that_is_no_number_ends_the_search(native: None, npu: FakeRuntim
         generated(Generator(decoder, backend, 20, 3), catalogue(), [0, 7])
 
 
-def test_what_the_native_operator_refuses_runs_as_torch_ops(
+def test_what_the_native_operator_rejects_runs_as_torch_ops(
     native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
@@ -172,7 +187,8 @@ def test_an_error_of_the_native_operators_is_an_error(
 def test_a_fork_beyond_the_native_operators_limits_is_done(native: None, npu: FakeRuntime) -> None:
     backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
     backend.on_fallback = fell.append
-    keys, values = torch.randn(2, 2049, 2, 1, 4), torch.randn(2, 2049, 2, 1, 4)  # 2048 beams at most
+    # 2048 beams at most
+    keys, values = torch.randn(2, 2049, 2, 1, 4), torch.randn(2, 2049, 2, 1, 4)
     parent = torch.tensor([0, 0, 1])
     want = keys[:, parent, :1].clone()
     backend.beam_fork_(keys, values, parent, 1)
@@ -189,7 +205,11 @@ def test_a_missing_library_is_said_or_required(
     backend = NPUBackend(npu=npu.as_npu(), folder=tmp_path)
     assert backend.ops["beam_topk"] == backend.ops["beam_fork"] == "torch"
     assert "build them with ops/ascendc/build.sh" in caplog.text
-    with pytest.raises(ConfigError, match=r"native: the Ascend C operators are required, but no native ops at"):
+    with pytest.raises(
+        ConfigError,
+        match=r"native: the Ascend C operators are required, but no "
+        r"native ops at",
+    ):
         NPUBackend("require", npu.as_npu(), tmp_path)
     with pytest.raises(ConfigError, match="required, but no native ops for Ascend310P3"):
         NPUBackend("require", npu.as_npu("Ascend310P3"), tmp_path)
@@ -210,13 +230,18 @@ def generated(generator: Generator, trie: Trie, history: list[int], **how: Any) 
 
 @pytest.mark.parametrize("normalise", ["vocabulary", "codebook"])
 @pytest.mark.parametrize("width", [7, 20, 100])
-def test_generate_is_the_cpus_and_waits_once(native: None, npu: FakeRuntime, normalise: str, width: int) -> None:
+def test_generate_is_the_cpus_and_waits_once(
+    native: None, npu: FakeRuntime, normalise: str, width: int
+) -> None:
     decoder, trie, history = model(20).float(), catalogue(), [0, 7, 21, 70, 7]
     want = generated(Generator(decoder, CPU, width, 3), trie, history, normalise=normalise)
     generator = Generator(decoder, NPUBackend(npu=npu.as_npu()), width, 3)
     arena = KVArena(layout_of(decoder, page_tokens=4), 11, torch.device("cpu"))
     tokens = make_prompt(trie, np.array(history), 18).tokens
-    part, tables = PromptKV(arena, (PageRun(0, 5),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
+    part, tables = (
+        PromptKV(arena, (PageRun(0, 5),), len(tokens)),
+        Tables.upload(trie, torch.device("cpu")),
+    )
     options = SearchOptions(width=width, normalise=normalise)  # type: ignore[arg-type]
 
     def searched() -> GeneratedItems:
@@ -228,7 +253,9 @@ def test_generate_is_the_cpus_and_waits_once(native: None, npu: FakeRuntime, nor
 
     searched()  # captures its graphs, as the warm-up does
     got = searched()
-    assert [call for call, _ in npu.calls] == ["replay"] * (3 + 2 * 3), "three selections, two steps through two layers"
+    assert [call for call, _ in npu.calls] == ["replay"] * (3 + 2 * 3), (
+        "three selections, two steps through two layers"
+    )
     assert set(npu.host_waits) == {"cpu", "numpy"}
     assert npu.host_waits[0] == "cpu"
     assert len(npu.host_waits) == 4, "scores and leaves, fetched at the end"
@@ -253,7 +280,10 @@ class Ranker:
         self.scheduler = Scheduler(SchedulerConfig(streams=streams), self.backend.stream)
         shape = tiny_model().config
         layout = KVLayout(
-            num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
         )
         self.arena = KVArena(layout, 8, self.backend.device)
         self.dram = KVArena(layout, 8, torch.device("cpu"), pinned=self.backend.pins_host_memory)
@@ -268,7 +298,9 @@ def tokens(num: int) -> Tokens:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: FakeRuntime, streams: int) -> None:
+async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(
+    npu: FakeRuntime, streams: int
+) -> None:
     """Two users at once, prefilled, spilled, erased, reloaded, ranked: on whichever thread takes the job."""
     it = Ranker(npu, streams)
     assert npu.pinned_bytes == sum(chunk.nbytes for chunk in (*it.dram._keys, *it.dram._values))
@@ -286,7 +318,9 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
                 await it.engine.copy(PageCopy(it.arena, runs, it.dram, runs, num), FAR)
                 await it.engine.zero(it.arena, runs)
                 await it.engine.copy(PageCopy(it.dram, runs, it.arena, runs, num), FAR)
-                hit = await it.engine.rank(RankPass(history, 0, np.arange(9), 10**9, CachedPrefix(runs, num)), FAR)
+                hit = await it.engine.rank(
+                    RankPass(history, 0, np.arange(9), 10**9, CachedPrefix(runs, num)), FAR
+                )
                 np.testing.assert_allclose(hit.logits, cold.logits, rtol=1e-4, atol=1e-5)
 
         await asyncio.gather(user(0, 150), user(4, 201))
@@ -367,7 +401,11 @@ async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
             answer = await client.post("/v1/rank", json=body)
             assert answer.status == 200, await answer.text()
             health = await (await client.get("/healthz")).json()
-            return (await answer.json())["scores"], await (await client.get("/metrics")).text(), health
+            return (
+                (await answer.json())["scores"],
+                await (await client.get("/metrics")).text(),
+                health,
+            )
 
     want, _, health = await scores()
     assert (health["device"], health["ops"]["hstu_attention"]) == ("cpu", health["kernels"])
@@ -388,7 +426,9 @@ def test_requests_of_one_pass_fork_their_own_rows(
     """The operator takes contiguous planes alone, and rows of one request of several are not."""
     forked = ascend_ops.beam_fork_
 
-    def picky(keys: torch.Tensor, values: torch.Tensor, parent: torch.Tensor, num_slots: int) -> None:
+    def picky(
+        keys: torch.Tensor, values: torch.Tensor, parent: torch.Tensor, num_slots: int
+    ) -> None:
         assert keys.is_contiguous()
         assert values.is_contiguous()
         forked(keys, values, parent, num_slots)

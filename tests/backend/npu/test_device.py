@@ -43,8 +43,15 @@ def install(folder: Path, code: str) -> None:
 
 
 def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, check=False)
+    variables = {
+        "PYTHONPATH": f"{folder}:{ROOT}",
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, *arguments], env=variables, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_cpu_starts_where_torch_npu_is_installed_without_cann(tmp_path: Path) -> None:
@@ -82,8 +89,11 @@ def test_what_is_behind_the_driver(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_COUNT", count)
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: None)
-    # torch_npu gives the device its name, which no test may: it cannot be taken back, and training here asks for it
-    monkeypatch.setattr(npu_device, "torch", SimpleNamespace(__version__="2.13", device="{}:{}".format))
+    # torch_npu gives the device its name, which no test may: it cannot be taken back, and training
+    # here asks for it
+    monkeypatch.setattr(
+        npu_device, "torch", SimpleNamespace(__version__="2.13", device="{}:{}".format)
+    )
     try:
         npu = find()
         found = f"{npu.soc} {npu.device} {npu.version}"
@@ -94,15 +104,22 @@ def test_what_is_behind_the_driver(
     assert want in found
 
 
-def test_without_its_driver_torch_npu_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_driver_torch_npu_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, "raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(npu_device, "DRIVER_LIBRARY", "libnowhere.so")
-    with pytest.raises(NpuNotFound, match=r"CANN is not there: libnowhere.so.*; install it and source its set_env.sh"):
+    with pytest.raises(
+        NpuNotFound,
+        match=r"CANN is not there: libnowhere.so.*; install it and "
+        r"source its set_env.sh",
+    ):
         find()
 
 
-USED: dict[str, tuple[int, tuple[str, ...]]] = {  # of torch.npu: how many arguments by place, which by name
+# of torch.npu: how many arguments by place, which by name
+USED: dict[str, tuple[int, tuple[str, ...]]] = {
     "is_available": (0, ()),
     "device_count": (0, ()),
     "current_device": (0, ()),
@@ -132,7 +149,11 @@ def test_what_is_used_of_torch_npu_is_there(tmp_path_factory: pytest.TempPathFac
             if isinstance(node, ast.FunctionDef):
                 known[node.name] = node.args
             elif isinstance(node, ast.ClassDef):
-                known |= {f"{node.name}.{f.name}": f.args for f in node.body if isinstance(f, ast.FunctionDef)}
+                known |= {
+                    f"{node.name}.{f.name}": f.args
+                    for f in node.body
+                    if isinstance(f, ast.FunctionDef)
+                }
     for name, (by_place, by_name) in USED.items():
         arguments = known[name]
         names = [argument.arg for argument in arguments.args]
@@ -144,5 +165,9 @@ def test_what_is_used_of_torch_npu_is_there(tmp_path_factory: pytest.TempPathFac
 
 
 def test_a_configured_npu_that_is_not_there_stops_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"backend 'npu' is configured but cannot be loaded: torch_npu is not inst"):
+    with pytest.raises(
+        ConfigError,
+        match=r"backend 'npu' is configured but cannot be loaded: "
+        r"torch_npu is not inst",
+    ):
         choose("npu")

@@ -1,4 +1,4 @@
-"""Huawei's paged operator by a stand-in: any slabs, its limits, what is refused in words, a ranker without a bias."""
+"""Huawei's paged operator by a stand-in: any slabs, its limits, what is rejected in words, a ranker without a bias."""
 
 from __future__ import annotations
 
@@ -48,10 +48,13 @@ def backend_with(npu: FakeRuntime, library: Path) -> NPUBackend:
     deadline=None,
     derandomize=True,
     max_examples=30,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the library and the device are the same for all
+    # the library and the device are the same for all
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    rows=st.integers(1, 5), past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3), seed=st.integers(0, 99)
+    rows=st.integers(1, 5),
+    past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3),
+    seed=st.integers(0, 99),
 )
 def test_the_paged_operator_serves_any_slabs(
     library: Path, npu: FakeRuntime, rows: int, past: list[int], seed: int
@@ -71,22 +74,36 @@ def test_the_paged_operator_serves_any_slabs(
     bias, fell = BiasTables(zero, zero), list[str]()
     backend.on_fallback = fell.append
     call = HstuCall(q, k, v, slabs, times, bias, 0.25)
-    torch.testing.assert_close(backend.hstu_causal(call), REFERENCE.hstu_causal(call), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        backend.hstu_causal(call), REFERENCE.hstu_causal(call), rtol=1e-4, atol=1e-4
+    )
     call = call._replace(times=times[rows:])
-    torch.testing.assert_close(backend.hstu_targets(call), REFERENCE.hstu_targets(call), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        backend.hstu_targets(call), REFERENCE.hstu_targets(call), rtol=1e-4, atol=1e-4
+    )
     assert not fell
 
 
-def test_many_targets_go_in_parts_and_new_rows_behind_a_page(library: Path, npu: FakeRuntime) -> None:
+def test_many_targets_go_in_parts_and_new_rows_behind_a_page(
+    library: Path, npu: FakeRuntime
+) -> None:
     backend = backend_with(npu, library)
-    q, k, v = (torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    q, k, v = (
+        torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)
+    )
     zero, times = torch.zeros(1, 64), torch.zeros(9, dtype=torch.int64)
     history = [(k[:5], v[:5]), (k[5:9], v[5:9])]
     call = HstuCall(q, k, v, history, times, BiasTables(zero, zero), 0.25)
-    torch.testing.assert_close(backend.hstu_targets(call), CPU.hstu_targets(call), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        backend.hstu_targets(call), CPU.hstu_targets(call), rtol=1e-4, atol=1e-4
+    )
     rows, times = slice(9, 12), torch.zeros(12, dtype=torch.int64)
-    call = HstuCall(q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25)
-    torch.testing.assert_close(backend.hstu_causal(call), CPU.hstu_causal(call), rtol=1e-4, atol=1e-4)
+    call = HstuCall(
+        q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25
+    )
+    torch.testing.assert_close(
+        backend.hstu_causal(call), CPU.hstu_causal(call), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
@@ -127,7 +144,13 @@ def test_a_bias_at_an_address_that_had_none_is_seen(library: Path, npu: FakeRunt
     ],
 )
 def test_the_paged_operators_limits(
-    library: Path, npu: FakeRuntime, rows: int, heads: int, width: int, dtype: torch.dtype, tokens: int
+    library: Path,
+    npu: FakeRuntime,
+    rows: int,
+    heads: int,
+    width: int,
+    dtype: torch.dtype,
+    tokens: int,
 ) -> None:
     found = backend_with(npu, library)._paged
     assert found is not None
@@ -147,7 +170,7 @@ def test_the_paged_operators_limits(
         ),
     ],
 )
-def test_another_library_is_refused_in_words(
+def test_another_library_is_rejected_in_words(
     npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schema: str, why: str
 ) -> None:
     with torch.library._scoped_library("npu_gr_other", "FRAGMENT") as held:
@@ -156,30 +179,45 @@ def test_another_library_is_refused_in_words(
             backend_with(npu, path)
 
 
-def test_a_library_that_is_not_there_or_does_not_load_is_refused(npu: FakeRuntime, tmp_path: Path) -> None:
+def test_a_library_that_is_not_there_or_does_not_load_is_rejected(
+    npu: FakeRuntime, tmp_path: Path
+) -> None:
     path = tmp_path / "no.so"
-    with pytest.raises(ConfigError, match=r"hstu_library: no file .*no\.so: build it from Ascend/RecSDK"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hstu_library: no file .*no\.so: build it from "
+        r"Ascend/RecSDK",
+    ):
         backend_with(npu, path)
     path.write_bytes(b"no library")
     with pytest.raises(ConfigError, match=r"hstu_library: .*no\.so does not load"):
         backend_with(npu, path)
-    with pytest.raises(ConfigError, match="hstu_library: the operator is for the backend npu, not cpu"):
+    with pytest.raises(
+        ConfigError, match="hstu_library: the operator is for the backend npu, not cpu"
+    ):
         choose("cpu", hstu_library=str(path))
 
 
-def test_an_operator_that_disagrees_is_refused(
+def test_an_operator_that_disagrees_is_rejected(
     library: Path, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = PagedHstu._call
     monkeypatch.setattr(PagedHstu, "_call", lambda self, *a: right(self, *a) * 1.01)
-    with pytest.raises(ConfigError, match=r"something else: 5 history rows behind 131 tokens in torch\.float32"):
+    with pytest.raises(
+        ConfigError,
+        match=r"something else: 5 history rows behind 131 tokens in "
+        r"torch\.float32",
+    ):
         backend_with(npu, library)
 
 
 def test_a_ranker_without_relative_bias_runs_it(library: Path, npu: FakeRuntime) -> None:
     """Cold, and in two parts through a cache; its checkpoint holds no tables."""
     model = tiny_model(relative_bias="none", qk_dim=16, v_dim=16)
-    assert not any("bias" in name and name.endswith(("position_bias", "time_bias")) for name in model.state_dict())
+    assert not any(
+        "bias" in name and name.endswith(("position_bias", "time_bias"))
+        for name in model.state_dict()
+    )
     backend, fell = backend_with(npu, library), list[str]()
     backend.on_fallback = fell.append
     history = events(700)
@@ -198,11 +236,21 @@ def test_a_ranker_without_relative_bias_runs_it(library: Path, npu: FakeRuntime)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_the_paged_operator_is_a_way_of_what_it_takes_alone(library: Path, npu: FakeRuntime) -> None:
+def test_the_paged_operator_is_a_way_of_what_it_takes_alone(
+    library: Path, npu: FakeRuntime
+) -> None:
     backend = backend_with(npu, library)
-    fits = HstuShape(2, 16, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=False)
+    fits = HstuShape(
+        2, 16, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=False
+    )
     assert backend.hstu_ways(fits) == ("mxrec", "torch")
-    for other in ({"is_biased": True}, {"qk_dim": 24}, {"v_dim": 32}, {"num_heads": 17}, {"dtype": torch.float64}):
+    for other in (
+        {"is_biased": True},
+        {"qk_dim": 24},
+        {"v_dim": 32},
+        {"num_heads": 17},
+        {"dtype": torch.float64},
+    ):
         assert backend.hstu_ways(fits._replace(**other)) == ("torch",)
     assert backend.running("mxrec").ops["hstu_attention"] == "mxrec"
     assert backend.running("mxrec")._paged is backend._paged
@@ -213,9 +261,13 @@ def test_the_doctor_checks_the_library(
     library: Path, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(npu_device, "find", lambda: npu.as_npu())
-    found = {each.name: each for each in checks.device_findings("npu", library)["npu"]}["mxrec::hstu_paged"]
+    found = {each.name: each for each in checks.device_findings("npu", library)["npu"]}[
+        "mxrec::hstu_paged"
+    ]
     assert found.state is checks.FindingState.OK
-    found = {each.name: each for each in checks.device_findings("npu", tmp_path / "no.so")["npu"]}["mxrec::hstu_paged"]
+    found = {each.name: each for each in checks.device_findings("npu", tmp_path / "no.so")["npu"]}[
+        "mxrec::hstu_paged"
+    ]
     assert found.state is checks.FindingState.BROKEN
     assert "no file" in found.found
     assert "hstu_library" in found.remedy

@@ -17,21 +17,24 @@ from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
 from npu_gr.backend.npu.limits import Slots, VectorUnits, hstu_limit
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU, told_in_numbers, whole_pass
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
-from tests.backend.npu.on_twin import NAMES, HstuOnTwin
+from tests.backend.npu.on_emulator import NAMES, HstuOnEmulator
 from tests.models import events, tiny_model
-from tests.ops.ascend_twin import Machine, NoPlanError, Twin
-from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.ascend_emulator import Emulator, Machine, NoPlanError
+from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 PLAIN = TorchOps()
 RUNS = [PageRun(5, 4), PageRun(20, 6)]
 OTHER_RUNS = [PageRun(9, 8)]  # what a pass writes, no request of it reads
 LAYERS = 3
-VARIANTS: tuple[dict[str, Any], ...] = ({}, {"activation": "u", "residual": "concat", "norm": "group"})
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation": "u", "residual": "concat", "norm": "group"},
+)
 
 
 @pytest.fixture
@@ -51,10 +54,10 @@ def backend(npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> NPUBackend:
 
 
 @pytest.fixture(scope="module")
-def twin() -> Twin:
+def emulator() -> Emulator:
     if shutil.which("g++") is None:
-        pytest.skip("no g++ here: the CPU twin of the Ascend C kernels cannot be built")
-    return Twin()
+        pytest.skip("no g++ here: the CPU emulator of the Ascend C kernels cannot be built")
+    return Emulator()
 
 
 class User:
@@ -71,7 +74,12 @@ class User:
         self.rows = torch.from_numpy(np.random.default_rng(1).integers(0, 300, 37))
 
     def segment(
-        self, cached: int, new: int, candidates: int, keeps: bool = False, runs: Sequence[PageRun] = RUNS
+        self,
+        cached: int,
+        new: int,
+        candidates: int,
+        keeps: bool = False,
+        runs: Sequence[PageRun] = RUNS,
     ) -> Segment:
         e = self.events
         part = slice(cached, cached + new)
@@ -110,8 +118,14 @@ def check_whole(backend: NPUBackend, dtype: torch.dtype, how: dict[str, Any]) ->
     user.prefill(model, backend, 70, 120)
     cached = user.segment(120, 0, 37)
     assert torch.equal(model(backend, [cached])[0], cold)
-    torch.testing.assert_close(plainly(model, cached), cold, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.1)
-    batch = [cached, user.segment(70, 50, 20), user.segment(0, 120, 37, keeps=True, runs=OTHER_RUNS)]
+    torch.testing.assert_close(
+        plainly(model, cached), cold, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.1
+    )
+    batch = [
+        cached,
+        user.segment(70, 50, 20),
+        user.segment(0, 120, 37, keeps=True, runs=OTHER_RUNS),
+    ]
     for alone, own in zip(batch, model(backend, batch), strict=True):
         assert torch.equal(own, cold[: len(alone.candidates)])
     again = user.segment(120, 0, 37, runs=OTHER_RUNS)
@@ -124,13 +138,17 @@ def test_by_definition(backend: NPUBackend, dtype: torch.dtype, how: dict[str, A
     check_whole(backend, dtype, how)
 
 
-@pytest.mark.parametrize(("dtype", "how"), [(torch.bfloat16, VARIANTS[1]), (torch.float32, VARIANTS[0])], ids=str)
-def test_by_the_kernels(backend: NPUBackend, twin: Twin, dtype: torch.dtype, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "how"), [(torch.bfloat16, VARIANTS[1]), (torch.float32, VARIANTS[0])], ids=str
+)
+def test_by_the_kernels(
+    backend: NPUBackend, emulator: Emulator, dtype: torch.dtype, how: dict[str, Any]
+) -> None:
     library = torch.library.Library("npu_gr", "IMPL")
-    on_twin = HstuOnTwin(twin)
+    on_emulator = HstuOnEmulator(emulator)
     try:
         for name in ("hstu_rows", "hstu_scores", "hstu_finish"):
-            library.impl(name, getattr(on_twin, name), "CPU")
+            library.impl(name, getattr(on_emulator, name), "CPU")
         check_whole(backend, dtype, how)
     finally:
         library._destroy()
@@ -140,10 +158,14 @@ def test_a_head_of_no_power_of_four_scales_the_scores(backend: NPUBackend) -> No
     model = tiny_model()
     user = User(model)
     segment = user.segment(0, 50, 9)
-    torch.testing.assert_close(model(backend, [segment])[0], plainly(model, segment), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        model(backend, [segment])[0], plainly(model, segment), rtol=0, atol=2e-5
+    )
 
 
-def test_a_layer_is_few_launches_and_a_pass_one_graph(backend: NPUBackend, npu: FakeRuntime) -> None:
+def test_a_layer_is_few_launches_and_a_pass_one_graph(
+    backend: NPUBackend, npu: FakeRuntime
+) -> None:
     """Whatever the batch: the same launches, and from the second pass on one replay."""
     model = tiny_model(torch.bfloat16, qk_dim=16)
     user = User(model)
@@ -156,14 +178,20 @@ def test_a_layer_is_few_launches_and_a_pass_one_graph(backend: NPUBackend, npu: 
         return launched(func, args, kwargs)
 
     npu.launched = listen  # type: ignore[method-assign]
-    for batch in ([user.segment(120, 0, 37)], [user.segment(70, 50, 20)] * 3, [user.segment(60, 60, 0, keeps=True)]):
+    for batch in (
+        [user.segment(120, 0, 37)],
+        [user.segment(70, 50, 20)] * 3,
+        [user.segment(60, 60, 0, keeps=True)],
+    ):
         assert backend._passes is not None
         graphs, backend._passes.graphs = backend._passes.graphs, None
         names.clear()
         model(backend, batch)
         attention = [n for n in names if n in ("hstu_rows", "hstu_scores", "bmm")]
         full = LAYERS if batch[0].candidates.numel() else LAYERS - 1
-        assert attention == ["hstu_rows", "bmm", "hstu_scores", "bmm"] * full + ["hstu_rows"] * (LAYERS - full)
+        assert attention == ["hstu_rows", "bmm", "hstu_scores", "bmm"] * full + ["hstu_rows"] * (
+            LAYERS - full
+        )
         assert names.count("hstu_finish") == full
         backend._passes.graphs = graphs
         model(backend, batch)
@@ -197,7 +225,9 @@ def test_what_does_not_fit_is_counted_and_goes_segment_by_segment(
     if change == "span":
         times = segments[0].times.clone()
         times[-1] = int(user.events.timestamps[0]) + 2**31
-        host = HostTokens(np.concatenate([user.events.timestamps[:100], times.numpy()]), user.arena.paged(RUNS))
+        host = HostTokens(
+            np.concatenate([user.events.timestamps[:100], times.numpy()]), user.arena.paged(RUNS)
+        )
         segments = [replace(segments[0], times=times, host=host)]
     elif change == "pages":
         segments = [replace(segments[0], host=HostTokens(user.events.timestamps[:120], None))]
@@ -212,7 +242,9 @@ def test_what_does_not_fit_is_counted_and_goes_segment_by_segment(
         torch.testing.assert_close(own, plainly(model, segment), rtol=0, atol=0.1)
 
 
-def test_pages_of_another_dtype_do_not_fit(backend: NPUBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_another_dtype_do_not_fit(
+    backend: NPUBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
@@ -245,28 +277,54 @@ def test_slots_leave_little_empty() -> None:
 
 
 class Planner:
-    """The kernels' plans: `refusals` runs them with nothing to do."""
+    """The kernels' plans: `rejections` runs them with nothing to do."""
 
-    def __init__(self, twin: Twin, units: VectorUnits) -> None:
-        self.twin = twin
+    def __init__(self, emulator: Emulator, units: VectorUnits) -> None:
+        self.emulator = emulator
         self.on = Machine(1, ub_bytes=units.ub_bytes)
 
-    def refusals(self, slots: Slots, ids: int, group: int) -> list[str]:
+    def rejections(self, slots: Slots, ids: int, group: int) -> list[str]:
         sizes = HstuSizes(*slots[:6], NAMES[slots.dtype])
         kind = np.float32 if slots.dtype == torch.float32 else np.uint16
         nothing = np.zeros((1, 1), kind)
         empty = np.zeros((slots.requests, 8), np.int32)
         plane = np.zeros((1, 64, slots.num_heads, slots.qk_dim), kind)
-        times = np.zeros((slots.requests, slots.rows), np.int32), np.zeros((slots.requests, slots.keys), np.int32)
+        times = (
+            np.zeros((slots.requests, slots.rows), np.int32),
+            np.zeros((slots.requests, slots.keys), np.int32),
+        )
         bounds = np.zeros((slots.requests, slots.rows // 32 + slots.keys // 256, 2), np.int32)
-        tables = np.zeros((slots.num_heads, 2, 64), np.float32), np.zeros((slots.num_heads, 8, 577), np.float32)
+        tables = (
+            np.zeros((slots.num_heads, 2, 64), np.float32),
+            np.zeros((slots.num_heads, 8, 577), np.float32),
+        )
         norm = np.zeros((2, group), np.float32)
         page_ids = np.zeros(ids, np.int32)
         runs: list[Callable[[], object]] = [
-            lambda: hstu_rows(self.twin, sizes, nothing, empty, page_ids, (plane, plane), (nothing,) * 4, on=self.on),
-            lambda: hstu_scores(self.twin, sizes, nothing, empty, bounds, *times, *tables, on=self.on),
+            lambda: hstu_rows(
+                self.emulator,
+                sizes,
+                nothing,
+                empty,
+                page_ids,
+                (plane, plane),
+                (nothing,) * 4,
+                on=self.on,
+            ),
+            lambda: hstu_scores(
+                self.emulator, sizes, nothing, empty, bounds, *times, *tables, on=self.on
+            ),
             lambda: hstu_finish(
-                self.twin, sizes, nothing, nothing, norm, empty, nothing[None], scale=1, eps=1, on=self.on
+                self.emulator,
+                sizes,
+                nothing,
+                nothing,
+                norm,
+                empty,
+                nothing[None],
+                scale=1,
+                eps=1,
+                on=self.on,
             ),
         ]
         found = []
@@ -279,19 +337,21 @@ class Planner:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_limits_are_those_of_the_planner(twin: Twin, dtype: torch.dtype) -> None:
+def test_limits_are_those_of_the_planner(emulator: Emulator, dtype: torch.dtype) -> None:
     """Where the planner has no plan on the least machine, Python has a reason; and only there."""
     units = VectorUnits()
-    planner = Planner(twin, units)
+    planner = Planner(emulator, units)
     answers = set()
-    for heads, dim, requests, of_row, ids in product((1, 4, 16), (16, 20, 640), (1, 8), (True, False), (0, 40_000)):
+    for heads, dim, requests, of_row, ids in product(
+        (1, 4, 16), (16, 20, 640), (1, 8), (True, False), (0, 40_000)
+    ):
         slots = Slots(requests, 512, 4096, heads, dim, dim, dtype)
         group = heads * dim if of_row else dim
-        refused = planner.refusals(slots, ids, group)
+        rejected = planner.rejections(slots, ids, group)
         limit = hstu_limit(slots, 64, ids, group, False, units)
         answers.add(limit)
         if limit is not None and "scores of more" in limit:
             continue
-        assert (limit is None) == (not refused), (slots, limit, refused)
-        assert limit is None or limit in refused
+        assert (limit is None) == (not rejected), (slots, limit, rejected)
+        assert limit is None or limit in rejected
     assert len(answers) >= 4

@@ -1,6 +1,6 @@
 """The best items by `masked_topk` are the reference's: any sizes and blocks, ties, hidden pairs, no items.
 
-The operator itself is its definition here; in the last test it is the kernel, on the twin.
+The operator itself is its definition here; in the last test it is the kernel, on the emulator.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.matching.matcher import ExactIndex
+from npu_gr.vector_search.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.test_best_items import job, same, sizes
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 
 REFERENCE = ReferenceBackend()
 
@@ -53,7 +53,9 @@ def test_blocks_and_bits_give_what_sorting_gives(block: int, k: int, **size: int
     start=st.sampled_from([0, 32, 64]),
     num_items=st.integers(1, 130),
 )
-def test_words_are_the_packed_mask(pairs: list[tuple[int, int]], start: int, num_items: int) -> None:
+def test_words_are_the_packed_mask(
+    pairs: list[tuple[int, int]], start: int, num_items: int
+) -> None:
     """Pairs outside the block do not count; a pair may be there twice."""
     pairs.sort(key=lambda pair: pair[1])
     found = np.array(pairs, np.int64).reshape(-1, 2)
@@ -67,7 +69,9 @@ def test_words_are_the_packed_mask(pairs: list[tuple[int, int]], start: int, num
     got = np.full(len(want), -1, np.int32)
     got[place] = words
     assert np.array_equal(got, want)
-    assert np.array_equal(place, np.flatnonzero(want != -1)), "a word that is all set is not uploaded"
+    assert np.array_equal(place, np.flatnonzero(want != -1)), (
+        "a word that is all set is not uploaded"
+    )
 
 
 def test_a_search_waits_for_its_result_alone(npu: FakeRuntime) -> None:
@@ -80,7 +84,9 @@ def test_a_search_waits_for_its_result_alone(npu: FakeRuntime) -> None:
     npu.host_waits.clear()
     got = index.search(queries, 20, hidden)
     assert same(got, REFERENCE.best_items(queries, items, 20, hidden))
-    assert npu.host_waits == ["numpy"] * 3 + ["cpu"] * 2, "three are host arrays already; then scores and items"
+    assert npu.host_waits == ["numpy"] * 3 + ["cpu"] * 2, (
+        "three are host arrays already; then scores and items"
+    )
     assert npu.uploads == [True] * 3
     assert backend.ops["best_items"] == "ascend_c"
 
@@ -89,7 +95,10 @@ def test_beyond_the_operators_limit_torch_searches_and_it_is_counted(npu: FakeRu
     backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
     backend.on_fallback = fell.append
     queries, items, _ = job(90, 2, 4, 0, 2, 0)
-    assert same(backend.best_items(queries, items, 2049, None), REFERENCE.best_items(queries, items, 2049, None))
+    assert same(
+        backend.best_items(queries, items, 2049, None),
+        REFERENCE.best_items(queries, items, 2049, None),
+    )
     assert fell == ["best_items"]
     nothing = backend.best_items(queries, items[:0], 3, None)
     assert nothing.items.tolist() == [[-1] * 3] * 2
@@ -97,15 +106,17 @@ def test_beyond_the_operators_limit_torch_searches_and_it_is_counted(npu: FakeRu
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-def test_the_kernel_finds_them_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_finds_them_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks of a catalogue, each query with a filter of its own, one that hides all of a block."""
     try:
-        twin = Twin()
+        emulator = Emulator()
     except ConfigError as error:
         pytest.skip(str(error))
 
-    def masked_topk(scores: torch.Tensor, bits: torch.Tensor, k: int, bias: None) -> tuple[torch.Tensor, torch.Tensor]:
-        value, index, _ = twin.masked_topk(scores.numpy(), bits.numpy(), k)
+    def masked_topk(
+        scores: torch.Tensor, bits: torch.Tensor, k: int, bias: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index, _ = emulator.masked_topk(scores.numpy(), bits.numpy(), k)
         return torch.from_numpy(value), torch.from_numpy(index)
 
     ascend_ops.register()

@@ -13,7 +13,14 @@ import torch
 
 from npu_gr.backend.calls import Continuations, TopkCall
 from npu_gr.backend.npu import limits
-from npu_gr.backend.npu.limits import LEAST, VectorUnits, csr_limit, fork_limit, items_limit, topk_limit
+from npu_gr.backend.npu.limits import (
+    LEAST,
+    VectorUnits,
+    csr_limit,
+    fork_limit,
+    items_limit,
+    topk_limit,
+)
 
 HEADER = Path(__file__).parents[3] / "ops" / "ascendc" / "tiling.h"
 PROGRAM = """
@@ -53,16 +60,30 @@ def _number(text: str) -> int:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
-    """The header's own planner, compiled: the same refusals, word for word."""
+    """The header's own planner, compiled: the same rejections, word for word."""
     (tmp_path / "plan.cpp").write_text(PROGRAM)
-    command = ["g++", "-std=c++17", f"-I{HEADER.parent}", str(tmp_path / "plan.cpp"), "-o", str(tmp_path / "plan")]
+    command = [
+        "g++",
+        "-std=c++17",
+        f"-I{HEADER.parent}",
+        str(tmp_path / "plan.cpp"),
+        "-o",
+        str(tmp_path / "plan"),
+    ]
     subprocess.run(command, check=True)
     cases = [(0, *case) for case in product(ROWS, CODES, KS, (2, 4))]
-    cases += [(1, 2, held, rows, 64) for held, rows in product((1, 128, 2048, 2049, 4000), (0, 1, 128, 129, 2048))]
+    cases += [
+        (1, 2, held, rows, 64)
+        for held, rows in product((1, 128, 2048, 2049, 4000), (0, 1, 128, 129, 2048))
+    ]
     cases += [(2, 3, 70_000, k, 4) for k in (0, 1, 300, 1000, 2047, 2048, 2049)]
     for units in (*UNITS, VectorUnits(40, 32 * 1024)):
-        asked = "\n".join(f"{' '.join(map(str, case))} {units.cores} {units.ub_bytes}" for case in cases)
-        done = subprocess.run([str(tmp_path / "plan")], input=asked, capture_output=True, text=True, check=True)
+        asked = "\n".join(
+            f"{' '.join(map(str, case))} {units.cores} {units.ub_bytes}" for case in cases
+        )
+        done = subprocess.run(
+            [str(tmp_path / "plan")], input=asked, capture_output=True, text=True, check=True
+        )
         told = done.stdout.split("\n")[: len(cases)]
         for case, reason in zip(cases, told, strict=True):
             op, a, b, c, d = case
@@ -71,13 +92,17 @@ def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
             elif op == 2:
                 got = items_limit(c, units)
             else:
-                got = fork_limit(torch.empty(a, b, 1, 1, 1, device="meta"), torch.empty(c, device="meta"), units)
+                got = fork_limit(
+                    torch.empty(a, b, 1, 1, 1, device="meta"), torch.empty(c, device="meta"), units
+                )
             assert (got or "") == reason, (case, units)
 
 
 def test_a_call_is_asked_about_with_the_columns_and_the_dtype_that_it_selects_from() -> None:
     every = torch.zeros(4, dtype=torch.int32)
-    follow = Continuations(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64), every)
+    follow = Continuations(
+        torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64), every
+    )
 
     def limit(columns: int, dtype: torch.dtype, **how: object) -> str | None:
         logits = torch.empty(3, columns, dtype=dtype, device="meta")

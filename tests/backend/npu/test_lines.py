@@ -38,7 +38,7 @@ SLOW = (
     "planner",
     "waits_once",
     "cuda",
-    "twin",
+    "emulator",
     "paper",
 )  # and no line of these files more
 
@@ -47,14 +47,29 @@ def test_every_line_of_the_npu_backend_has_run(tmp_path: Path) -> None:
     """And every branch, both ways."""
     files = [f"npu_gr/backend/{part}.py" for part in PARTS]
     coverage = [sys.executable, "-m", "coverage"]
-    environment = {**os.environ, "COVERAGE_FILE": str(tmp_path / "data"), "COVERAGE_RCFILE": os.devnull}
+    environment = {
+        **os.environ,
+        "COVERAGE_FILE": str(tmp_path / "data"),
+        "COVERAGE_RCFILE": os.devnull,
+    }
     fast = " and ".join(f"not {name}" for name in SLOW)
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", fast, *(f"tests/backend/{test}" for test in TESTS)]
+    tests = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        fast,
+        *(f"tests/backend/{test}" for test in TESTS),
+    ]
     for command in (
         [*coverage, "run", "--branch", f"--include={','.join(files)}", *tests],
         [*coverage, "json", "-q", "-o", str(tmp_path / "report.json")],
     ):
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     found = json.loads((tmp_path / "report.json").read_text())["files"]
     assert set(found) == set(files)

@@ -16,7 +16,7 @@ from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.check import hstu_cases
 from npu_gr.core.errors import ConfigError
-from npu_gr.engine.kv.arena import BeamArena
+from npu_gr.engine.kv_cache.arena import BeamArena
 from tests.ops.oracle import best
 
 ops = torch.ops.npu_gr
@@ -29,7 +29,13 @@ def registered() -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(rows=st.integers(0, 4), n=st.integers(0, 40), k=st.integers(1, 50), ties=st.integers(1, 9), seed=seeds)
+@given(
+    rows=st.integers(0, 4),
+    n=st.integers(0, 40),
+    k=st.integers(1, 50),
+    ties=st.integers(1, 9),
+    seed=seeds,
+)
 def test_masked_topk(rows: int, n: int, k: int, ties: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     values = random.integers(-ties, ties, (rows, n)).astype(np.float32)
@@ -60,13 +66,17 @@ def test_csr_gather_topk_is_beam_topk(
     random = np.random.default_rng(seed)
     degree = random.integers(0, codes + 1, rows)
     lo = degree.cumsum() - degree
-    code = np.concatenate([np.sort(random.choice(codes, d, replace=False)) for d in degree]).astype(np.int32)
+    code = np.concatenate([np.sort(random.choice(codes, d, replace=False)) for d in degree]).astype(
+        np.int32
+    )
     logits = torch.from_numpy(random.integers(-ties, ties, (rows, codes)).astype(np.float32))
     dead = -np.inf if given_norm else -2.0  # select takes no dead beam that has no child either
     acc = torch.from_numpy(random.choice([0.0, -1.0, dead], rows).astype(np.float32))
     allowed = torch.from_numpy(random.random(len(code)) < 0.7) if filtered else None
     norm = logits.logsumexp(1) if given_norm else None
-    follow = Continuations(torch.from_numpy(lo), torch.from_numpy(degree), torch.from_numpy(code), allowed)
+    follow = Continuations(
+        torch.from_numpy(lo), torch.from_numpy(degree), torch.from_numpy(code), allowed
+    )
     want = select(logits, norm, acc, follow, k)
     tables = (torch.from_numpy(array.astype(np.int32)) for array in (lo, degree, code))
     score, parent, edge = ops.csr_gather_topk(logits, norm, acc, *tables, allowed, k)
@@ -75,12 +85,22 @@ def test_csr_gather_topk_is_beam_topk(
     assert torch.equal(parent[:w].long(), want.parent)
     assert torch.equal(edge[:w].long(), want.edge)
     assert torch.equal(score[w:], torch.full((k - w,), float("-inf")))
-    assert torch.equal(torch.stack([parent[w:], edge[w:]]), torch.full((2, k - w), -1, dtype=torch.int32))
+    assert torch.equal(
+        torch.stack([parent[w:], edge[w:]]), torch.full((2, k - w), -1, dtype=torch.int32)
+    )
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
-@given(layers=st.integers(1, 3), held=st.integers(1, 12), slots=st.integers(1, 3), seed=seeds, data=st.data())
-def test_beam_fork_is_the_arenas_move(layers: int, held: int, slots: int, seed: int, data: st.DataObject) -> None:
+@given(
+    layers=st.integers(1, 3),
+    held=st.integers(1, 12),
+    slots=st.integers(1, 3),
+    seed=seeds,
+    data=st.data(),
+)
+def test_beam_fork_is_the_arenas_move(
+    layers: int, held: int, slots: int, seed: int, data: st.DataObject
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     arena = BeamArena(
         num_layers=layers, num_heads=2, head_dim=3, max_beams=held, num_slots=slots,
@@ -90,7 +110,9 @@ def test_beam_fork_is_the_arenas_move(layers: int, held: int, slots: int, seed: 
         for plane in arena.slabs(layer):
             plane.copy_(torch.randn(plane.shape, generator=generator))
     keys, values = (torch.stack([arena.slabs(layer)[i] for layer in range(layers)]) for i in (0, 1))
-    parent = torch.tensor(sorted(data.draw(st.lists(st.integers(0, held - 1), max_size=held))), dtype=torch.int64)
+    parent = torch.tensor(
+        sorted(data.draw(st.lists(st.integers(0, held - 1), max_size=held))), dtype=torch.int64
+    )
     used = data.draw(st.integers(0, slots))
     arena.move(parent, used)
     ops.beam_fork_(keys, values, parent.to(torch.int32), used)
@@ -108,7 +130,10 @@ def samples() -> list[tuple[str, tuple[object, ...]]]:
         ("masked_topk", (torch.randn(3, 13).bfloat16(), bits, 20, norm)),
         ("csr_gather_topk", (torch.randn(3, 6), norm, norm, ints, ints // 2, edges, allowed, 3)),
         ("csr_gather_topk", (torch.randn(3, 6), None, norm, ints, ints // 2, edges, None, 9)),
-        *((name, tuple(next(hstu_cases(name)))) for name in ("hstu_rows", "hstu_scores", "hstu_finish")),
+        *(
+            (name, tuple(next(hstu_cases(name))))
+            for name in ("hstu_rows", "hstu_scores", "hstu_finish")
+        ),
         ("beam_fork_", (torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), ints, 2)),
     ]
 
@@ -128,7 +153,11 @@ def test_every_op_has_its_definition_and_its_shapes() -> None:
 
 @pytest.mark.parametrize(
     ("soc", "name"),
-    [("Ascend910B1", "ascend910b"), ("Ascend910B4-1", "ascend910b"), ("Ascend910_9392", "ascend910_93")],
+    [
+        ("Ascend910B1", "ascend910b"),
+        ("Ascend910B4-1", "ascend910b"),
+        ("Ascend910_9392", "ascend910_93"),
+    ],
 )
 def test_library_of_a_soc(soc: str, name: str, tmp_path: Path) -> None:
     assert ascend_ops.library_path(soc, tmp_path) == tmp_path / f"libnpu_gr_ascend_{name}.so"

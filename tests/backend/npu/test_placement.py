@@ -18,13 +18,13 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.matching.matcher import ExactIndex
 from npu_gr.model import t5
+from npu_gr.vector_search.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
 from tests.backend.npu.test_backend import tokens
@@ -55,13 +55,21 @@ def recorded(work: Callable[[], object]) -> Recorder:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normalise", ["vocabulary", "codebook", "valid"])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_generate_stays_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, normalise: str, filtered: bool) -> None:
-    """The prompt in two parts, so that new rows attend to cached ones; two requests share the rounds."""
+def test_a_generate_stays_on_the_ai_core(
+    npu: FakeRuntime, dtype: torch.dtype, normalise: str, filtered: bool
+) -> None:
+    """The prompt in two parts, so that new rows attend to cached ones.
+
+    Two requests share the rounds.
+    """
     decoder, trie = model(20).to(dtype), catalogue()
     generator = Generator(decoder, NPUBackend(npu=npu.as_npu()), 20, 3)
     arena = KVArena(layout_of(decoder, page_tokens=4), 11, torch.device("cpu"))
     tokens = make_prompt(trie, np.array([0, 7, 21, 70, 7]), 18).tokens
-    first, second = PromptKV(arena, (PageRun(0, 3),), 6), PromptKV(arena, (PageRun(3, 5),), len(tokens) - 6)
+    first, second = (
+        PromptKV(arena, (PageRun(0, 3),), 6),
+        PromptKV(arena, (PageRun(3, 5),), len(tokens) - 6),
+    )
     tables = Tables.upload(trie, torch.device("cpu"))
     allow = allow_items(trie, np.arange(0, 200, 14)) if filtered else None
 
@@ -73,7 +81,9 @@ def test_a_generate_stays_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, n
 
     seen = recorded(work)
     assert seen.off_the_ai_core() == Counter()
-    assert {"npu_gr::csr_gather_topk", "npu_gr::beam_fork_", "linear"} <= {each.op for each in seen.seen}
+    assert {"npu_gr::csr_gather_topk", "npu_gr::beam_fork_", "linear"} <= {
+        each.op for each in seen.seen
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,7 +96,10 @@ def test_a_generate_of_a_t5_stays_on_the_ai_core(
     generator = Generator(made, NPUBackend(npu=npu.as_npu()), 20, 3)
     arena = KVArena(layout_of(made, page_tokens=4), 11, torch.device("cpu"))
     tokens = make_prompt(trie, np.array([0, 7, 21, 70, 7]), 18, is_divisible=False).tokens
-    pages, tables = PromptKV(arena, (PageRun(0, 4),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
+    pages, tables = (
+        PromptKV(arena, (PageRun(0, 4),), len(tokens)),
+        Tables.upload(trie, torch.device("cpu")),
+    )
 
     def work() -> None:
         generator.encode(tokens, [], pages)
@@ -94,7 +107,9 @@ def test_a_generate_of_a_t5_stays_on_the_ai_core(
 
     seen = recorded(work)
     assert seen.off_the_ai_core() == Counter()
-    assert {"npu_gr::csr_gather_topk", "npu_gr::beam_fork_", "linear"} <= {each.op for each in seen.seen}
+    assert {"npu_gr::csr_gather_topk", "npu_gr::beam_fork_", "linear"} <= {
+        each.op for each in seen.seen
+    }
 
 
 def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
@@ -105,25 +120,37 @@ def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
     hidden = Hidden(torch.tensor([0, 2]), torch.tensor([5, 9]))
     seen = recorded(lambda: index.search(queries, 10, hidden))
     assert seen.off_the_ai_core() == Counter()
-    assert seen.num_kernels - 2 * len(npu.uploads) == 7, "what the fake device uploads is a cast and a copy"
+    assert seen.num_kernels - 2 * len(npu.uploads) == 7, (
+        "what the fake device uploads is a cast and a copy"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("what", ["rank", "chunk", "batch"])
-def test_a_layer_is_ten_kernels_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, what: str) -> None:
+def test_a_layer_is_ten_kernels_on_the_ai_core(
+    npu: FakeRuntime, dtype: torch.dtype, what: str
+) -> None:
     """Four of attention; the same for a cached rank, for a chunk of a prefill and for a batch of both."""
     backend = NPUBackend(npu=npu.as_npu())
     ranker = tiny_model(dtype, qk_dim=16, v_dim=16, num_layers=4)
     user = User(ranker, num_layers=4)
     user.prefill(ranker, backend, 70)
     rank = user.segment(70, 0, 37)
-    batch = {"rank": [rank], "chunk": [user.segment(70, 50, 0, keeps=True)], "batch": [rank, user.segment(70, 9, 20)]}
+    batch = {
+        "rank": [rank],
+        "chunk": [user.segment(70, 50, 0, keeps=True)],
+        "batch": [rank, user.segment(70, 9, 20)],
+    }
     seen = recorded(lambda: ranker(backend, batch[what]))
     assert seen.off_the_ai_core() == Counter()
     starts = [at for at, each in enumerate(seen.seen) if each.op == "npu_gr::hstu_rows"]
     layer = seen.seen[starts[1] : starts[2]]  # of the first, the pass's own memory is made
     assert sum(each.kernels for each in layer) <= 10, [each.op for each in layer]
-    attention = [each.kernels for each in layer if each.op in ("npu_gr::hstu_rows", "npu_gr::hstu_scores", "bmm")]
+    attention = [
+        each.kernels
+        for each in layer
+        if each.op in ("npu_gr::hstu_rows", "npu_gr::hstu_scores", "bmm")
+    ]
     assert attention == [1, 1, 1, 1], "no operand of a product is copied"
 
 
@@ -131,8 +158,15 @@ def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
     """The ranker's own vector finds items, one of them hidden, and its candidates are scored with it."""
     ranker, backend = tiny_model(retrieval=True, qk_dim=16, v_dim=16), NPUBackend(npu=npu.as_npu())
     shape = ranker.config
-    layout = KVLayout(num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim)
-    engine = RankEngine(ranker, backend, Scheduler(SchedulerConfig()), KVArena(layout, 8, backend.device))
+    layout = KVLayout(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+    )
+    engine = RankEngine(
+        ranker, backend, Scheduler(SchedulerConfig()), KVArena(layout, 8, backend.device)
+    )
     history = RankPass(tokens(100), 0, np.empty(0, np.int64), 10**9)
     found = engine.find_all([FindPass(history, 5, np.array([3]))])
     assert len(found[0].rows) == 5
@@ -145,11 +179,13 @@ def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
 
 
 def test_the_table_knows_what_was_wrong(npu: FakeRuntime) -> None:
-    """Torch ops that select on an NPU without its operators, or that a review found: each is refused."""
+    """Torch ops that select on an NPU without its operators, or that a review found: each is rejected."""
     generator = torch.Generator().manual_seed(0)
     items, queries = (torch.randn(n, 16, generator=generator) for n in (300, 3))
     index = ExactIndex(items.numpy(), NPUBackend("off", npu.as_npu()))
-    seen = recorded(lambda: index.search(queries, 10, Hidden(torch.tensor([0, 2]), torch.tensor([5, 9]))))
+    seen = recorded(
+        lambda: index.search(queries, 10, Hidden(torch.tensor([0, 2]), torch.tensor([5, 9])))
+    )
     found = {op for op, _ in seen.off_the_ai_core()}
     assert {"searchsorted", "bincount", "cumsum", "sort"} <= found
     times = torch.arange(4)
@@ -172,9 +208,15 @@ def layer_call(rows: int, cached: int, *, targets: bool = False) -> HstuCall:
 
 @pytest.mark.parametrize(
     ("op", "rows", "cached", "launches"),
-    [("hstu_causal", 4096, 0, 439), ("hstu_causal", 512, 3584, 74), ("hstu_targets", 512, 4096, 33)],
+    [
+        ("hstu_causal", 4096, 0, 439),
+        ("hstu_causal", 512, 3584, 74),
+        ("hstu_targets", 512, 4096, 33),
+    ],
 )
-def test_what_torch_ops_take_for_a_layers_attention(op: str, rows: int, cached: int, launches: int) -> None:
+def test_what_torch_ops_take_for_a_layers_attention(
+    op: str, rows: int, cached: int, launches: int
+) -> None:
     """Where no operator is installed: hundreds of launches, more kernels than that, and AI CPU."""
     call = layer_call(rows, cached, targets=op == "hstu_targets")
     seen = recorded(lambda: getattr(TorchOps(), op)(call))

@@ -1,4 +1,6 @@
-"""The fused softmax attention by a stand-in: prompts, beams, slabs, groups; one that disagrees or is older is not used.
+"""The fused softmax attention by a stand-in: prompts, beams, slabs, groups.
+
+One that disagrees or is older is not used.
 
 And the products of torch ops: half numbers as they are stored, where the device answers in fp32.
 """
@@ -24,8 +26,10 @@ from tests.backend.npu.placement import Recorder
 
 REFERENCE = ReferenceBackend()
 SCHEMA = (
-    "npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
-    "Tensor? atten_mask=None, int num_heads=1, float scale=1.0, str input_layout='BSH', int num_key_value_heads=0, "
+    "npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? "
+    "pse_shift=None, "
+    "Tensor? atten_mask=None, int num_heads=1, float scale=1.0, str input_layout='BSH', int "
+    "num_key_value_heads=0, "
     "int sparse_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
 
@@ -58,7 +62,9 @@ def npu() -> Iterator[FakeRuntime]:
         yield made
 
 
-def backend(npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, schema: str = SCHEMA, wrong: float = 0.0) -> NPUBackend:
+def backend(
+    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, schema: str = SCHEMA, wrong: float = 0.0
+) -> NPUBackend:
     with torch.library._scoped_library("npu_gr_fused", "FRAGMENT") as library:
         library.define(schema)
 
@@ -82,7 +88,9 @@ def close(got: Tensor, want: Tensor) -> None:
 def double(call: BeamCall) -> BeamCall:
     shared = [(k.double(), v.double()) for k, v in call.shared]
     own_k, own_v = call.unshared
-    return call._replace(q=call.q.double(), shared=shared, unshared=(own_k.double(), own_v.double()))
+    return call._replace(
+        q=call.q.double(), shared=shared, unshared=(own_k.double(), own_v.double())
+    )
 
 
 @settings(
@@ -98,7 +106,9 @@ def double(call: BeamCall) -> BeamCall:
     group=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),
 )
-def test_prompts_and_beams(npu: FakeRuntime, data: st.DataObject, past: int, new: int, group: int, seed: int) -> None:
+def test_prompts_and_beams(
+    npu: FakeRuntime, data: st.DataObject, past: int, new: int, group: int, seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         it = backend(npu, patch)
     assert it.ops["softmax_attention"] == "npu_fused_infer_attention_score"
@@ -116,7 +126,9 @@ def test_prompts_and_beams(npu: FakeRuntime, data: st.DataObject, past: int, new
     want = REFERENCE.causal_attention(q.double(), k[past:].double(), v[past:].double(), wide, 0.3)
     close(it.causal_attention(q, k[past:], v[past:], slabs, 0.3), want)
     num_slots = data.draw(st.integers(0 if past else 1, 3))
-    call = BeamCall(q, slabs, (some(rows + 1, 3, 2, 16), some(rows + 1, 3, 2, 16)), num_slots, None, 0.3)
+    call = BeamCall(
+        q, slabs, (some(rows + 1, 3, 2, 16), some(rows + 1, 3, 2, 16)), num_slots, None, 0.3
+    )
     want = REFERENCE.beam_attention(double(call))
     close(it.beam_attention(call), want)
     close(it.beam_attention(call._replace(is_split=False)), want)
@@ -145,7 +157,8 @@ def test_shared_keys_are_not_copied(npu: FakeRuntime, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "dim"), [(torch.float32, 4, 16), (torch.bfloat16, 4, 24), (torch.bfloat16, 130, 16)]
+    ("dtype", "heads", "dim"),
+    [(torch.float32, 4, 16), (torch.bfloat16, 4, 24), (torch.bfloat16, 130, 16)],
 )
 def test_what_the_operator_does_not_take_runs_as_torch_ops(
     npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, dim: int
@@ -155,7 +168,8 @@ def test_what_the_operator_does_not_take_runs_as_torch_ops(
     call = BeamCall(q, [(k, k)], (k[:, None], k[:, None]), 1, None, 0.2)
     torch.testing.assert_close(it.beam_attention(call), TorchOps().beam_attention(call))
     torch.testing.assert_close(
-        it.causal_attention(q, k, k, [(k, k)], 0.2), TorchOps().causal_attention(q, k, k, [(k, k)], 0.2)
+        it.causal_attention(q, k, k, [(k, k)], 0.2),
+        TorchOps().causal_attention(q, k, k, [(k, k)], 0.2),
     )
 
 
@@ -167,13 +181,18 @@ def test_an_operator_that_disagrees_or_is_older_is_not_used(
     older = SCHEMA.replace(", bool softmax_lse_flag=False", "")
     assert backend(npu, monkeypatch, older).ops["softmax_attention"] == "torch"
     named = SCHEMA.replace("float scale=", "float scale_value=")
-    assert backend(npu, monkeypatch, named).ops["softmax_attention"] == "npu_fused_infer_attention_score"
+    assert (
+        backend(npu, monkeypatch, named).ops["softmax_attention"]
+        == "npu_fused_infer_attention_score"
+    )
 
 
 # ---- torch ops
 
 
-def test_half_keys_are_multiplied_as_they_are_where_the_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_keys_are_multiplied_as_they_are_where_the_device_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A device whose products of half numbers answer in fp32: nothing of the prefix is widened."""
     bmm, seen = torch.bmm, list[torch.dtype]()
 
@@ -186,7 +205,10 @@ def test_half_keys_are_multiplied_as_they_are_where_the_device_can(monkeypatch: 
     monkeypatch.setattr("npu_gr.backend.torch_ops._gives_fp32", lambda _device: True)
     ops = TorchOps()
     random = torch.Generator().manual_seed(0)
-    q, k, own = (torch.randn(*s, generator=random).bfloat16() for s in ((9, 4, 16), (70, 2, 16), (9, 2, 2, 16)))
+    q, k, own = (
+        torch.randn(*s, generator=random).bfloat16()
+        for s in ((9, 4, 16), (70, 2, 16), (9, 2, 2, 16))
+    )
     call = BeamCall(q, [(k, k.flip(0))], (own, own), 2, None, 0.3)
     want = REFERENCE.beam_attention(double(call))
     assert ops.products._reads_half

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_extra_and_the_docs_say_what_the_table_says() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert requirement() in extras["npu"]
     assert table() in (ROOT / "docs" / "ascend.md").read_text()
 
@@ -32,9 +34,17 @@ def test_rows_rise() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "want"),
     [
-        ("include/version/asc_devkit_version.h", '#define ASC_DEVKIT_VERSION_STR "9.1.0-beta.3"', "9.1.0-beta.3"),
+        (
+            "include/version/asc_devkit_version.h",
+            '#define ASC_DEVKIT_VERSION_STR "9.1.0-beta.3"',
+            "9.1.0-beta.3",
+        ),
         ("include/ascendc/asc_devkit_version.h", '#define ASC_DEVKIT_VERSION_STR "8.5.0"', "8.5.0"),
-        ("aarch64-linux/ascend_toolkit_install.info", "package_name=x\nversion=8.2.RC1\ninnerversion=V1\n", "8.2.RC1"),
+        (
+            "aarch64-linux/ascend_toolkit_install.info",
+            "package_name=x\nversion=8.2.RC1\ninnerversion=V1\n",
+            "8.2.RC1",
+        ),
         ("version.cfg", "# a\nruntime_running_version=[7.3.0.1.231:8.0.RC3]\n", "8.0.RC3"),
         ("version.cfg", "toolkit_running_version=[8.5.0]\n", "8.5.0"),
         ("compiler/version.info", "Version=7.6.0.1.220\nversion_dir=8.3.RC1\n", "8.3.RC1"),
@@ -55,10 +65,11 @@ def test_every_pair_of_the_table_passes(each: versions.Release) -> None:
     assert not any(check(each.cann, torch_npu) for torch_npu in each.torch_npu)
 
 
-def test_other_pairs_are_refused_or_warned_of() -> None:
+def test_other_pairs_are_rejected_or_warned_of() -> None:
     for pair, why in {
         ("8.3.RC1", "2.8.0"): "CANN 8.3.RC1: the kernels need 8.5.0 or later",
-        ("9.0.0", "2.6.0.post5"): "torch_npu 2.6.0.post5 was not made for CANN 9.0.0, these were: 2.7.1.post4, 2.8.0",
+        ("9.0.0", "2.6.0.post5"): "torch_npu 2.6.0.post5 was not made for CANN 9.0.0, these were: "
+        "2.7.1.post4, 2.8.0",
         ("nine", "2.9.0"): "'nine' is no version",
     }.items():
         with pytest.raises(VersionError, match=why):
@@ -70,7 +81,8 @@ def test_other_pairs_are_refused_or_warned_of() -> None:
 
 def test_the_command_prints_the_number(tmp_path: Path) -> None:
     def run(torch_npu: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", versions.__file__, str(tmp_path), torch_npu]  # no package but Python's own
+        # no package but Python's own
+        command = [sys.executable, "-S", versions.__file__, str(tmp_path), torch_npu]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert run("2.9.0").returncode == 2
@@ -89,6 +101,6 @@ def test_the_doctor_names_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "version.info").write_text("Version=8.5.0\n")
     assert checks._versions("2.9.0").found == "CANN 8.5.0 with torch_npu 2.9.0"
     assert checks._cann() == f"8.5.0, at {tmp_path}"
-    refused = checks._versions("2.10.0")
-    assert refused.state is FindingState.MISSING
-    assert "docs/ascend.md" in refused.remedy
+    rejected = checks._versions("2.10.0")
+    assert rejected.state is FindingState.MISSING
+    assert "docs/ascend.md" in rejected.remedy

@@ -67,7 +67,10 @@ def compiled(variant: Any) -> Any:
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(variant.kernel.arg_names)
-        if variant.types.get(name, "").startswith("*") or name.endswith(("_row", "_head", "_stride", "_slot"))
+        if variant.types.get(name, "").startswith("*")
+        or name.endswith(("_row", "_head", "_stride", "_slot"))
     }
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+    source = ASTSource(
+        fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))

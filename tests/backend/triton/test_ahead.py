@@ -1,7 +1,8 @@
 """Without a GPU: every kernel compiles to sm_90 machine code, as it is launched, and its instructions are counted.
 
-ptxas and nvdisasm come with triton. A tensor core step of 64 rows, 64 keys and heads of 64 takes 256 cycles at best; in
-each cycle a multiprocessor's scheduler issues one instruction of its one warp, so a loop's length is a bound too.
+ptxas and nvdisasm come with triton. A tensor core step of 64 rows, 64 keys and heads of 64 takes
+256 cycles at best; in each cycle a multiprocessor's scheduler issues one instruction of its one
+warp, so a loop's length is a bound too.
 """
 
 from __future__ import annotations
@@ -48,13 +49,16 @@ def kernels_compiled() -> list[dict[str, object]]:
     """In a process of its own: a kernel is either interpreted or compiled."""
     pytest.importorskip("triton", reason="triton is not installed: pip install 'npu_gr[triton]'")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_every_kernel_compiles_for_sm_90(kernels_compiled: list[dict[str, object]]) -> None:
-    assert {each["kernel"] for each in kernels_compiled} == kernels() - {"hstu_tasks_kernel"}  # of NPUs
+    # of NPUs
+    assert {each["kernel"] for each in kernels_compiled} == kernels() - {"hstu_tasks_kernel"}
 
 
 def test_no_kernel_spills(kernels_compiled: list[dict[str, object]]) -> None:
@@ -64,7 +68,9 @@ def test_no_kernel_spills(kernels_compiled: list[dict[str, object]]) -> None:
         assert each["spills"] in (range(1, 65) if is_wide else (0,)), each
 
 
-def test_the_steps_of_hstu_are_bound_by_its_products(kernels_compiled: list[dict[str, object]]) -> None:
+def test_the_steps_of_hstu_are_bound_by_its_products(
+    kernels_compiled: list[dict[str, object]],
+) -> None:
     """At most 2.5 instructions a cycle of the tensor cores, over a history of 4,096 tokens; 8 before."""
     for each in counted(kernels_compiled):
         constants = each["constants"]
@@ -73,13 +79,16 @@ def test_the_steps_of_hstu_are_bound_by_its_products(kernels_compiled: list[dict
             continue
         steps = each["steps"]
         assert isinstance(steps, list)
-        far, near, edge, wide = sorted(steps)  # the fallback for times that are 68 years apart is the longest
+        # the fallback for times that are 68 years apart is the longest
+        far, near, edge, wide = sorted(steps)
         assert len(steps) == 4, "each multiplies on the tensor cores"
         if each["x"] != "bf16":
             continue  # three products each: the instructions are those of their halves
         assert far <= (1.6 if constants["targets"] else 2.5) * IDEAL
         counts = steps_of(TOKENS)
-        mean = sum(n * length for n, length in zip(counts, (far, near, edge), strict=True)) / sum(counts)
+        mean = sum(n * length for n, length in zip(counts, (far, near, edge), strict=True)) / sum(
+            counts
+        )
         assert mean <= 2.5 * IDEAL, f"{far} far, {near} near, {edge} at an edge"
         assert wide >= edge
 
@@ -103,4 +112,8 @@ def counted(compiled: list[dict[str, object]]) -> list[dict[str, object]]:
 def kernels() -> set[str]:
     """Names of all there are."""
     sources = (ROOT / "npu_gr" / "backend" / "triton").glob("*.py")
-    return {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.MULTILINE)}
+    return {
+        name
+        for source in sources
+        for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.MULTILINE)
+    }

@@ -1,8 +1,8 @@
 """Without CANN: every kernel lowers to HIVM for 910B, the last IR before machine code, with the public compilers.
 
-triton-ascend goes from Triton to linalg, bishengir-compile (ascendnpu-ir) from there: tiling, a plan of every on-chip
-buffer, synchronisation between the pipes. Then comes `hivmc`, which is closed; what stands in for it here keeps what
-it was given. So: *lowers to HIVM*, never *compiles*.
+triton-ascend goes from Triton to linalg, bishengir-compile (ascendnpu-ir) from there: tiling, a
+plan of every on-chip buffer, synchronisation between the pipes. Then comes `hivmc`, which is
+closed; what stands in for it here keeps what it was given. So: *lowers to HIVM*, never *compiles*.
 """
 
 from __future__ import annotations
@@ -62,28 +62,49 @@ def packages() -> Path:
     folder = ROOT / "build" / "-".join(PACKAGES[:2]).replace("==", "-")
     if not folder.is_dir():
         begun = folder.with_name(f"{folder.name}.{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        done = subprocess.run([*command, "--target", begun, *PACKAGES], capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
+        done = subprocess.run(
+            [*command, "--target", begun, *PACKAGES], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             shutil.rmtree(begun, ignore_errors=True)
-            pytest.skip(f"{' and '.join(PACKAGES[:2])} cannot be had here: {done.stderr.strip()[-200:]}")
+            pytest.skip(
+                f"{' and '.join(PACKAGES[:2])} cannot be had here: {done.stderr.strip()[-200:]}"
+            )
         begun.rename(folder)
     return folder
 
 
 def run(packages: Path, *command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(packages), "TRITON_INTERPRET": "0", **more}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
 
 
-def to_hivm(packages: Path, linalg: Path, hivmc: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+def to_hivm(
+    packages: Path, linalg: Path, hivmc: Path
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     hivm = linalg.with_suffix(".hivm")
     done = run(
         packages,
         packages / "ascendnpuir" / "bin" / "bishengir-compile",
         linalg,
         f"--target={SOC}",
-        *("--enable-auto-multi-buffer=true", "--enable-hfusion-compile=true", "--enable-hivm-compile=true"),
+        *(
+            "--enable-auto-multi-buffer=true",
+            "--enable-hfusion-compile=true",
+            "--enable-hivm-compile=true",
+        ),
         *("--enable-triton-kernel-compile=true", "-o", linalg.with_suffix(".o")),
         PATH=f"{hivmc.parent}:{os.environ['PATH']}",
         HIVM=str(hivm),
@@ -97,17 +118,21 @@ def test_every_kernel_lowers_to_hivm_for_910b(packages: Path, tmp_path: Path) ->
     hivmc = tmp_path / "hivmc"
     hivmc.write_text(HIVMC)
     hivmc.chmod(0o755)
-    lowered, refused = [], []
+    lowered, rejected = [], []
     for linalg in sorted(tmp_path.glob("*.mlir")):
         done, hivm = to_hivm(packages, linalg, hivmc)
         if done.returncode:
-            refused.append((linalg.name, done.stderr))
+            rejected.append((linalg.name, done.stderr))
             continue
         text = hivm.read_text()
         assert "hivm.hir.pipe_barrier" in text
         assert "address_space<ub>" in text, "buffers are placed on the chip"
-        assert not re.findall(r"\b(?:linalg|hfusion|tt)\.\w+\(", text), "nothing is left of the levels above"
+        assert not re.findall(r"\b(?:linalg|hfusion|tt)\.\w+\(", text), (
+            "nothing is left of the levels above"
+        )
         lowered.append(linalg.name)
-    assert [name for name, _ in refused] == ["rows_kernel-bf16-False-True-32768-8-64.mlir"]
+    assert [name for name, _ in rejected] == ["rows_kernel-bf16-False-True-32768-8-64.mlir"]
     assert {name.split("-")[0] for name in lowered} == kernels()
-    assert "overflow" in refused[0][1], "a tile that no buffer holds is refused: the compiler does look"
+    assert "overflow" in rejected[0][1], (
+        "a tile that no buffer holds is rejected: the compiler does look"
+    )

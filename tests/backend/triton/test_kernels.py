@@ -1,4 +1,7 @@
-"""The Triton kernels equal the reference, on any sizes, slabs and layouts; ties, -inf and NaN included."""
+"""The Triton kernels equal the reference, on any sizes, slabs and layouts.
+
+Ties, -inf and NaN included.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,27 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from npu_gr.backend.base import TIME_BUCKETS
-from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, Over, TopkCall
+from npu_gr.backend.calls import (
+    BeamCall,
+    BiasTables,
+    Choices,
+    Continuations,
+    HstuCall,
+    Over,
+    TopkCall,
+)
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.backend.tiles import Slab
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter's
+    # the interpreter's
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 
 REFERENCE = ReferenceBackend()
-# triton's interpreter multiplies the bits of bfloat16 matrices: there the other half type stands in for it
+# triton's interpreter multiplies the bits of bfloat16 matrices: there the other half type stands in
+# for it
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 DTYPES = {torch.float32: 2e-5, HALF: 6e-2}  # of the largest number
 FEW = torch.tensor([-2.0, -1.0, -1.0, 0.0, -0.0, 0.5, -torch.inf])  # many ties on purpose
@@ -52,7 +65,9 @@ def cut(k: Tensor, v: Tensor, sizes: list[int]) -> list[Slab]:
 
 def assert_close(got: Tensor, want: Tensor, limit: float) -> None:
     assert got.shape == want.shape
-    assert float((got.cpu().double() - want.double()).abs().max()) <= limit * max(1.0, float(want.abs().max()))
+    assert float((got.cpu().double() - want.double()).abs().max()) <= limit * max(
+        1.0, float(want.abs().max())
+    )
 
 
 def forms() -> list[Any]:
@@ -76,7 +91,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @few
 @given(data=st.data(), past=st.integers(0, 40), new=st.integers(1, 35), seed=seeds)
 def test_hstu(
-    triton_device: torch.device, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int
+    triton_device: torch.device,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    past: int,
+    new: int,
+    seed: int,
 ) -> None:
     """History rows and candidate rows, position and time bias, times in no order or further apart than int32."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -111,9 +131,19 @@ def test_far_near_and_edge_meet_wherever_the_rows_begin(
     bias = BiasTables(torch.arange(9)[None] ** 2 * 0.1, torch.zeros(1, TIME_BUCKETS))
     for past in range(17, 34):
         held = k[: past + 17]
-        call = HstuCall(held[past:], k[:0], k[:0], [(held, held)], torch.zeros(len(held), dtype=torch.int64), bias, 0.1)
+        call = HstuCall(
+            held[past:],
+            k[:0],
+            k[:0],
+            [(held, held)],
+            torch.zeros(len(held), dtype=torch.int64),
+            bias,
+            0.1,
+        )
         moved = on(triton_device, call)
-        want = REFERENCE.hstu_causal(call._replace(k=held[past:], v=held[past:], cached=[(k[:past], k[:past])]))
+        want = REFERENCE.hstu_causal(
+            call._replace(k=held[past:], v=held[past:], cached=[(k[:past], k[:past])])
+        )
         for attention in forms()[past % 2 :][:1]:
             assert_close(attention.causal(moved, moved.cached), want, 1e-5)
         call = call._replace(k=held[past:], v=held[past:])
@@ -129,17 +159,23 @@ def test_the_last_span_that_fits_int32_and_the_first_that_does_not(
     """Every bucket of the table is another number, so a bucket beside the right one is seen."""
     small_tiles(monkeypatch)
     q = torch.ones(20, 1, 16)
-    times = torch.full((20,), seconds) - torch.tensor([seconds, *((1 << (i + 1)) - i % 3 for i in range(19))])
+    times = torch.full((20,), seconds) - torch.tensor(
+        [seconds, *((1 << (i + 1)) - i % 3 for i in range(19))]
+    )
     bias = BiasTables(torch.zeros(1, 5), torch.arange(TIME_BUCKETS)[None].float())
     call = HstuCall(q, q, q, [], times, bias, 0.7)
     shown = call._replace(times=times, query_time=seconds, cached=[(q, q)])
     moved = on(triton_device, shown)
     for attention in forms():
-        assert_close(attention.causal(on(triton_device, call), []), REFERENCE.hstu_causal(call), 1e-5)
+        assert_close(
+            attention.causal(on(triton_device, call), []), REFERENCE.hstu_causal(call), 1e-5
+        )
         assert_close(attention.targets(moved, moved.cached), REFERENCE.hstu_targets(shown), 1e-5)
 
 
-def test_equal_inputs_give_equal_bits_and_parts_follow_from_sizes_alone(triton_device: torch.device) -> None:
+def test_equal_inputs_give_equal_bits_and_parts_follow_from_sizes_alone(
+    triton_device: torch.device,
+) -> None:
     """A long history under few rows is cut into parts; nothing is added by atomics."""
     from npu_gr.backend.triton import hstu
 
@@ -152,7 +188,14 @@ def test_equal_inputs_give_equal_bits_and_parts_follow_from_sizes_alone(triton_d
     once, again = (hstu.Attention().targets(moved, moved.cached) for _ in range(2))
     assert torch.equal(once, again)
     assert_close(once, REFERENCE.hstu_targets(call), 1e-5)
-    for programs, num_keys, want in ((4, 4096, 16), (32, 4096, 8), (264, 4096, 1), (1, 0, 1), (1, 64, 1), (4, 600, 2)):
+    for programs, num_keys, want in (
+        (4, 4096, 16),
+        (32, 4096, 8),
+        (264, 4096, 1),
+        (1, 0, 1),
+        (1, 64, 1),
+        (4, 600, 2),
+    ):
         num_parts, span = hstu._parts(264, programs, num_keys, 64)
         assert num_parts == want
         assert (num_parts - 1) * span < max(1, num_keys) <= num_parts * span
@@ -164,7 +207,10 @@ def test_a_changed_table_is_seen(triton_device: torch.device) -> None:
 
     attention = hstu.Attention()
     q = torch.ones(4, 1, 16, device=triton_device)
-    tables = torch.nn.Parameter(torch.zeros(1, 8, device=triton_device)), torch.zeros(1, 64, device=triton_device)
+    tables = (
+        torch.nn.Parameter(torch.zeros(1, 8, device=triton_device)),
+        torch.zeros(1, 64, device=triton_device),
+    )
     call = HstuCall(q, q, q, [], torch.arange(4, device=triton_device), BiasTables(*tables), 0.2)
     with torch.no_grad():
         for change in (lambda: None, lambda: tables[0].add_(1.0), lambda: tables[1].add_(1.0)):
@@ -172,7 +218,9 @@ def test_a_changed_table_is_seen(triton_device: torch.device) -> None:
             cpu = on(torch.device("cpu"), call)
             assert_close(attention.causal(call, []), REFERENCE.hstu_causal(cpu), 1e-5)
         tables[0].data = torch.full((1, 8), 3.0, device=triton_device)
-        assert_close(attention.causal(call, []), REFERENCE.hstu_causal(on(torch.device("cpu"), call)), 1e-5)
+        assert_close(
+            attention.causal(call, []), REFERENCE.hstu_causal(on(torch.device("cpu"), call)), 1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -195,7 +243,10 @@ def test_beams(
     sharpness: float,
     seed: int,
 ) -> None:
-    """Spans, slabs and own tokens merge to attention over the concatenation; slots not yet valid are unread."""
+    """Spans, slabs and own tokens merge to attention over the concatenation.
+
+    Slots not yet valid are unread.
+    """
     from npu_gr.backend.triton import beams
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -222,7 +273,9 @@ def test_beams(
         assert_close(got, want, DTYPES[dtype] * (1.0 if dtype == HALF else max(1.0, sharpness)))
 
 
-def continuations(random: torch.Generator, rows: int, num_codes: int, filtered: bool) -> Continuations:
+def continuations(
+    random: torch.Generator, rows: int, num_codes: int, filtered: bool
+) -> Continuations:
     """Rows of any degree, 0 and all codes among them, in one table with gaps."""
     degree = torch.randint(0, num_codes + 1, (rows,), generator=random)
     degree[torch.rand(rows, generator=random) < 0.15] = 0
@@ -230,8 +283,12 @@ def continuations(random: torch.Generator, rows: int, num_codes: int, filtered: 
     lo = torch.cat([torch.zeros(1, dtype=torch.int64), (degree + 3).cumsum(0)])
     code = torch.zeros(int(lo[-1]) + 1, dtype=torch.int32)
     for first, count in zip(lo.tolist(), degree.tolist(), strict=False):
-        code[first : first + count] = torch.randperm(num_codes, generator=random)[:count].sort().values.int()
-    return Continuations(lo[:-1], degree, code, torch.rand(len(code), generator=random) < 0.6 if filtered else None)
+        code[first : first + count] = (
+            torch.randperm(num_codes, generator=random)[:count].sort().values.int()
+        )
+    return Continuations(
+        lo[:-1], degree, code, torch.rand(len(code), generator=random) < 0.6 if filtered else None
+    )
 
 
 def assert_chosen(got: Choices, want: Choices) -> None:
@@ -292,14 +349,19 @@ def test_beam_topk(
 
 @pytest.mark.parametrize("width", [1, 5, 40, 64, 200])
 def test_ties_are_decided_by_beam_then_edge(triton_device: torch.device, width: int) -> None:
-    """Exact arithmetic: four equal beams over four equal logits each, in many blocks; a half of them is better."""
+    """Exact arithmetic: four equal beams over four equal logits each, in many blocks.
+
+    A half of them is better.
+    """
     from npu_gr.backend.triton import topk
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(topk, "EDGES", 16)
         logits = torch.zeros(4, 64)
         acc = torch.tensor([0.0, 1.0, 0.0, 1.0])
-        follow = Continuations(torch.arange(4) * 64, torch.full((4,), 64), torch.arange(64).int().repeat(4))
+        follow = Continuations(
+            torch.arange(4) * 64, torch.full((4,), 64), torch.arange(64).int().repeat(4)
+        )
         call = TopkCall(logits, acc, follow, width)
         got = topk.beam_topk(on(triton_device, call))
         want = REFERENCE.beam_topk(call)
@@ -328,7 +390,9 @@ def test_fork(triton_device: torch.device, rows: int, slots: int, seed: int, hal
     from npu_gr.backend.triton import fork
 
     random = torch.Generator().manual_seed(seed)
-    plane = torch.randn(2, 40, 3, 2, 3, generator=random).to(torch.bfloat16 if half else torch.float32)
+    plane = torch.randn(2, 40, 3, 2, 3, generator=random).to(
+        torch.bfloat16 if half else torch.float32
+    )
     parent = torch.randint(0, 40, (rows,), generator=random)
     want, got = plane.clone(), plane.to(triton_device, copy=True)
     want[:, :rows, :slots] = plane[:, parent, :slots]
@@ -339,6 +403,8 @@ def test_fork(triton_device: torch.device, rows: int, slots: int, seed: int, hal
 def test_zeros_of_both_signs_tie(triton_device: torch.device) -> None:
     from npu_gr.backend.triton import topk
 
-    follow = Continuations(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.zeros(2, dtype=torch.int32))
+    follow = Continuations(
+        torch.tensor([0, 1]), torch.tensor([1, 1]), torch.zeros(2, dtype=torch.int32)
+    )
     call = TopkCall(torch.tensor([[-0.0], [0.0]]), torch.tensor([-0.0, 0.0]), follow, 1)
     assert topk.beam_topk(on(triton_device, call)).parent.tolist() == [0]

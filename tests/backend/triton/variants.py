@@ -13,11 +13,15 @@ from npu_gr.backend.triton import beams, fork, hstu, hstu_ascend, topk
 _INTS = ("num_", "first_", "buckets", "heads", "group", "span")
 _STRIDES = ("_row", "_head", "_stride", "own_slot", "ancestry_slot")
 _TYPES = {
-    **dict.fromkeys(("lo", "degree", "key_out", "key", "chosen", "parent_out", "edge_out", "parent"), "*i64"),
+    **dict.fromkeys(
+        ("lo", "degree", "key_out", "key", "chosen", "parent_out", "edge_out", "parent"), "*i64"
+    ),
     **dict.fromkeys(("times", "ancestry", "limits"), "*i64"),
     "seconds": "*i32",
     **dict.fromkeys(("tables", "sums"), "*fp32"),
-    **dict.fromkeys(("acc", "norm_out", "norm", "score_out", "peaks", "totals", "outputs"), "*fp32"),
+    **dict.fromkeys(
+        ("acc", "norm_out", "norm", "score_out", "peaks", "totals", "outputs"), "*fp32"
+    ),
     **dict.fromkeys(("peak_out", "total_out", "output_out", "out"), "*fp32"),
     "code": "*i32",
     "allowed": "*u8",
@@ -38,7 +42,9 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        return "-".join(str(part) for part in (self.kernel.__name__, self.x, *self.constants.values()))
+        return "-".join(
+            str(part) for part in (self.kernel.__name__, self.x, *self.constants.values())
+        )
 
 
 def _of(kernel: Any, x: str, constants: dict[str, Any], **own: str) -> Variant:
@@ -71,13 +77,23 @@ def variants(on: Literal["cuda", "npu"] = "cuda") -> Iterator[Variant]:
             if on == "npu":
                 own = {**tiles, "how": int(hstu.SELECTS)}
                 yield _of(
-                    hstu_ascend.hstu_tasks_kernel, x, {**flags, **wide, **own}, out=out, blocks="i32", parts="i32"
+                    hstu_ascend.hstu_tasks_kernel,
+                    x,
+                    {**flags, **wide, **own},
+                    out=out,
+                    blocks="i32",
+                    parts="i32",
                 )
         yield _of(hstu.sum_kernel, x, {"numbers": hstu.NUMBERS}, out=f"*{x}")
         dims = {"dim": 128, "dim_wide": 128}
         stage = {"keys": hstu.step_keys(dtype, 128), "span": beams.SPAN, "precision": precision}
         yield _of(beams.shared_kernel, x, {**dims, "rows": hstu.ROWS, **stage})
-        yield _of(beams.merge_kernel, x, {"by_ancestry": True, **dims, "rows": beams.MERGE_ROWS}, out=f"*{x}")
+        yield _of(
+            beams.merge_kernel,
+            x,
+            {"by_ancestry": True, **dims, "rows": beams.MERGE_ROWS},
+            out=f"*{x}",
+        )
         for over_valid in (False, True):
             sizes = {"columns": topk.COLUMNS, "blocks": topk.BLOCKS, "edges": topk.EDGES}
             yield _of(topk.rows_kernel, x, {"over_valid": over_valid, "filtered": True, **sizes})

@@ -12,13 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.feature_schema import computed
-from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable, read_rule, time_column
+from npu_gr.core.feature_schema.computed import (
+    OF_HISTORY,
+    CrossFeatures,
+    ItemValueTable,
+    read_rule,
+    time_column,
+)
 from npu_gr.core.feature_schema.schema import Feature
 
 ACTIONS = ("view", "cart", "buy")
 NUM_ITEMS = 12
 PADDING = 5
-GENRES = np.array([[item % 5, (item * 7) % 5 if item % 3 else PADDING] for item in range(NUM_ITEMS)])
+GENRES = np.array(
+    [[item % 5, (item * 7) % 5 if item % 3 else PADDING] for item in range(NUM_ITEMS)]
+)
 GENRES[:, 1] = np.where(GENRES[:, 1] == GENRES[:, 0], PADDING, GENRES[:, 1])
 GENRES[4] = PADDING  # an item without any
 TABLES = {"genre": ItemValueTable(GENRES, PADDING)}
@@ -53,7 +61,11 @@ def values(by: str, item: int) -> set[int]:
 def slow(feature: Named, history: list[Event], candidate: int, now: int) -> float:
     what, by = read_rule(feature.computed)
     own = values(by, candidate)
-    counted = [event for event in history if not feature.actions or ACTIONS[event.action] in feature.actions]
+    counted = [
+        event
+        for event in history
+        if not feature.actions or ACTIONS[event.action] in feature.actions
+    ]
     alike = [[event for event in counted if value in values(by, event.item)] for value in own]
     num = sum(map(len, alike))
     if not own:
@@ -70,14 +82,21 @@ def slow(feature: Named, history: list[Event], candidate: int, now: int) -> floa
 
 
 EVENTS = st.lists(
-    st.builds(Event, st.integers(0, NUM_ITEMS + 1), st.integers(0, 2), st.integers(0, 50)), max_size=30
+    st.builds(Event, st.integers(0, NUM_ITEMS + 1), st.integers(0, 2), st.integers(0, 50)),
+    max_size=30,
 ).map(lambda events: sorted(events, key=lambda event: event.time))
 
 
 @pytest.mark.parametrize("dense", [1 << 16, 0])
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(history=EVENTS, candidates=st.lists(st.integers(0, NUM_ITEMS + 1), max_size=9), now=st.integers(0, 60))
-def test_columns_are_what_the_loop_says(dense: int, history: list[Event], candidates: list[int], now: int) -> None:
+@given(
+    history=EVENTS,
+    candidates=st.lists(st.integers(0, NUM_ITEMS + 1), max_size=9),
+    now=st.integers(0, 60),
+)
+def test_columns_are_what_the_loop_says(
+    dense: int, history: list[Event], candidates: list[int], now: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(computed, "_DENSE", dense)
         items, actions, times = np.array(history, np.int64).reshape(-1, 3).T
@@ -97,15 +116,29 @@ def test_only_computed_features_have_columns_and_a_table_may_grow() -> None:
     assert list(found) == ["near"]
     assert np.isnan(found["near"][0])
     tables["genre"] = ItemValueTable(np.concatenate([GENRES, [[0, PADDING]]]), PADDING)
-    assert cross.columns(*history, new, 30)["near"].tolist() == pytest.approx([math.log1p(2)], rel=1e-6)
+    assert cross.columns(*history, new, 30)["near"].tolist() == pytest.approx(
+        [math.log1p(2)], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("feature", "message"),
     [
-        (Named("near", "events_by:maker"), r"features.near: no item feature 'maker'; there are genre"),
-        (Named("near", "events", ("sell",)), r"features.near: no action 'sell'; there are view, cart, buy"),
-        (Named("near", "visits"), r"computed: 'visits' is none of .* recency, alone or with _by:FEATURE, or mf_score"),
+        (
+            Named("near", "events_by:maker"),
+            r"features.near: no item feature 'maker'; there "
+            r"are genre",
+        ),
+        (
+            Named("near", "events", ("sell",)),
+            r"features.near: no action 'sell'; there are view, "
+            r"cart, buy",
+        ),
+        (
+            Named("near", "visits"),
+            r"computed: 'visits' is none of .* recency, alone or with "
+            r"_by:FEATURE, or mf_score",
+        ),
         (Named("near", "mf_score_by:genre"), "'mf_score_by:genre' is none of"),
         (Named("near", "mf_score"), "features.near: mf_score: the model has no factors"),
         (Named("near", "events_by:"), "'events_by:' is none of"),
@@ -119,16 +152,36 @@ def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"of": "user", "kind": "number", "computed": "events"}, "'events' is nothing that a user has"),
-        ({"of": "cross", "kind": "category", "values": ("a",), "computed": "events"}, "events is a number"),
-        ({"of": "cross", "kind": "number", "computed": "hour"}, "features.x: computed: 'hour' is none of"),
+        (
+            {"of": "user", "kind": "number", "computed": "events"},
+            "'events' is nothing that a user has",
+        ),
+        (
+            {"of": "cross", "kind": "category", "values": ("a",), "computed": "events"},
+            "events is a number",
+        ),
+        (
+            {"of": "cross", "kind": "number", "computed": "hour"},
+            "features.x: computed: 'hour' is none of",
+        ),
         ({"of": "request", "kind": "number", "computed": "hour"}, "hour is a category"),
-        ({"of": "request", "kind": "number", "computed": "events"}, "'events' is nothing that a request has"),
-        ({"of": "cross", "kind": "number", "actions": ("buy",)}, "actions belong to a computed cross feature"),
-        ({"of": "cross", "kind": "number", "computed": "mf_score", "actions": ("buy",)}, "mf_score reads what every"),
+        (
+            {"of": "request", "kind": "number", "computed": "events"},
+            "'events' is nothing that a request has",
+        ),
+        (
+            {"of": "cross", "kind": "number", "actions": ("buy",)},
+            "actions belong to a computed cross feature",
+        ),
+        (
+            {"of": "cross", "kind": "number", "computed": "mf_score", "actions": ("buy",)},
+            "mf_score reads what every",
+        ),
     ],
 )
-def test_a_schema_with_what_cannot_be_computed_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_schema_with_what_cannot_be_computed_is_rejected(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Feature(name="x", **fields)
 

@@ -15,7 +15,9 @@ from npu_gr.core.feature_schema.encode import FeatureEncoder, as_column, encode
 from npu_gr.core.feature_schema.schema import Feature
 
 COUNTRY = Feature(name="country", of="user", kind="category", values=("fr", "de", "7", "true"))
-SEGMENTS = Feature(name="segments", of="user", kind="category", values=("a", "b", "c"), max_values=3)
+SEGMENTS = Feature(
+    name="segments", of="user", kind="category", values=("a", "b", "c"), max_values=3
+)
 CITY = Feature(name="city", of="user", kind="hashed", num_buckets=5)
 TAGS = Feature(name="tags", of="user", kind="hashed", num_buckets=50, max_values=2)
 AGE = Feature(name="age", of="user", kind="number", borders=(18.0, 30.0))
@@ -23,7 +25,9 @@ SPENT = Feature(name="spent", of="user", kind="number", mean=10.0, scale=4.0, cl
 ALL = (COUNTRY, SEGMENTS, CITY, TAGS, AGE, SPENT)
 
 
-def slow(features: tuple[Feature, ...], row: dict[str, Any]) -> tuple[list[int], list[float], list[float]]:
+def slow(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> tuple[list[int], list[float], list[float]]:
     """Read one row as the schema's words say: its codes without padding, sorted, the numbers, and what is missing."""
     codes, numbers, missing = [], [], []
     first = 0
@@ -33,13 +37,21 @@ def slow(features: tuple[Feature, ...], row: dict[str, Any]) -> tuple[list[int],
         lost = first + feature.num_rows - 1
         if feature.kind == "category":
             codes += [
-                first + (feature.values.index(name) if name in feature.values else len(feature.values))
+                first
+                + (feature.values.index(name) if name in feature.values else len(feature.values))
                 for name in names
             ] or [lost]
         elif feature.kind == "hashed":
-            codes += [first + xxhash.xxh3_64_intdigest(name.encode()) % feature.num_buckets for name in names] or [lost]
+            codes += [
+                first + xxhash.xxh3_64_intdigest(name.encode()) % feature.num_buckets
+                for name in names
+            ] or [lost]
         elif feature.borders:
-            codes += [lost if value is None else first + sum(border <= value for border in feature.borders)]
+            codes += [
+                lost
+                if value is None
+                else first + sum(border <= value for border in feature.borders)
+            ]
         else:
             missing.append(float(value is None))
             scaled = 0.0 if value is None else (value - feature.mean) / feature.scale
@@ -72,7 +84,10 @@ def test_any_rows(rows: list[dict[str, Any]], features: list[Feature]) -> None:
         want_codes, want_numbers, want_missing = slow(tuple(features), row)
         assert sorted(code for code in codes.tolist() if code != encoder.padding) == want_codes
         assert numbers.tolist() == pytest.approx(want_numbers + want_missing, rel=1e-5, abs=1e-6)
-    read = {name: as_column(encoder.features[name], values, len(rows)) for name, values in columns.items()}
+    read = {
+        name: as_column(encoder.features[name], values, len(rows))
+        for name, values in columns.items()
+    }
     again = encoder.encode(read, len(rows))
     assert np.array_equal(again.codes, got.codes), "the middle form is read as the values are"
     assert np.array_equal(again.numbers, got.numbers)
@@ -87,14 +102,18 @@ def test_an_absent_column_is_missing() -> None:
 
 def test_arrays_and_spellings() -> None:
     def codes(feature: Feature, values: Any) -> list[list[int]]:
-        found: list[list[int]] = encode([feature], {feature.name: values}, len(values)).codes.tolist()
+        found: list[list[int]] = encode(
+            [feature], {feature.name: values}, len(values)
+        ).codes.tolist()
         return found
 
     assert codes(COUNTRY, [7, "7", 7.0, True, None]) == [[2], [2], [2], [3], [5]]
     assert codes(COUNTRY, np.array(["fr", "xx"])) == [[0], [4]]
     assert codes(COUNTRY, np.array([7.0, np.nan])) == [[2], [5]], "NaN of an array is missing"
     assert codes(COUNTRY, np.array(["fr", None, np.nan], object)) == [[0], [5], [5]]
-    assert codes(SEGMENTS, [["a", "b"], ["b", "a"]])[0] == codes(SEGMENTS, [["b", "a"]])[0], "they are a set"
+    assert codes(SEGMENTS, [["a", "b"], ["b", "a"]])[0] == codes(SEGMENTS, [["b", "a"]])[0], (
+        "they are a set"
+    )
     numbers = encode([SPENT], {"spent": np.array([10.0, np.nan, 1e30], np.float32)}, 3).numbers
     assert numbers.tolist() == [[0, 0], [0, 1], [3, 0]]
     assert encode([SPENT], {"spent": np.array([10, 14])}, 2).numbers.tolist() == [[0, 0], [1, 0]]

@@ -24,14 +24,24 @@ def loss(row: np.ndarray, items: list[int], actions: list[int]) -> float:
 @pytest.mark.parametrize("num_events", [0, 1, 3, 40])
 def test_a_folded_user_explains_the_history_best(num_events: int) -> None:
     random = np.random.default_rng(num_events)
-    items, actions = random.integers(0, NUM_ITEMS + 2, num_events), random.integers(0, 3, num_events)
+    items, actions = (
+        random.integers(0, NUM_ITEMS + 2, num_events),
+        random.integers(0, 3, num_events),
+    )
     row = FACTORS.user(items, actions)
     least = loss(row, items.tolist(), actions.tolist())
     for _ in range(50):
-        assert loss(row + random.normal(size=row.shape) * 1e-2, items.tolist(), actions.tolist()) > least
+        assert (
+            loss(row + random.normal(size=row.shape) * 1e-2, items.tolist(), actions.tolist())
+            > least
+        )
     candidates = np.array([0, 3, NUM_ITEMS])
-    want = [row[0] + bias + float(np.dot(factors, row[1:])) for bias, *factors in FACTORS.items[[0, 3]]]
-    assert FACTORS.scores(items, actions, candidates).tolist() == pytest.approx([*want, row[0]], rel=1e-5, abs=1e-7)
+    want = [
+        row[0] + bias + float(np.dot(factors, row[1:])) for bias, *factors in FACTORS.items[[0, 3]]
+    ]
+    assert FACTORS.scores(items, actions, candidates).tolist() == pytest.approx(
+        [*want, row[0]], rel=1e-5, abs=1e-7
+    )
     assert num_events or not row.any()
 
 

@@ -1,4 +1,4 @@
-"""A feature whose fields contradict each other is refused, with its name and the field."""
+"""A feature whose fields contradict each other is rejected, with its name and the field."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_rows_of_the_table() -> None:
     assert Feature(**NUMBER, borders=(1.0, 2.0)).num_rows == 4, "three intervals, missing"
     assert Feature(**NUMBER).num_rows == 0
     numbered = Feature(**NUMBER, num_buckets=MOST_WHOLE)
-    assert (numbered.num_rows, numbered.is_dense) == (MOST_WHOLE + 1, False), "whole numbers, missing"
+    assert (numbered.num_rows, numbered.is_dense) == (MOST_WHOLE + 1, False), (
+        "whole numbers, missing"
+    )
 
 
 def test_names_of_one_kind_are_distinct_and_not_too_many() -> None:

@@ -1,7 +1,9 @@
-"""`on_device.py LIBRARY FAULTS`: a process on the pretended machine; prints as JSON what the operators got wrong.
+"""`on_device.py LIBRARY FAULTS`: a process on the pretended machine.
 
-Run with `Toolkit.environment()`. FAULTS are numbers of mistakes that were planted in the library, as 0,1,2: each is
-switched on in its turn; -1 is none of them.
+Prints as JSON what the operators got wrong.
+
+Run with `Toolkit.environment()`. FAULTS are numbers of mistakes that were planted in the library,
+as 0,1,2: each is switched on in its turn; -1 is none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from npu_gr.backend.npu.device import find
 
 
 def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Calls that the binding must refuse, by the words with which it does."""
+    """Calls that the binding must reject, by the words with which it does."""
     ops = torch.ops.npu_gr
 
     def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,14 +38,22 @@ def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
     logits = of(6, 40)
 
     def topk(**other: Any) -> object:
-        given: dict[str, Any] = {"norm": column, "acc": column, "lo": rows, "degree": rows, "code": codes}
+        given: dict[str, Any] = {
+            "norm": column,
+            "acc": column,
+            "lo": rows,
+            "degree": rows,
+            "code": codes,
+        }
         given |= {"logits": logits, "allowed": None, "k": 4} | other
         return ops.csr_gather_topk(**given)
 
     return {
         "beam_fork_: values: must be contiguous": lambda: ops.beam_fork_(plane, apart, parent, 2),
         "beam_fork_: keys: must be contiguous": lambda: ops.beam_fork_(apart, plane, parent, 2),
-        "beam_fork_: parent: must be Int": lambda: ops.beam_fork_(plane, plane.clone(), parent.long(), 2),
+        "beam_fork_: parent: must be Int": lambda: ops.beam_fork_(
+            plane, plane.clone(), parent.long(), 2
+        ),
         "with at least num_slots = 4": lambda: ops.beam_fork_(plane, plane.clone(), parent, 4),
         "csr_gather_topk: acc: must be [6], is [5]": lambda: topk(acc=of(5)),
         "csr_gather_topk: lo: must be contiguous": lambda: topk(lo=of(12, dtype=torch.int32)[::2]),
@@ -51,7 +61,9 @@ def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
         "csr_gather_topk: allowed: must be Bool": lambda: topk(allowed=of(20, dtype=torch.uint8)),
         "csr_gather_topk: norm: must be contiguous, on npu": lambda: topk(norm=torch.zeros(6)),
         "csr_gather_topk: logits must be a contiguous matrix": lambda: topk(logits=of(40, 6).t()),
-        "csr_gather_topk: logits must be float32, float16 or bfloat16": lambda: topk(logits=logits.double()),
+        "csr_gather_topk: logits must be float32, float16 or bfloat16": lambda: topk(
+            logits=logits.double()
+        ),
         "csr_gather_topk: k must be 1 to 2048": lambda: topk(k=4000),
         "k: -1 does not fit 32 bits": lambda: topk(k=-1),
         "masked_topk: mask_bits: must be [6, 5], is [6, 4]": lambda: ops.masked_topk(
@@ -60,8 +72,8 @@ def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
-def not_refused(device: torch.device) -> dict[str, str]:
-    """The calls that were taken, or refused in other words."""
+def not_rejected(device: torch.device) -> dict[str, str]:
+    """The calls that were taken, or rejected in other words."""
     found = {}
     for why, call in bad_calls(device).items():
         try:
@@ -82,7 +94,7 @@ def found(device: torch.device) -> dict[str, dict[str, str]]:
         wrong = {name: why for name, why in disagreements(device) if why}
     except RuntimeError as error:
         wrong["error"] = str(error)
-    return {"wrong": wrong, "not_refused": not_refused(device)}
+    return {"wrong": wrong, "not_rejected": not_rejected(device)}
 
 
 def main(library: str, faults: str) -> None:

@@ -1,12 +1,13 @@
 """A pretended CANN and torch_npu, so that build.sh, CMakeLists.txt, the binding and the platform query run end to end.
 
-`cann/` is a toolkit: `ascendc.cmake` makes launch functions and headers from the entry points and merges objects by a
-script that wants a build type; its device compiler is g++ with the CPU twin. `torch_npu/` is a device `npu` whose
-memory is this machine's: it knows what was freed, and runs a launch as late as it can. A kernel that the twin complains
-about is an error of the launch. Our own text, after the documented behaviour of both; no file of either is here.
+`cann/` is a toolkit: `ascendc.cmake` makes launch functions and headers from the entry points and
+merges objects by a script that wants a build type; its device compiler is g++ with the CPU
+emulator. `torch_npu/` is a device `npu` whose memory is this machine's: it knows what was freed,
+and runs a launch as late as it can. A kernel that the emulator complains about is an error of the
+launch. Our own text, after the documented behaviour of both; no file of either is here.
 
-`installed()` compiles it, once: under build/, under its sources' hash. What uses it is a process of its own, because
-the name of a device cannot be taken back.
+`installed()` compiles it, once: under build/, under its sources' hash. What uses it is a process of
+its own, because the name of a device cannot be taken back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 
 HERE = Path(__file__).parent
 CANN = HERE / "cann"
@@ -72,11 +73,16 @@ class Toolkit:
     def build(self, sources: Path, out: Path, **more: str) -> subprocess.CompletedProcess[str]:
         """Run a copy's build.sh; `sources` is .../ops/ascendc of a tree of its own."""
         command = ["bash", str(sources / "build.sh"), str(out)]
-        return subprocess.run(command, env=self.environment(**more), capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env=self.environment(**more), capture_output=True, text=True, check=False
+        )
 
 
 def tree(folder: Path) -> Path:
-    """Copy what build.sh needs into a folder of its own, where it may write; returns the sources in it."""
+    """Copy what build.sh needs into a folder of its own, where it may write.
+
+    Returns the sources in it.
+    """
     sources = folder / "ops" / "ascendc"
     shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "build"))
     table = folder / "npu_gr" / "backend" / "npu" / "versions.py"
@@ -89,9 +95,13 @@ def _digest(*folders: Path) -> str:
     """Name what is made of some sources; Python and pages of ops/ascendc and of torch_npu make nothing."""
     made = hashlib.sha256(torch.__version__.encode())
     for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        for path in sorted(
+            path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        ):
             if folder == CANN or path.suffix not in (".py", ".md"):
-                made.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+                made.update(
+                    path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes()
+                )
     return made.hexdigest()[:16]
 
 
@@ -111,14 +121,29 @@ def _once(target: Path, make: Callable[[Path], None]) -> Path:
 def _library(path: Path, source: Path | None, flags: Sequence[str] = ()) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     given = [str(source)] if source else ["-x", "c++", "/dev/null"]
-    command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", ABI, *given, *flags, "-o", str(path)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-w",
+        "-shared",
+        "-fPIC",
+        ABI,
+        *given,
+        *flags,
+        "-o",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
 
 
 @cache
 def installed() -> Toolkit:
-    """Compile the pretended machine, or find it compiled; skips where the tools for it are missing."""
+    """Compile the pretended machine, or find it compiled.
+
+    Skips where the tools for it are missing.
+    """
     missing = [tool for tool in ("g++", "cmake", "make") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: the pretended toolkit cannot be made")
@@ -130,7 +155,10 @@ def installed() -> Toolkit:
 
 @cache
 def library() -> Path:
-    """Run build.sh on the pretended machine, once; returns the folder of the build, with the library in `out`."""
+    """Run build.sh on the pretended machine, once.
+
+    Returns the folder of the build, with the library in `out`.
+    """
 
     def make(folder: Path) -> None:
         done = installed().build(tree(folder), folder / "out")
@@ -145,7 +173,10 @@ def headers(folder: Path) -> None:
     flags = ("-E", "-P", "-DPRETENDED_PREPROCESS", "-DNPU_GR_CANN=90000", f"-I{CANN}/include")
     subprocess.run(["g++", *flags, f"{SOURCES}/kernels/entries.cpp", "-o", str(text)], check=True)
     script = CANN / "compiler/tikcpp/ascendc_kernel_cmake/launches.py"
-    subprocess.run([sys.executable, str(script), str(text), "", str(folder / "stub.cpp"), str(folder)], check=True)
+    subprocess.run(
+        [sys.executable, str(script), str(text), "", str(folder / "stub.cpp"), str(folder)],
+        check=True,
+    )
 
 
 def bind(sources: Path, out: Path, *flags: str) -> None:
@@ -156,7 +187,11 @@ def bind(sources: Path, out: Path, *flags: str) -> None:
     folders = [built / "include/npu_gr_kernels", *_torch_headers(package), toolkit.home / "include"]
     linked = [built / "auto_gen/npu_gr_kernels/merged.o", package / "lib/libtorch_npu.so"]
     linked += [toolkit.home / "lib64/libascendcl.so"]
-    _library(out, sources / "torch" / "binding.cpp", [*flags, *(f"-I{path}" for path in folders), *map(str, linked)])
+    _library(
+        out,
+        sources / "torch" / "binding.cpp",
+        [*flags, *(f"-I{path}" for path in folders), *map(str, linked)],
+    )
 
 
 def _torch_headers(package: Path) -> list[Path]:
@@ -167,7 +202,9 @@ def _torch_headers(package: Path) -> list[Path]:
 def _make(folder: Path) -> None:
     made = Toolkit(folder)
     shutil.copytree(CANN, made.home)
-    shutil.copytree(TORCH_NPU, made.site / "torch_npu", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        TORCH_NPU, made.site / "torch_npu", ignore=shutil.ignore_patterns("__pycache__")
+    )
     about = made.site / f"torch_npu-{VERSION}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {VERSION}\n")
@@ -176,6 +213,13 @@ def _make(folder: Path) -> None:
     for name in ("tiling_api", "platform"):
         _library(made.home / "lib64" / f"lib{name}.so", None)
     package = made.site / "torch_npu"
-    linked = [f"-L{made.home}/lib64", "-lascendcl", f"-L{TORCH}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]
+    linked = [
+        f"-L{made.home}/lib64",
+        "-lascendcl",
+        f"-L{TORCH}/lib",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
     flags = [*ours, *(f"-I{path}" for path in _torch_headers(package)), *linked]
     _library(package / "lib" / "libtorch_npu.so", package / "src" / "device.cpp", flags)

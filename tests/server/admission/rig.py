@@ -24,9 +24,9 @@ OBJECTIVE_S = 0.05
 class Seen:
     """What the clients saw."""
 
-    counts: Counter[str] = field(default_factory=Counter)  # in_time, late, refused
+    counts: Counter[str] = field(default_factory=Counter)  # in_time, late, rejected
     latencies_s: list[float] = field(default_factory=list)  # of the answered
-    refused_after_s: list[float] = field(default_factory=list)
+    rejected_after_s: list[float] = field(default_factory=list)
 
     @property
     def in_time(self) -> int:
@@ -42,7 +42,7 @@ class Instance:
         host_s: float = 0.0005,
         pass_s: float = 0.0008,
         request_s: float = 0.0005,
-        refusal_s: float = 0.00001,
+        rejection_s: float = 0.00001,
         batch: int = 4,
         objective_s: Callable[[str], float] = lambda _kind: OBJECTIVE_S,
         **settings: Any,
@@ -51,7 +51,7 @@ class Instance:
         self.host_s = host_s
         self.pass_s = pass_s
         self.request_s = request_s
-        self.refusal_s = refusal_s
+        self.rejection_s = rejection_s
         self.batch = batch
         self.admission = AdmissionController(
             AdmissionConfig(**settings), objective_s, batch_requests=batch, clock=self.loop.time
@@ -95,16 +95,21 @@ class Instance:
         self._begin_pass()
 
     async def ask(
-        self, seen: Seen, kind: str = RANK.name, tenant: str = "", budget_s: float = 1.0, times: float = 1.0
+        self,
+        seen: Seen,
+        kind: str = RANK.name,
+        tenant: str = "",
+        budget_s: float = 1.0,
+        times: float = 1.0,
     ) -> bool:
         """One request; True = it was answered."""
         due_at = self.loop.time()
         try:
             slot = await self.admission.enter(kind, tenant, due_at, budget_s)
         except Overloaded:
-            await self.on_host(self.refusal_s)
-            seen.counts["refused"] += 1
-            seen.refused_after_s.append(self.loop.time() - due_at)
+            await self.on_host(self.rejection_s)
+            seen.counts["rejected"] += 1
+            seen.rejected_after_s.append(self.loop.time() - due_at)
             return False
         with slot:
             await self.on_host(self.host_s * 0.6 * times)
@@ -115,14 +120,19 @@ class Instance:
         seen.counts["in_time" if took_s <= OBJECTIVE_S else "late"] += 1
         return True
 
-    async def closed(self, seen: Seen, clients: int, seconds: float, pace_s: float = 0.0, **options: Any) -> None:
-        """Clients that send again at once; after a refusal after `pace_s`, which stands for the pacing."""
+    async def closed(
+        self, seen: Seen, clients: int, seconds: float, service_time_s: float = 0.0, **options: Any
+    ) -> None:
+        """Clients that send again at once.
+
+        After a rejection after `service_time_s`, which stands for the pacing.
+        """
         end_at = self.loop.time() + seconds
 
         async def client() -> None:
             while self.loop.time() < end_at:
                 if not await self.ask(seen, **options):
-                    await asyncio.sleep(pace_s)
+                    await asyncio.sleep(service_time_s)
 
         await asyncio.gather(*(client() for _ in range(clients)))
 

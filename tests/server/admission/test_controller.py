@@ -11,10 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
-from npu_gr.server.admission.controller import MIN_ACTIVE, AdmissionConfig, AdmissionController, Permit, ServiceTime
+from npu_gr.server.admission.controller import (
+    MIN_ACTIVE,
+    AdmissionConfig,
+    AdmissionController,
+    Permit,
+    ServiceTime,
+)
 from npu_gr.server.admission.fair_queue import MAX_PASSES, TOGETHER_S
 from npu_gr.simulate.clock import VirtualLoop
 from tests.server.admission.rig import OBJECTIVE_S, Instance, Seen, virtually
@@ -23,7 +29,7 @@ RETRY_S = 0.02
 PLACES = int(MAX_PASSES * MIN_ACTIVE)  # of a tenant while others ask
 
 
-def in_time_ratio(seen: Seen, instance: Instance, seconds: float) -> float:
+def within_slo_ratio(seen: Seen, instance: Instance, seconds: float) -> float:
     return seen.in_time / (seconds * instance.capacity_per_s)
 
 
@@ -32,8 +38,8 @@ def test_clients_that_retry_at_once_get_all_that_the_instance_can_do(clients: in
     async def work() -> tuple[float, Seen]:
         instance = Instance()
         seen = Seen()
-        await instance.closed(seen, clients, 3.0, pace_s=clients / 1400)
-        return in_time_ratio(seen, instance, 3.0), seen
+        await instance.closed(seen, clients, 3.0, service_time_s=clients / 1400)
+        return within_slo_ratio(seen, instance, 3.0), seen
 
     ratio, seen = virtually(work)
     assert ratio >= (0.65 if clients == 4 else 0.95)  # four clients do not fill the device
@@ -41,7 +47,7 @@ def test_clients_that_retry_at_once_get_all_that_the_instance_can_do(clients: in
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 32])
-def test_a_burst_that_fits_is_refused_nothing(size: int) -> None:
+def test_a_burst_that_fits_is_rejected_nothing(size: int) -> None:
     async def work() -> Seen:
         instance = Instance()
         seen = Seen()
@@ -75,16 +81,18 @@ def test_an_open_loop_gets_the_capacity_from_the_first_moment_to_the_last(times:
     assert min(per_second) >= 0.9 * capacity_per_s
     assert seen.counts["late"] <= 0.02 * seen.in_time
     if times > 1.0:
-        told_s = sorted(seen.refused_after_s)
+        told_s = sorted(seen.rejected_after_s)
         assert told_s[int(0.95 * len(told_s))] <= 0.002  # whoever cannot be in time is told at once
 
 
-def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
+def test_a_small_tenant_beside_a_hot_one_is_never_rejected() -> None:
     async def work() -> tuple[Seen, Seen]:
         instance = Instance()
         hot = Seen()
         small = Seen()
-        busy = asyncio.ensure_future(instance.closed(hot, 64, 3.0, pace_s=RETRY_S, tenant="hot"))
+        busy = asyncio.ensure_future(
+            instance.closed(hot, 64, 3.0, service_time_s=RETRY_S, tenant="hot")
+        )
         asked = []
         for _ in range(55):
             asked.append(asyncio.ensure_future(instance.ask(small, tenant="small")))
@@ -93,12 +101,14 @@ def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
         return hot, small
 
     hot, small = virtually(work)
-    assert hot.counts["refused"] > 100
+    assert hot.counts["rejected"] > 100
     assert small.counts == {"in_time": 55}
     assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
 
 
-def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> None:
+def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> (
+    None
+):
     held = Held()
     hot = []
     while (guest := held.arrive(tenant="hot")).permit:
@@ -106,9 +116,11 @@ def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_
     small = [held.arrive(tenant="small") for _ in range(PLACES)]
     assert not any(waiting.rejection for waiting in (guest, *small))
     for number in range(PLACES):
-        held.wait(held.admission.work.pace_s(RANK.name))  # so that the window stays as it is
+        # so that the window stays as it is
+        held.wait(held.admission.work.service_time_s(RANK.name))
         hot.pop().leave()
-        assert small[number].permit  # the places go to the small one, which has less than half of them
+        # the places go to the small one, which has less than half of them
+        assert small[number].permit
         assert not guest.permit
     while len(hot) >= PLACES:  # nobody else waits, but the other one asks at the same time
         assert not guest.permit
@@ -132,7 +144,9 @@ def test_a_tenant_that_fills_a_pass_keeps_nobody_waiting_behind_it() -> None:
 def test_a_tenant_alone_fills_the_window_again_a_second_after_the_other_asked() -> None:
     held = Held()
     held.arrive(tenant="small").leave()
-    assert [bool(held.arrive(tenant="hot").permit) for _ in range(PLACES + 1)] == [True] * PLACES + [False]
+    assert [bool(held.arrive(tenant="hot").permit) for _ in range(PLACES + 1)] == [
+        True
+    ] * PLACES + [False]
     held.wait(TOGETHER_S)
     assert all(held.arrive(tenant="hot").permit for _ in range(MIN_ACTIVE))
 
@@ -144,7 +158,9 @@ def test_places_of_a_tenant_go_by_its_weight() -> None:
         assert sum(bool(held.arrive(tenant=tenant).permit) for _ in range(12)) == places
 
 
-def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> None:
+def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> (
+    None
+):
     held = Held()
     alone = [held.arrive(SIGNAL.name, "e") for _ in range(10)]
     assert all(guest.permit for guest in alone)
@@ -164,7 +180,9 @@ def test_the_last_permits_go_to_the_tenant_that_holds_fewer_of_them() -> None:
     for guest in hung:  # they wait for a store that does not answer
         assert guest.permit is not None
         guest.permit.outside().__enter__()
-    inside = [held.arrive(tenant="small") for _ in range(2)] + [held.arrive(tenant="hot") for _ in range(2)]
+    inside = [held.arrive(tenant="small") for _ in range(2)] + [
+        held.arrive(tenant="hot") for _ in range(2)
+    ]
     assert all(guest.permit for guest in inside)
     hot = held.arrive(tenant="hot")
     small = held.arrive(tenant="small")
@@ -179,7 +197,7 @@ def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
     async def work() -> list[int]:
         instance = Instance()
         seen = Seen()
-        load = asyncio.ensure_future(instance.closed(seen, 8, 2.0, pace_s=RETRY_S))
+        load = asyncio.ensure_future(instance.closed(seen, 8, 2.0, service_time_s=RETRY_S))
         await asyncio.sleep(0.9)
         bins = []
         for number in range(8):
@@ -197,7 +215,7 @@ def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
     assert all(count >= 0.9 * quiet for count in after)
 
 
-def test_an_instance_that_is_nearly_idle_refuses_nobody_whatever_its_objective() -> None:
+def test_an_instance_that_is_nearly_idle_rejects_nobody_whatever_its_objective() -> None:
     async def work() -> Seen:
         instance = Instance(objective_s=lambda _kind: 1e-5)  # far below what a request takes
         seen = Seen()
@@ -205,7 +223,7 @@ def test_an_instance_that_is_nearly_idle_refuses_nobody_whatever_its_objective()
         return seen
 
     seen = virtually(work)
-    assert not seen.counts["refused"]
+    assert not seen.counts["rejected"]
     assert seen.in_time > 500
 
 
@@ -214,7 +232,7 @@ def test_a_smaller_budget_is_the_time_that_counts() -> None:
         instance = Instance()
         patient = Seen()
         hasty = Seen()
-        load = asyncio.ensure_future(instance.closed(patient, 40, 1.0, pace_s=RETRY_S))
+        load = asyncio.ensure_future(instance.closed(patient, 40, 1.0, service_time_s=RETRY_S))
         await asyncio.sleep(0.2)
         for _ in range(30):
             await instance.ask(hasty, budget_s=0.004)
@@ -224,7 +242,7 @@ def test_a_smaller_budget_is_the_time_that_counts() -> None:
 
     patient, hasty = virtually(work)
     assert patient.in_time > 1000
-    assert hasty.counts["refused"] > 20  # 4 ms is less than what is inside takes
+    assert hasty.counts["rejected"] > 20  # 4 ms is less than what is inside takes
 
 
 OPEN: list[Held] = []
@@ -292,7 +310,9 @@ class Guest:
 
     @property
     def permit(self) -> Permit | None:
-        is_admitted = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        is_admitted = (
+            self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        )
         return self.task.result() if is_admitted else None
 
     @property
@@ -328,7 +348,9 @@ def test_ranks_do_not_wait_behind_generates_nor_generates_behind_signals() -> No
     assert waiting.permit
 
 
-def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_the_way_back() -> None:
+def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_the_way_back() -> (
+    None
+):
     held = Held()
     while held.arrive().permit:
         pass
@@ -403,7 +425,10 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
         instance = Instance(max_inflight=1)
         permit = await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
         asked = [
-            asyncio.ensure_future(instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)) for _ in range(2)
+            asyncio.ensure_future(
+                instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
+            )
+            for _ in range(2)
         ]
         await asyncio.sleep(0)
         permit.leave()  # the first one has its permit, but has not run yet
@@ -415,10 +440,13 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
     assert virtually(work) == 0
 
 
-def test_a_refusal_is_an_error_of_the_tree() -> None:
+def test_a_rejection_is_an_error_of_the_tree() -> None:
     async def work() -> None:
         instance = Instance(max_inflight=1)
-        with await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0), pytest.raises(Overloaded):
+        with (
+            await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0),
+            pytest.raises(Overloaded),
+        ):
             await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
 
     virtually(work)
@@ -434,7 +462,9 @@ STEP = st.tuples(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(STEP, max_size=60), st.integers(1, 40))
-def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str, str, float]], most: int) -> None:
+def test_every_request_ends_once_and_the_counts_agree(
+    steps: list[tuple[str, str, str, float]], most: int
+) -> None:
     with Held(max_inflight=most) as held:
         active: list[Guest] = []
         out: list[tuple[Guest, Any]] = []
@@ -457,12 +487,18 @@ def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str
                 held.do(lambda: out.pop()[1].__exit__(None, None, None))
             held.wait(after_s)
             suspended = [guest for guest, _ in out]
-            active = [one for one in held.guests if one.permit and one not in suspended and one not in left]
+            active = [
+                one
+                for one in held.guests
+                if one.permit and one not in suspended and one not in left
+            ]
             counts = [held.admission.work.counts(name) for name in KINDS]
             assert sum(count["inside"] for count in counts) == len(active)  # D2
             assert sum(count["outside"] for count in counts) == len(out)
             waiting = [one for one in held.guests if not one.task.done()]
-            assert held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)
+            assert (
+                held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)
+            )
             assert held.admission.work.admitted == len(active) + len(out) <= most
         while out:
             held.do(lambda: out.pop()[1].__exit__(None, None, None))
@@ -496,7 +532,7 @@ def test_a_tenant_that_only_signals_is_rejected_where_others_share_the_instance(
     assert alone[-1].rejection is None
     assert follows[-1].rejection is None
     assert with_others[-1].rejection is not None
-    assert with_others[-1].rejection.reason is Refusal.SHARE
+    assert with_others[-1].rejection.reason is Rejection.SHARE
 
 
 def learnt(seconds: float, samples: int = 500) -> ServiceTime:
@@ -512,7 +548,9 @@ def test_the_first_departures_replace_the_guess() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 0.0003, 0.001])
-def test_a_pause_moves_the_service_time_by_a_quarter_and_sixty_departures_undo_it(seconds: float) -> None:
+def test_a_pause_moves_the_service_time_by_a_quarter_and_sixty_departures_undo_it(
+    seconds: float,
+) -> None:
     estimate = learnt(seconds, 5000)
     estimate.observe(0.110)
     assert 1.1 * seconds < estimate.seconds < 1.27 * seconds

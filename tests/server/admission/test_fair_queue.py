@@ -114,12 +114,17 @@ def test_a_flood_of_names_shares_one_queue() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from("abc"), st.floats(0, 9), st.floats(0.1, 2), st.sampled_from(("push", "take", "drop"))
+            st.sampled_from("abc"),
+            st.floats(0, 9),
+            st.floats(0.1, 2),
+            st.sampled_from(("push", "take", "drop")),
         ),
         max_size=60,
     )
 )
-def test_every_request_leaves_once_and_the_cost_is_the_sum(steps: list[tuple[str, float, float, str]]) -> None:
+def test_every_request_leaves_once_and_the_cost_is_the_sum(
+    steps: list[tuple[str, float, float, str]],
+) -> None:
     turns = FairQueue[Asked]({"a": 3.0})
     waiting: list[Asked] = []
     for tenant, due_at, cost_s, step in steps:

@@ -1,4 +1,7 @@
-"""A rejection costs no parsing, keeps its connection and is counted; no limit is held by what a client only says."""
+"""A rejection costs no parsing, keeps its connection and is counted.
+
+No limit is held by what a client only says.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,14 @@ from tests.serving import until
 async def test_twenty_pipelined_requests_have_twenty_answers_in_order() -> None:
     async with site() as at:
         raw = await at.connect()
-        raw.send(b"".join(WHOLE.replace(b"Host: x", b"Host: x\r\nX-Request-Id: n%d" % n) for n in range(20)))
-        assert [(await raw.answer())[1]["x-request-id"] for _ in range(20)] == [f"n{n}" for n in range(20)]
+        raw.send(
+            b"".join(
+                WHOLE.replace(b"Host: x", b"Host: x\r\nX-Request-Id: n%d" % n) for n in range(20)
+            )
+        )
+        assert [(await raw.answer())[1]["x-request-id"] for _ in range(20)] == [
+            f"n{n}" for n in range(20)
+        ]
         assert len(at.service.served) == 20
 
 
@@ -71,7 +80,8 @@ async def test_a_rejection_is_not_parsed_keeps_the_connection_and_is_counted() -
         assert at.count("admissions_total", kind="rank", verdict="overloaded") == 1
         assert at.count("requests_total", route="/v1/rank", code="429") == 1
         assert at.count("slo_requests_total", kind="rank", result="failed") == 1
-        assert at.count("request_duration_seconds_count", kind="rank") == 1  # a rejection is no fast answer
+        # a rejection is no fast answer
+        assert at.count("request_duration_seconds_count", kind="rank") == 1
         assert at.admission.receiving_bytes == 0
 
 
@@ -161,14 +171,24 @@ async def test_bytes_count_as_they_arrive_and_are_given_back_when_their_sender_l
             413,
             "max_body",
         ),
-        (RANK + b"Content-Length: 500\r\n\r\n{", {"body_timeout_s": 0.1}, 408, "server.body_timeout_s"),
+        (
+            RANK + b"Content-Length: 500\r\n\r\n{",
+            {"body_timeout_s": 0.1},
+            408,
+            "server.body_timeout_s",
+        ),
         (
             RANK + b"X-Request-Timeout-Ms: 50\r\nContent-Length: 500\r\n\r\n{",
             {},
             408,
             "the request's time budget",
         ),
-        (RANK + b"Content-Encoding: gzip\r\nContent-Length: 1\r\n\r\n{", {}, 415, "Content-Encoding"),
+        (
+            RANK + b"Content-Encoding: gzip\r\nContent-Length: 1\r\n\r\n{",
+            {},
+            415,
+            "Content-Encoding",
+        ),
     ],
 )
 async def test_a_body_that_does_not_come_ends_in_words_and_closes(
@@ -210,7 +230,9 @@ async def agent_line(port: int | None) -> bytes:
         return await reader.read()
 
 
-async def test_the_proxies_that_asked_the_agent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_proxies_that_asked_the_agent_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As many are remembered as asked in the last seconds, and no client is taken for one that asked before."""
     async with site() as at:
         monkeypatch.setattr("npu_gr.server.admission.middleware.AGENT_MEMORY_S", 0.0)
@@ -234,12 +256,16 @@ async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:
 
 @given(
     tenant=st.text(
-        st.characters(min_codepoint=32, max_codepoint=126, exclude_characters='"\\'), min_size=1, max_size=31
+        st.characters(min_codepoint=32, max_codepoint=126, exclude_characters='"\\'),
+        min_size=1,
+        max_size=31,
     ),
     encode=st.sampled_from([lambda body: json.dumps(body).encode(), msgspec.msgpack.encode]),
 )
 def test_a_body_names_its_tenant_at_either_end(tenant: str, encode: Callable[[Any], bytes]) -> None:
-    rank = {name: value for name, value in (EXAMPLES["rank"].body or {}).items() if name != "tenant"}
+    rank = {
+        name: value for name, value in (EXAMPLES["rank"].body or {}).items() if name != "tenant"
+    }
     filler = {"candidates": list(range(2000))}
     assert named_tenant(encode({"tenant": tenant, **rank})) == tenant
     assert named_tenant(encode({"tenant": tenant, **filler})) == tenant

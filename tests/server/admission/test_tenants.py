@@ -1,4 +1,7 @@
-"""A tenant alone may do everything; while others ask it has its places, its share and the signals that it earned."""
+"""A tenant alone may do everything.
+
+While others ask it has its places, its share and the signals that it earned.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,8 @@ def test_a_tenant_is_over_its_share_by_weight_among_those_that_hold_or_wait() ->
     asked.hold("plain", 2)
     over = asked.tenants.over_their_share
     assert over(frozenset(), 8, of_permits=False) == set()  # 3 to 1, as they should be
-    assert over({"waiting"}, 8, of_permits=False) == {"large", "plain"}  # a third has a share, and nothing
+    # a third has a share, and nothing
+    assert over({"waiting"}, 8, of_permits=False) == {"large", "plain"}
     asked.hold("plain", 1)
     assert over(frozenset(), 9, of_permits=False) == {"plain"}
 
@@ -124,9 +128,9 @@ def test_invented_names_share_one_entry_and_a_name_with_a_weight_has_its_own() -
     asked = Asked("a", "b", paying=1.0)
     for number in range(MAX_TENANTS):
         asked.hold(f"t{number}", 1)
-    assert [asked.tenants.admitted(f"u{number}", uses_device=True).name for number in range(PLACES)] == [
-        OTHERS
-    ] * PLACES
+    assert [
+        asked.tenants.admitted(f"u{number}", uses_device=True).name for number in range(PLACES)
+    ] == [OTHERS] * PLACES
     assert asked.tenants.is_full("never seen")  # it would be one of those
     assert not asked.tenants.is_full("t1")
     assert asked.tenants.admitted("paying", uses_device=True).name == "paying"
@@ -145,13 +149,17 @@ def test_a_holder_is_kept_as_long_as_it_holds_a_slot(steps: list[tuple[str, bool
             asked.tenants.left(mine.pop())
         active = {name: one.active for name, one in asked.tenants._holders.items()}
         assert active == {name: len(holders) for name, holders in held.items() if holders}
-        assert asked.tenants._holders.keys() == {name for name, holders in held.items() if holders}  # T1
-        assert all(len({id(one) for one in holders}) <= 1 for holders in held.values())  # one entry a tenant
+        # T1
+        assert asked.tenants._holders.keys() == {name for name, holders in held.items() if holders}
+        # one entry a tenant
+        assert all(len({id(one) for one in holders}) <= 1 for holders in held.values())
 
 
 @settings(deadline=None, max_examples=20)
 @given(num_tenants=st.integers(2, 200), rate_per_s=st.sampled_from([200, 2000, 20_000]))
-def test_floods_of_all_tenants_together_take_their_share_of_the_loop(num_tenants: int, rate_per_s: int) -> None:
+def test_floods_of_all_tenants_together_take_their_share_of_the_loop(
+    num_tenants: int, rate_per_s: int
+) -> None:
     asked = Asked("a", "b")
     service_s = 0.001
     for number in range(64):  # what tenants begin with, of all accounts that there may be

@@ -1,4 +1,7 @@
-"""The keys in force are those of the file as it is now; a file that cannot be read changes nothing."""
+"""The keys in force are those of the file as it is now.
+
+A file that cannot be read changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,15 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
-from npu_gr.server.auth.keys import ANYBODY, KeyEntry, KeyFile, KeyRefusal, KeyRing, hash_of, written
+from npu_gr.server.auth.keys import (
+    ANYBODY,
+    KeyEntry,
+    KeyFile,
+    KeyRejection,
+    KeyRing,
+    hash_of,
+    written,
+)
 from tests.clock import Clock
 
 SECRET = b"a-key-of-more-than-24-characters"
@@ -17,7 +28,13 @@ OTHER = b"another-key-of-more-than-24-characters"
 
 
 def entry(secret: bytes = SECRET, name: str = "one", **fields: object) -> KeyEntry:
-    return KeyEntry(name=name, sha256=hash_of(secret), tenant="shop", scopes=[Scope.INFER], **fields)  # type: ignore[arg-type]
+    return KeyEntry(
+        name=name,
+        sha256=hash_of(secret),
+        tenant="shop",
+        scopes=[Scope.INFER],
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def write(path: Path, *entries: KeyEntry) -> None:
@@ -35,21 +52,21 @@ def test_without_a_file_everybody_may_do_everything() -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        (None, KeyRefusal.MISSING),
-        (b"Basic " + SECRET, KeyRefusal.MISSING),
-        (SECRET, KeyRefusal.MISSING),
-        (b"Bearer x", KeyRefusal.SHORT),
-        (b"Bearer " + OTHER, KeyRefusal.UNKNOWN),
-        (b"Bearer " + SECRET.upper(), KeyRefusal.UNKNOWN),
-        (b"Bearer " + SECRET + b"\0", KeyRefusal.UNKNOWN),
-        (b"Bearer \xff" + SECRET, KeyRefusal.UNKNOWN),
+        (None, KeyRejection.MISSING),
+        (b"Basic " + SECRET, KeyRejection.MISSING),
+        (SECRET, KeyRejection.MISSING),
+        (b"Bearer x", KeyRejection.SHORT),
+        (b"Bearer " + OTHER, KeyRejection.UNKNOWN),
+        (b"Bearer " + SECRET.upper(), KeyRejection.UNKNOWN),
+        (b"Bearer " + SECRET + b"\0", KeyRejection.UNKNOWN),
+        (b"Bearer \xff" + SECRET, KeyRejection.UNKNOWN),
     ],
 )
-def test_what_is_no_key(tmp_path: Path, header: bytes | None, reason: KeyRefusal) -> None:
+def test_what_is_no_key(tmp_path: Path, header: bytes | None, reason: KeyRejection) -> None:
     write(tmp_path / "keys", entry())
     ring = KeyRing(tmp_path / "keys")
-    told: list[KeyRefusal] = []
-    ring.on_refused = told.append
+    told: list[KeyRejection] = []
+    ring.on_rejected = told.append
     with pytest.raises(Unauthorized):
         ring.find(header)
     assert told == [reason]
@@ -59,7 +76,11 @@ def test_what_is_no_key(tmp_path: Path, header: bytes | None, reason: KeyRefusal
 def test_a_key_expires(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     path = tmp_path / "keys"
-    path.write_text(written(KeyFile(keys=[entry()])).replace("  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"))
+    path.write_text(
+        written(KeyFile(keys=[entry()])).replace(
+            "  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"
+        )
+    )
     ring = KeyRing(path, wall_clock=clock)
     assert ring.find(b"Bearer " + SECRET).expires_at == 1200.0
     clock.now_at = 1200.0
@@ -159,8 +180,8 @@ def test_a_file_that_can_be_read_again_is_not_stale(tmp_path: Path) -> None:
 def test_what_a_key_does_not_allow_is_told(tmp_path: Path) -> None:
     write(tmp_path / "keys", entry())
     ring = KeyRing(tmp_path / "keys")
-    told: list[KeyRefusal] = []
-    ring.on_refused = told.append
+    told: list[KeyRejection] = []
+    ring.on_rejected = told.append
     key = ring.find(b"Bearer " + SECRET)
     ring.require(key, Scope.INFER)
     assert ring.tenant_of(key, "") == ring.tenant_of(key, "shop") == "shop"
@@ -168,13 +189,15 @@ def test_what_a_key_does_not_allow_is_told(tmp_path: Path) -> None:
         ring.require(key, Scope.ADMIN)
     with pytest.raises(Forbidden):
         ring.tenant_of(key, "bank")
-    assert told == [KeyRefusal.SCOPE, KeyRefusal.TENANT]
+    assert told == [KeyRejection.SCOPE, KeyRejection.TENANT]
 
 
 def test_an_expired_key_does_not_count(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     end = "expires: '1970-01-01T00:20:00Z'"
-    (tmp_path / "keys").write_text(written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes"))
+    (tmp_path / "keys").write_text(
+        written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes")
+    )
     ring = KeyRing(tmp_path / "keys", wall_clock=clock)
     assert len(ring) == 1
     clock.now_at = 1200.0

@@ -37,7 +37,12 @@ def test_an_entry_and_back() -> None:
     [
         ("ranking", "a key", r"f: keys\[0\]\.name: .*matching regex"),
         ("sha256: ", "sha256: x", r"f: keys\[0\]\.sha256"),
-        ("[infer, ingest]", "[infers]", r"f: keys\[0\]\.scopes\[0\]: 'infers' is none of .*; did you mean infer\?"),
+        (
+            "[infer, ingest]",
+            "[infers]",
+            r"f: keys\[0\]\.scopes\[0\]: 'infers' is none of .*; did "
+            r"you mean infer\?",
+        ),
         ("[infer, ingest]", "[]", r"f: keys\[0\]\.scopes"),
         ("500.0", "0.0", r"f: keys\[0\]\.rate_per_s: .*> 0"),
         ("00Z'", "00'", r"f: keys\[0\]: expires: 2027-01-31T00:00:00 has no time zone"),
@@ -55,7 +60,13 @@ def test_what_is_wrong_is_named(old: str, new: str, message: str) -> None:
     "text",
     [
         *("one-key-a-line", "[1]", "a: b", "? [1]\n: 2\nkeys: []", "keys: " + "[" * 5000),
-        *("keys: 2027-13-45", "keys: !!int x", "keys: !!bool x", "keys: !!timestamp x", "keys: " + "1" * 5000),
+        *(
+            "keys: 2027-13-45",
+            "keys: !!int x",
+            "keys: !!bool x",
+            "keys: !!timestamp x",
+            "keys: " + "1" * 5000,
+        ),
     ],
 )
 def test_what_is_no_key_file(text: str) -> None:
@@ -84,7 +95,18 @@ def test_scopes_and_tenants() -> None:
 
 
 BROKEN = (
-    *("!!int x", "!!float y", "2027-13-45", "!!timestamp x", "*a", "&a [*a]", "<<: [1]", "? {}", "!!set {a}", "- - "),
+    *(
+        "!!int x",
+        "!!float y",
+        "2027-13-45",
+        "!!timestamp x",
+        "*a",
+        "&a [*a]",
+        "<<: [1]",
+        "? {}",
+        "!!set {a}",
+        "- - ",
+    ),
     *("~", "", "\0", "\t", "'", "[", "{", ":", "\ud7ff"),
 )
 

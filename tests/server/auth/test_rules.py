@@ -1,4 +1,7 @@
-"""Every route of the application has a rule, and every rule a route; what changes the instance is not public."""
+"""Every route of the application has a rule, and every rule a route.
+
+What changes the instance is not public.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ async def test_routes_and_rules_are_the_same() -> None:
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    record = {key for key in rules() if key[1] == "/debug/record"}  # added where something can be recorded
+    # added where something can be recorded
+    record = {key for key in rules() if key[1] == "/debug/record"}
     assert found | record == set(rules())
 
 
@@ -28,5 +32,7 @@ def test_what_is_public_changes_no_instance() -> None:
     for (method, path), rule in rules().items():
         if rule.is_public and (method, path) not in kinds:
             assert method == "GET"
-            assert rule.scope in ((Scope.OBSERVE,) if path.endswith("/stats") else (None, Scope.INFER))
+            assert rule.scope in (
+                (Scope.OBSERVE,) if path.endswith("/stats") else (None, Scope.INFER)
+            )
         assert rule.is_public or rule.is_admin

@@ -26,7 +26,11 @@ RANK = {"user_id": "somebody", "candidates": [FIRST_ID], "history": columns(even
 def unpacked(data: bytes) -> dict[str, str]:
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
         files = {one.name: archive.extractfile(one) for one in archive.getmembers()}
-        return {name.partition("/")[2]: file.read().decode() for name, file in files.items() if file is not None}
+        return {
+            name.partition("/")[2]: file.read().decode()
+            for name, file in files.items()
+            if file is not None
+        }
 
 
 async def test_they_need_a_key(tmp_path: Path) -> None:
@@ -42,13 +46,25 @@ async def test_they_need_a_key(tmp_path: Path) -> None:
 async def test_the_bundle_is_whole_and_names_nobody(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         config = service.parts.settings.config
-        assert (await client.post("/v1/rank", json=RANK, headers={"X-Request-Id": "the-first"})).status == 200
+        assert (
+            await client.post("/v1/rank", json=RANK, headers={"X-Request-Id": "the-first"})
+        ).status == 200
         answer = await client.get("/debug/bundle")
         assert answer.content_type == "application/gzip"
-        assert re.search(r'filename="npu_gr-\d{8}T\d{6}Z\.tar\.gz"', answer.headers["Content-Disposition"])
+        assert re.search(
+            r'filename="npu_gr-\d{8}T\d{6}Z\.tar\.gz"', answer.headers["Content-Disposition"]
+        )
         files = unpacked(await answer.read())
     assert set(files) == {
-        *("config.json", "status.json", "metrics.txt", "requests.jsonl", "stacks.txt", "log.txt", "environment.json"),
+        *(
+            "config.json",
+            "status.json",
+            "metrics.txt",
+            "requests.jsonl",
+            "stacks.txt",
+            "log.txt",
+            "environment.json",
+        ),
     }
     assert json.loads(files["config.json"])["checkpoint"] == config.checkpoint
     assert json.loads(files["status.json"])["ready"] is True
@@ -80,9 +96,9 @@ async def test_a_profile_is_taken_beside_requests_one_at_a_time(tmp_path: Path) 
     async with serving(tmp_path) as (client, _):
         both = [asyncio.create_task(client.get("/debug/profile?seconds=1")) for _ in range(2)]
         assert (await client.post("/v1/rank", json=RANK)).status == 200
-        taken, refused = sorted(await asyncio.gather(*both), key=lambda answer: answer.status)
-        assert (taken.status, refused.status) == (200, 429)
-        assert "another profile" in (await refused.json())["detail"]
+        taken, rejected = sorted(await asyncio.gather(*both), key=lambda answer: answer.status)
+        assert (taken.status, rejected.status) == (200, 429)
+        assert "another profile" in (await rejected.json())["detail"]
         text = await taken.text()
         for seconds in ("0", "61", "nan", "inf", "x", ""):
             bad = await client.get(f"/debug/profile?seconds={seconds}")

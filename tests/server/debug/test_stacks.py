@@ -1,4 +1,7 @@
-"""All stacks are there: of threads, and of tasks down to what they wait for; equal ones stand once."""
+"""All stacks are there: of threads, and of tasks down to what they wait for.
+
+Equal ones stand once.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ async def test_threads_and_tasks_are_shown() -> None:
     thread.join()
     assert "1 thread: a-thread\n" in text
     assert "in waits_in_a_thread" in text
-    found = text.partition("7 tasks: waiter-0, waiter-1, waiter-2, waiter-3, waiter-4 and 2 more\n")[2].splitlines()
+    found = text.partition(
+        "7 tasks: waiter-0, waiter-1, waiter-2, waiter-3, waiter-4 and 2 more\n"
+    )[2].splitlines()
     assert found[0].endswith("in outer")
     assert found[1].endswith("in inner")
     assert found[2].endswith("in Event.wait")

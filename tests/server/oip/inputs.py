@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_gr.server.grpc.inference import message
 from npu_gr.server.oip.models import DTYPES, pack
-from npu_gr.server.rpc.inference import message
 
 
 class Input(NamedTuple):
@@ -32,7 +32,11 @@ def inputs_of(body: dict[str, Any], prefix: str = "") -> list[Input]:
         if name in ("history", "events"):
             found += inputs_of(value, f"{name}.")
             continue
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        values = (
+            value
+            if isinstance(value, list)
+            else [json.dumps(value) if isinstance(value, dict) else value]
+        )
         if name == "actions":
             values = [str(one) for one in values]
         datatype = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES"}[type(values[0])]
@@ -43,7 +47,8 @@ def inputs_of(body: dict[str, Any], prefix: str = "") -> list[Input]:
 def json_body(inputs: list[Input], **more: Any) -> bytes:
     """The JSON of an infer."""
     listed = [
-        {"name": one.name, "datatype": one.datatype, "shape": [len(one.values)], "data": one.values} for one in inputs
+        {"name": one.name, "datatype": one.datatype, "shape": [len(one.values)], "data": one.values}
+        for one in inputs
     ]
     return json.dumps({"inputs": listed, **more}).encode()
 
@@ -60,18 +65,30 @@ def raw_body(inputs: list[Input], **more: Any) -> tuple[bytes, dict[str, str]]:
         for one in inputs
     ]
     head = json.dumps({"inputs": listed, **more}).encode()
-    return head + b"".join(one.raw for one in inputs), {"Inference-Header-Content-Length": str(len(head))}
+    return head + b"".join(one.raw for one in inputs), {
+        "Inference-Header-Content-Length": str(len(head))
+    }
 
 
 def infer_message(model: str, inputs: list[Input], *, is_raw: bool = True, **more: Any) -> Any:
     """A ModelInferRequest."""
     tensors = []
     for one in inputs:
-        tensor: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": [len(one.values)]}
+        tensor: dict[str, Any] = {
+            "name": one.name,
+            "datatype": one.datatype,
+            "shape": [len(one.values)],
+        }
         if not is_raw:
             field = {"BYTES": "bytes_contents", "BOOL": "bool_contents", "FP64": "fp64_contents"}
-            values = [str(value).encode() for value in one.values] if one.datatype == "BYTES" else one.values
+            values = (
+                [str(value).encode() for value in one.values]
+                if one.datatype == "BYTES"
+                else one.values
+            )
             tensor["contents"] = {field.get(one.datatype, "int64_contents"): values}
         tensors.append(tensor)
     raws = [one.raw for one in inputs] if is_raw else []
-    return message("inference.ModelInferRequest")(model_name=model, inputs=tensors, raw_input_contents=raws, **more)
+    return message("inference.ModelInferRequest")(
+        model_name=model, inputs=tensors, raw_input_contents=raws, **more
+    )

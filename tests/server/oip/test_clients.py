@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from npu_gr.server.oip.models import MODELS
 from tests.server.examples import HISTORY as EXAMPLE_HISTORY
-from tests.server.rpc.rig import Rig, serving_rpc
+from tests.server.grpc.rig import Rig, serving_rpc
 
 with warnings.catch_warnings():  # its generated code is one version of protobuf older
     warnings.simplefilter("ignore")
@@ -35,7 +35,9 @@ def tensors(made: Any) -> list[Any]:
     }
     listed = []
     for name, column in columns.items():
-        one = made.InferInput(name, list(column.shape), "BYTES" if column.dtype == object else "INT64")
+        one = made.InferInput(
+            name, list(column.shape), "BYTES" if column.dtype == object else "INT64"
+        )
         one.set_data_from_numpy(column)
         listed.append(one)
     return listed
@@ -47,9 +49,15 @@ def ask(client: Any, made: Any, rig: Rig) -> None:
     assert client.is_model_ready("rank")
     assert client.is_model_ready("rank", "1")
     result = client.infer(
-        "rank", tensors(made), request_id="7", parameters={"tenant": "t", "top_k": 2}, timeout=3_000_000
+        "rank",
+        tensors(made),
+        request_id="7",
+        parameters={"tenant": "t", "top_k": 2},
+        timeout=3_000_000,
     )
-    np.testing.assert_array_equal(result.as_numpy("scores.click"), np.array([1, np.nan, 2], np.float32))
+    np.testing.assert_array_equal(
+        result.as_numpy("scores.click"), np.array([1, np.nan, 2], np.float32)
+    )
     name, request, budget_s = rig.service.served[-1]
     assert (name, request.user, request.top_k) == ("rank", ("t", "somebody"), 2)
     assert request.history.events.items.tolist() == HISTORY["items"]
@@ -62,13 +70,19 @@ def ask(client: Any, made: Any, rig: Rig) -> None:
     for outputs in (wanted, None):
         generated = client.infer("generate", user, outputs=outputs, model_version="1")
         assert generated.as_numpy("sids").tolist() == [[0, 1], [1, 0]]
-        names = [one.decode() if isinstance(one, bytes) else one for one in generated.as_numpy("items.names")]
+        names = [
+            one.decode() if isinstance(one, bytes) else one
+            for one in generated.as_numpy("items.names")
+        ]
         assert names == ["5", "6"]
         assert (generated.as_numpy("items") is None) == (outputs is not None)
     assert client.infer("match", user).as_numpy("items").tolist() == [9]
     assert client.infer("recommend", user).as_numpy("origins").tolist() == [b"generate"]
     with pytest.raises(InferenceServerException, match="unknown input user; did you mean user_id"):
-        client.infer("rank", [made.InferInput("user", [1], "BYTES").set_data_from_numpy(np.array([b"u"], object))])
+        client.infer(
+            "rank",
+            [made.InferInput("user", [1], "BYTES").set_data_from_numpy(np.array([b"u"], object))],
+        )
 
 
 async def test_triton_over_http() -> None:
@@ -77,7 +91,10 @@ async def test_triton_over_http() -> None:
         def run() -> None:
             with triton_http.InferenceServerClient(f"127.0.0.1:{rig.http.port}") as client:
                 ask(client, triton_http, rig)
-                assert client.get_server_metadata()["extensions"] == ["binary_tensor_data", "statistics"]
+                assert client.get_server_metadata()["extensions"] == [
+                    "binary_tensor_data",
+                    "statistics",
+                ]
                 for name, model in MODELS.items():
                     shown = client.get_model_metadata(name)
                     assert [one["name"] for one in shown["inputs"]] == list(model.inputs)
@@ -101,8 +118,12 @@ async def test_triton_over_grpc() -> None:
                 for name, model in MODELS.items():
                     shown = client.get_model_metadata(name, as_json=True)
                     assert [one["name"] for one in shown["inputs"]] == list(model.inputs)
-                    assert [one["name"] for one in shown["outputs"]] == [one.name for one in model.outputs(("click",))]
-                with pytest.raises(InferenceServerException, match="'nope' is not served; rank, generate"):
+                    assert [one["name"] for one in shown["outputs"]] == [
+                        one.name for one in model.outputs(("click",))
+                    ]
+                with pytest.raises(
+                    InferenceServerException, match="'nope' is not served; rank, generate"
+                ):
                     client.is_model_ready("nope")
                 (counted,) = client.get_inference_statistics("rank", as_json=True)["model_stats"]
                 assert counted["inference_count"] == "1"
@@ -121,7 +142,9 @@ async def test_triton_in_an_event_loop_in_json() -> None:
         candidates.set_data_from_numpy(np.array([1, 2, 3]), binary_data=False)
         wanted = triton_http.InferRequestedOutput("scores.click", binary_data=False)
         result = await client.infer("rank", [user, candidates], outputs=[wanted])
-        np.testing.assert_array_equal(result.as_numpy("scores.click"), np.array([1, np.nan, 2], np.float32))
+        np.testing.assert_array_equal(
+            result.as_numpy("scores.click"), np.array([1, np.nan, 2], np.float32)
+        )
         await client.close()
 
 
@@ -140,4 +163,11 @@ async def test_a_stream_of_triton_goes_on_after_an_error() -> None:
         first, second, third = await asyncio.to_thread(run)
         assert first.as_numpy("items").tolist() == third.as_numpy("items").tolist() == [5, 6]
         assert "'nope' is not served" in str(second)
-        assert rig.count("requests_total", route="/inference.GRPCInferenceService/ModelStreamInfer", code="404") == 1
+        assert (
+            rig.count(
+                "requests_total",
+                route="/inference.GRPCInferenceService/ModelStreamInfer",
+                code="404",
+            )
+            == 1
+        )

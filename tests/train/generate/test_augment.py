@@ -51,7 +51,8 @@ def test_what_is_drawn_is_of_the_log(
     assert np.array_equal(drawn.num_trained, np.diff(drawn.starts))
     for user, (history, count) in enumerate(zip(histories, trained, strict=True)):
         mine = slice(drawn.starts[user], drawn.starts[user + 1])
-        places = drawn.times[mine] - log.starts[user]  # the time of an event is its place in the log
+        # the time of an event is its place in the log
+        places = drawn.times[mine] - log.starts[user]
         assert (np.diff(places) > 0).all()
         assert ((places >= 0) & (places < count)).all()
         for place, item in zip(places.tolist(), drawn.items[mine].tolist(), strict=True):
@@ -77,5 +78,7 @@ def test_shares_are_those_that_were_asked_for_and_differ_from_epoch_to_epoch() -
 
 def test_a_user_of_whom_nothing_is_kept_has_no_window() -> None:
     log = log_of([[1, 2, 3], [4, 5]], [2, 1])
-    drawn = replace(log, items=log.items[:0], starts=np.zeros(3, np.int64), num_trained=np.zeros(2, np.int64))
+    drawn = replace(
+        log, items=log.items[:0], starts=np.zeros(3, np.int64), num_trained=np.zeros(2, np.int64)
+    )
     assert windows(drawn, 4, np.random.default_rng(0)) == []

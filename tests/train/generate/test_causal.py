@@ -19,7 +19,9 @@ def test_training_and_prefill_agree(variant: str, tmp_path: Path) -> None:
     model = hf.load(tmp_path)
     tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(0))
     rows = encode(model, tokens)
-    torch.testing.assert_close(next_logits(model, rows), hf_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        next_logits(model, rows), hf_logits(theirs, tokens), atol=1e-4, rtol=1e-4
+    )
     for sequence, got in zip(tokens, rows, strict=True):
         want = model.prefill(CPU, sequence[:13], 0, None, None, num_rows=13)
         torch.testing.assert_close(got[:13], want, atol=1e-4, rtol=1e-4)

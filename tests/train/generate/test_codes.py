@@ -11,7 +11,7 @@ import torch
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_id
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import (
     SHORTEST,
@@ -32,13 +32,18 @@ def vectors(num_items: int, dim: int = 8, seed: int = 0) -> np.ndarray:
 
 
 def two_crowds() -> InteractionLog:
-    """Users of even items and users of odd ones; item 40 is in nobody's history but a test event."""
+    """Users of even items and users of odd ones.
+
+    Item 40 is in nobody's history but a test event.
+    """
     random = np.random.default_rng(0)
     items = [2 * random.integers(0, 20, 30) + user % 2 for user in range(40)]
     items[0][-1] = 40
     users = np.repeat(np.arange(40, dtype=np.int32), 30)
     times = np.tile(np.arange(30), 40)
-    every = Interactions(users, np.concatenate(items), np.ones(1200), times, [str(user) for user in range(40)])
+    every = Interactions(
+        users, np.concatenate(items), np.ones(1200), times, [str(user) for user in range(40)]
+    )
     order = np.argsort(times, kind="stable")
     return build_log(every[order], [], "leave-one-out")
 
@@ -57,11 +62,19 @@ def test_every_item_has_an_id_of_its_own_whatever_collides(code_count: tuple[int
 
 
 def test_the_means_of_codes_are_what_they_stand_for() -> None:
-    """A vector that is a sum of a centre a level is the sum of its codes' means; an unused code stands for nothing."""
+    """A vector that is a sum of a centre a level is the sum of its codes' means.
+
+    An unused code stands for nothing.
+    """
     random = np.random.default_rng(0)
-    first, second = random.normal(size=(4, 8)).astype(np.float32), random.normal(size=(5, 8)).astype(np.float32)
+    first, second = (
+        random.normal(size=(4, 8)).astype(np.float32),
+        random.normal(size=(5, 8)).astype(np.float32),
+    )
     second -= second.mean(0)
-    sids = np.stack(np.meshgrid(range(4), range(5), indexing="ij"), -1).reshape(-1, 2).astype(np.int32)
+    sids = (
+        np.stack(np.meshgrid(range(4), range(5), indexing="ij"), -1).reshape(-1, 2).astype(np.int32)
+    )
     codes = ItemCodes(sids, (6, 5))
     means = codes.means(first[sids[:, 0]] + second[sids[:, 1]])
     np.testing.assert_allclose(means[0][:4], first, atol=1e-6)
@@ -75,15 +88,21 @@ def test_codes_say_how_even_they_are() -> None:
     assert even.beginnings() == [2, 4]
     lopsided = ItemCodes(np.array([[0, 0], [0, 1], [0, 2], [0, 3]], np.int32), (4, 4))
     assert lopsided.balance() == [0.0, 1.0]
-    assert lopsided.text() == "codes: 4 x 4, balance 0.00, 1.00; different beginnings 1, 4, ready-made"
+    assert lopsided.text() == (
+        "codes: 4 x 4, balance 0.00, 1.00; different beginnings 1, 4, ready-made"
+    )
     made = residual_codes(np.zeros((5, 2), np.float32), (2, 4), np.arange(5), 0)
     assert "4 items collided and got other codes" in made.text()
 
 
-def test_ids_suffice_to_the_last_one_and_one_fewer_is_refused() -> None:
+def test_ids_suffice_to_the_last_one_and_one_fewer_is_rejected() -> None:
     rows = np.zeros((27, 4), np.float32)
     assert len(np.unique(residual_codes(rows, (3, 3, 3), np.arange(27), 0).sids, axis=0)) == 27
-    with pytest.raises(ConfigError, match=r"code_count: \[3, 3, 3\] make 27 semantic IDs, 28 needed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"code_count: \[3, 3, 3\] make 27 semantic IDs, 28 "
+        r"needed",
+    ):
         residual_codes(np.zeros((28, 4), np.float32), (3, 3, 3), np.arange(28), 0)
 
 
@@ -115,7 +134,10 @@ def test_each_level_leaves_less() -> None:
 
 
 def test_a_centroid_without_rows_moves_to_where_it_is_needed() -> None:
-    """Nine of ten rows are equal, so most centroids begin on the same spot; five other rows need one each."""
+    """Nine of ten rows are equal, so most centroids begin on the same spot.
+
+    Five other rows need one each.
+    """
     rows = torch.zeros(50, 2)
     rows[45:] = torch.eye(5, 2) * 9 + torch.arange(5)[:, None]
     table, code = kmeans(rows, 6, torch.Generator().manual_seed(0))
@@ -152,7 +174,8 @@ def test_company_is_pointwise_mutual_information_counted_pair_by_pair() -> None:
     want = eigenvectors[:, -4:] * np.sqrt(values[-4:])
     want /= np.linalg.norm(want, axis=1, keepdims=True).clip(min=SHORTEST)
     got = _neighbour_vectors(log, 4, window, 0).numpy()
-    np.testing.assert_allclose(got @ got.T, want @ want.T, atol=5e-2)  # up to the eigenvectors' signs
+    # up to the eigenvectors' signs
+    np.testing.assert_allclose(got @ got.T, want @ want.T, atol=5e-2)
 
 
 def test_the_largest_eigenvectors_rebuild_a_matrix_of_low_rank() -> None:
@@ -175,7 +198,9 @@ def test_ready_made_codes_are_read_by_item(tmp_path: Path) -> None:
     table = {"7": [1, 2], "3": [1, 0], "5": [0, 4]}
     (tmp_path / "index.json").write_text(json.dumps(table))
     (tmp_path / "items.jsonl").write_text(
-        "".join(json.dumps({"item_id": int(item), "sid": sid}) + "\n" for item, sid in table.items())
+        "".join(
+            json.dumps({"item_id": int(item), "sid": sid}) + "\n" for item, sid in table.items()
+        )
     )
     for name in ("index.json", "items.jsonl"):
         found = read_codes(tmp_path / name, np.array([3, 7]))
@@ -206,7 +231,10 @@ def test_bad_codes_are_explained(tmp_path: Path, text: str, reason: str) -> None
 
 def test_codes_of_items_that_are_not_numbers_are_read(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"SKU-1": [0, 1], "7": [1, 0]}')
-    assert read_codes(tmp_path / "index.json", np.array([item_id("SKU-1"), 7])).sids.tolist() == [[0, 1], [1, 0]]
+    assert read_codes(tmp_path / "index.json", np.array([item_id("SKU-1"), 7])).sids.tolist() == [
+        [0, 1],
+        [1, 0],
+    ]
 
 
 def test_codes_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -25,7 +25,13 @@ from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
 from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
-from npu_gr.train.generate.train import COMPANY_WINDOW, GeneratorJudge, TrainedGenerator, _new_model, train_generator
+from npu_gr.train.generate.train import (
+    COMPANY_WINDOW,
+    GeneratorEvaluator,
+    TrainedGenerator,
+    _new_model,
+    train_generator,
+)
 from tests.train.generate.test_train import ONE, TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -47,10 +53,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedGenerator:
 
 @given(
     st.integers(1, 4).flatmap(
-        lambda levels: st.lists(st.tuples(*[st.integers(0, 4)] * levels), min_size=1, max_size=30, unique=True)
+        lambda levels: st.lists(
+            st.tuples(*[st.integers(0, 4)] * levels), min_size=1, max_size=30, unique=True
+        )
     )
 )
-def test_two_items_share_a_node_if_and_only_if_their_codes_begin_alike(rows: list[tuple[int, ...]]) -> None:
+def test_two_items_share_a_node_if_and_only_if_their_codes_begin_alike(
+    rows: list[tuple[int, ...]],
+) -> None:
     """And nodes stand in the order of the codes, so the paths of the catalogue are the given ones."""
     sids = np.array(rows, np.int32)
     codes = ItemCodes(sids, tuple(int(level.max()) + 1 for level in sids.T))
@@ -68,7 +78,9 @@ def siblings(codes: ItemCodes, sid: list[int], level: int) -> list[int]:
     return sorted({other[level] for other in codes.sids.tolist() if other[:level] == sid[:level]})
 
 
-def chance(model: Decoder, codes: ItemCodes, row: torch.Tensor, sid: list[int], level: int) -> float:
+def chance(
+    model: Decoder, codes: ItemCodes, row: torch.Tensor, sid: list[int], level: int
+) -> float:
     """Compute the log-probability of a node among its siblings, from the row that expects it, the slow way."""
     base = Codebooks.stacked(codes.code_count).vocab_base[level]
     among = siblings(codes, sid, level)
@@ -77,7 +89,10 @@ def chance(model: Decoder, codes: ItemCodes, row: torch.Tensor, sid: list[int], 
 
 
 def test_the_loss_is_the_surprise_among_siblings(trained: TrainedGenerator) -> None:
-    """Sequence by sequence, without padding, node by node; certain nodes and a window's first one count nothing."""
+    """Sequence by sequence, without padding, node by node.
+
+    Certain nodes and a window's first one count nothing.
+    """
     log, codes, model = trained.log, trained.codes, trained.model
     bases = np.array(Codebooks.stacked(codes.code_count).vocab_base)
     nodes = NodeDecoder(model, codes, torch.Generator().manual_seed(1))
@@ -103,10 +118,14 @@ def test_the_folded_table_gives_the_logits_of_the_sums(trained: TrainedGenerator
     assert folded.embedding.weight is not trained.model.embedding.weight
     for level, base in enumerate(Codebooks.stacked(codes.code_count).vocab_base):
         code_base = Codebooks.stacked(given_codes.code_count).vocab_base[level]
-        for node, code in zip(codes.sids[:, level].tolist(), given_codes.sids[:, level].tolist(), strict=True):
+        for node, code in zip(
+            codes.sids[:, level].tolist(), given_codes.sids[:, level].tolist(), strict=True
+        ):
             want = trained.model.embedding.weight[base + node] + nodes.code_rows[code_base + code]
             assert torch.equal(folded.embedding.weight[base + node], want)
-    tokens = torch.randint(0, sum(codes.code_count), (4, 12), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, sum(codes.code_count), (4, 12), generator=torch.Generator().manual_seed(0)
+    )
     rows = encode(nodes.decoder, tokens, table=nodes.table)
     assert torch.equal(encode(folded, tokens), rows)
     assert torch.equal(next_logits(folded, rows), rows @ nodes.table.T)
@@ -130,26 +149,35 @@ def test_a_tree_without_branches_below_its_first_level_is_trained() -> None:
 def test_the_search_ranks_as_brute_force_among_siblings(trained: TrainedGenerator) -> None:
     """By a model that has learnt nothing, for which each measure has an order of its own."""
     log, codes = trained.log, trained.codes
-    model = _new_model(log, codes, msgspec.structs.replace(TINY, code_length=1.0)).eval().requires_grad_(False)
+    model = (
+        _new_model(log, codes, msgspec.structs.replace(TINY, code_length=1.0))
+        .eval()
+        .requires_grad_(False)
+    )
     tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base))
     users = log.next_items()[:8]
     want = []
     for user, at in users:
         prompt = tokens[log.items[log.starts[user] : at][-TINY.history_items :]].flatten()
-        rows = encode(model, torch.cat([prompt.expand(NUM_ITEMS, -1), tokens[:, :-1]], dim=1))[:, -3:]
+        rows = encode(model, torch.cat([prompt.expand(NUM_ITEMS, -1), tokens[:, :-1]], dim=1))[
+            :, -3:
+        ]
         scores = np.array(
             [sum(chance(model, codes, rows[item, level], sid, level) for level in range(3))
              for item, sid in enumerate(codes.sids.tolist())]
         )  # fmt: skip
         want.append((scores > scores[log.items[at]]).sum())
-    judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
-    assert judge.judge(model, log, users).ranks.overall.tolist() == want
+    evaluate = GeneratorEvaluator(codes, log.item_ids, TINY.history_items, 50)
+    assert evaluate.evaluate(model, log, users).ranks.overall.tolist() == want
 
 
 def test_nodes_start_where_all_of_their_items_stand(trained: TrainedGenerator) -> None:
     log, codes = trained.log, trained.codes
     options = msgspec.structs.replace(TINY, code_length=0.5)
-    moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
+    moved = (
+        _new_model(log, codes, options).embedding.weight
+        - _new_model(log, codes, TINY).embedding.weight
+    )
     vectors = item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed)
     for level, start in enumerate(moved.detach().split(codes.code_count)):
         for node, row in enumerate(start):
@@ -166,12 +194,19 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
     assert trained.model.config.vocab_size == sum(trained.codes.code_count)
     assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
     assert report.own.invalid_ratio == 0
-    assert report.made.endswith(f"ready-made; a token for each of the {sum(trained.codes.code_count)} beginnings")
+    assert report.made.endswith(
+        f"ready-made; a token for each of the {sum(trained.codes.code_count)} beginnings"
+    )
 
 
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    options = msgspec.structs.replace(ONE, dropout=0.2, skip_ratio=0.1, swap_ratio=0.2, code_length=0.3)
-    one, other = (train_generator(planted(), [], options, written(tmp_path)).model.state_dict() for _ in range(2))
+    options = msgspec.structs.replace(
+        ONE, dropout=0.2, skip_ratio=0.1, swap_ratio=0.2, code_length=0.3
+    )
+    one, other = (
+        train_generator(planted(), [], options, written(tmp_path)).model.state_dict()
+        for _ in range(2)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -181,7 +216,9 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     folder = tmp_path / "new"
     publish(trained, [], TINY, folder)
     assert trained.codes.given is not None
-    assert np.array_equal(read_codes(folder / GIVEN_CODES, trained.log.item_ids).sids, trained.codes.given.sids)
+    assert np.array_equal(
+        read_codes(folder / GIVEN_CODES, trained.log.item_ids).sids, trained.codes.given.sids
+    )
     sids = read_items(folder / "items.jsonl").sids
     trie = build_trie(sids, trained.log.item_ids, Codebooks.stacked(trained.codes.code_count))
     assert [len(level) for level in trie.token] == list(trained.codes.code_count)
@@ -190,7 +227,9 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     answers: dict[str, Any] = {}
     async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
         for how in ("", "valid", "vocabulary"):
-            body = {"user_id": "u", "history": HISTORY, "num_items": 20} | ({"normalise": how} if how else {})
+            body = {"user_id": "u", "history": HISTORY, "num_items": 20} | (
+                {"normalise": how} if how else {}
+            )
             headers = {"X-Request-Timeout-Ms": "30000"}
             async with client.post("/v1/generate", json=body, headers=headers) as response:
                 assert response.status == 200, await response.text()
@@ -201,11 +240,14 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
         assert np.array_equal(found, trained.codes.sids[np.array(answer["items"]) // 10])
     assert answers[""]["scores"] == answers["valid"]["scores"]
     assert answers[""]["scores"] != answers["vocabulary"]["scores"]
-    # a request that names nothing denies what was had, so its siblings share what it had: at most one, then
+    # a request that names nothing denies what was had, so its siblings share what it had: at most
+    # one, then
     assert np.exp(answers[""]["scores"]).sum() <= 1 + 1e-5
 
 
-def test_another_generator_takes_the_given_codes_away(trained: TrainedGenerator, tmp_path: Path) -> None:
+def test_another_generator_takes_the_given_codes_away(
+    trained: TrainedGenerator, tmp_path: Path
+) -> None:
     publish(trained, [], TINY, tmp_path)
     assert (tmp_path / GIVEN_CODES).exists()
     publish(trained._replace(codes=trained.codes.given or trained.codes), [], TINY, tmp_path)

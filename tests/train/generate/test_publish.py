@@ -1,4 +1,7 @@
-"""The folder that training writes: transformers and the service read it as it is; it appears whole or not at all."""
+"""The folder that training writes: transformers and the service read it as it is.
+
+It appears whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from npu_gr.catalogue.centroids import FILE
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
@@ -83,9 +86,13 @@ def test_the_configuration_is_one_that_the_service_reads(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == set(FILES) - {GIVEN_CODES}
 
 
-async def test_a_service_starts_from_it_and_answers_valid_items(trained: TrainedGenerator, folder: Path) -> None:
+async def test_a_service_starts_from_it_and_answers_valid_items(
+    trained: TrainedGenerator, folder: Path
+) -> None:
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
-    config = load(folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history.db'}"])
+    config = load(
+        folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history.db'}"]
+    )
     sids = dict(zip(trained.log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True))
     answers = []
     async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
@@ -97,15 +104,29 @@ async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained
                 answers.append(await response.json())
     for answer in answers:
         assert (answer["status"], len(set(answer["items"]))) == ("complete", 10)
-        assert [answer["sids"][i * 2 : i * 2 + 2] for i in range(10)] == [sids[item] for item in answer["items"]]
+        assert [answer["sids"][i * 2 : i * 2 + 2] for i in range(10)] == [
+            sids[item] for item in answer["items"]
+        ]
     assert answers[0]["items"] == answers[1]["items"]
     assert all(item // 10 % 2 == 1 for item in answers[2]["items"])
 
 
-async def test_a_new_item_without_a_semantic_id_is_found_at_once(folder: Path, trained: TrainedGenerator) -> None:
-    """By the centroids of the training; the same features mean the codes of items that are alike."""
-    overrides = ["server.port=0", "server.admin_port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
-    config = load(folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history2.db'}"])
+async def test_a_new_item_without_a_semantic_id_is_found_at_once(
+    folder: Path, trained: TrainedGenerator
+) -> None:
+    """By the centroids of the training.
+
+    The same features mean the codes of items that are alike.
+    """
+    overrides = [
+        "server.port=0",
+        "server.admin_port=0",
+        "server.drain_grace_s=0.1",
+        "generate.hbm_bytes=4000000",
+    ]
+    config = load(
+        folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history2.db'}"]
+    )
     async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
 
         async def asked(path: str, status: int, **body: Any) -> dict[str, Any]:
@@ -117,22 +138,29 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(folder: Path, t
 
         new: dict[str, Any] = {"item_id": 7001, "order": 0.0, "attributes": {"kind": "odd"}}
         for features, told in (({}, r"add[0].features"), ({"kind": "green"}, "one of kind, tags")):
-            refused = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
-            assert told in str(refused)
-        more = [{**new, "item_id": 7002, "features": {"tags": ["a", "b"]}}, {**new, "item_id": 7003, "sid": [5, 5]}]
+            rejected = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
+            assert told in str(rejected)
+        more = [
+            {**new, "item_id": 7002, "features": {"tags": ["a", "b"]}},
+            {**new, "item_id": 7003, "sid": [5, 5]},
+        ]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
         odd = {**new, "title": "New", "features": {"kind": "odd"}}
         made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
         assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
-    assert {7001, 7002, 7003} <= set(found["items"]), "a beam as wide as the catalogue finds every item"
+    assert {7001, 7002, 7003} <= set(found["items"]), (
+        "a beam as wide as the catalogue finds every item"
+    )
     sids = [tuple(found["sids"][i * 2 : i * 2 + 2]) for i in range(len(found["items"]))]
     assert dict(zip(found["items"], sids, strict=True))[7001] == tuple(made["7001"])
     assert len(set(sids)) == len(sids) == 30, "all but the history's"
 
 
-def test_ready_made_codes_leave_no_centroids(trained: TrainedGenerator, folder: Path, tmp_path: Path) -> None:
+def test_ready_made_codes_leave_no_centroids(
+    trained: TrainedGenerator, folder: Path, tmp_path: Path
+) -> None:
     publish(trained, KINDS, ONE, tmp_path)
     assert (tmp_path / FILE).read_bytes() == (folder / FILE).read_bytes()
     assert (tmp_path / FILE).stat().st_mode == (tmp_path / "items.jsonl").stat().st_mode
@@ -172,19 +200,33 @@ def test_the_words_on_serving_it_name_known_settings_and_a_real_history(
     assert f"catalogue: {folder}/items.jsonl" in text
 
 
-def test_the_command_trains_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_prints_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     random = np.random.default_rng(0)
-    log = {f"u{user}": ((int(random.integers(20)) + np.arange(9)) % 20).tolist() for user in range(12)}
+    log = {
+        f"u{user}": ((int(random.integers(20)) + np.arange(9)) % 20).tolist() for user in range(12)
+    }
     (tmp_path / "inter.json").write_text(json.dumps(log))
-    (tmp_path / "index.json").write_text(json.dumps({str(item): [item % 5, item // 5] for item in range(20)}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({str(item): [item % 5, item // 5] for item in range(20)})
+    )
     words = ["epochs=1", "dim=16", "num_heads=2", "head_dim=8", "mlp_dim=16", "history_items=6"]
-    arguments = [str(tmp_path / "inter.json"), "--out", str(tmp_path / "out"), "--codes", str(tmp_path / "index.json")]
+    arguments = [
+        str(tmp_path / "inter.json"),
+        "--out",
+        str(tmp_path / "out"),
+        "--codes",
+        str(tmp_path / "index.json"),
+    ]
     options = [part for word in words for part in ("--set", word)]
     main(["train", "generate", *arguments, *options, "--threads", "1"], standalone_mode=False)
     text = capsys.readouterr().out
     assert "popularity" in text
     assert "generate:" in text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "names.safetensors"} - {FILE}, "ready-made"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "names.safetensors"} - {
+        FILE
+    }, "ready-made"
     with pytest.raises(SystemExit):
         main(["train", "generate", *arguments, "--set", "epoch=1"], standalone_mode=False)
     assert "unknown key epoch; did you mean epochs?" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from npu_gr.train.generate.train import (
     COMPANY_WINDOW,
     DECODER,
     GenerateOptions,
-    GeneratorJudge,
+    GeneratorEvaluator,
     TrainedGenerator,
     _fit,
     _new_model,
@@ -66,9 +66,14 @@ def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> N
     """The mean start of a level's codes is as long as was asked for, and codes stand as the means of their items do."""
     log, codes = trained.log, trained.codes
     options = msgspec.structs.replace(TINY, code_length=0.5)
-    moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
+    moved = (
+        _new_model(log, codes, options).embedding.weight
+        - _new_model(log, codes, TINY).embedding.weight
+    )
     means = codes.means(item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed))
-    for level, (start, want) in enumerate(zip(moved.detach().split(codes.code_count), means, strict=True)):
+    for level, (start, want) in enumerate(
+        zip(moved.detach().split(codes.code_count), means, strict=True)
+    ):
         lengths = start.norm(dim=1)
         assert lengths[lengths > 1e-6].mean().item() == pytest.approx(0.5, rel=1e-4), level
         assert not start[:, TINY.vector_dim :].any()
@@ -110,25 +115,33 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
         prompt = tokens[history[-TINY.history_items :]].flatten()
         every = torch.cat([prompt.expand(NUM_ITEMS, -1), tokens], dim=1)
         chances = next_logits(model, encode(model, every[:, :-1])).log_softmax(-1)[:, -2:]
-        better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[target]
+        better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[
+            target
+        ]
         ranks.append(better.sum())
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
-    judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
-    found = judge.judge(model, log, log.next_items(), unseen=True)
-    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_))
+    evaluate = GeneratorEvaluator(codes, log.item_ids, TINY.history_items, 50)
+    found = evaluate.evaluate(model, log, log.next_items(), unseen=True)
+    found_ranks = NextItemRanks(
+        np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_)
+    )
     assert found == RetrievalFigures.from_ranks(found_ranks, DECODER, 0.0)
     assert found == trained.report.own
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
-    assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
+    assert math.isclose(
+        found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks])
+    )
     assert found.hr_at_10_unseen == np.mean([rank < 10 for rank in ranks_unseen])
     assert found.hr_at_50 == 1
 
 
 def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: TrainedGenerator) -> None:
-    judge = GeneratorJudge(trained.codes, trained.log.item_ids, TINY.history_items, 50)
-    judge._sids[70] = [0, 99]
+    evaluate = GeneratorEvaluator(trained.codes, trained.log.item_ids, TINY.history_items, 50)
+    evaluate._sids[70] = [0, 99]
     asked = trained.log.next_items()[:5]
-    assert math.isclose(judge.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
+    assert math.isclose(
+        evaluate.evaluate(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS
+    )
 
 
 def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator) -> None:
@@ -140,10 +153,14 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
     surprise = []
     for start, length in parts:
         sequence = tokens[log.items[start : start + length]].flatten()
-        chances = next_logits(trained.model, encode(trained.model, sequence[None, :-1]))[0].log_softmax(-1)
+        chances = next_logits(trained.model, encode(trained.model, sequence[None, :-1]))[
+            0
+        ].log_softmax(-1)
         surprise += (-chances.gather(1, sequence[1:, None])[:, 0]).tolist()
     assert len(surprise) == 2 * 15 - 3
-    assert math.isclose(CodeLoss(trained.codes)(trained.model, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5)
+    assert math.isclose(
+        CodeLoss(trained.codes)(trained.model, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5
+    )
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
@@ -168,7 +185,9 @@ def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
     weights = [
-        train_generator(planted(), [], msgspec.structs.replace(ONE, dropout=0.2, seed=seed)).model.state_dict()
+        train_generator(
+            planted(), [], msgspec.structs.replace(ONE, dropout=0.2, seed=seed)
+        ).model.state_dict()
         for seed in (0, 0, 1)
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -179,13 +198,18 @@ def test_neither_the_test_nor_the_validation_is_trained_on() -> None:
     """Other last two events: the same codes and, where nothing is chosen by them, the same weights."""
     events = planted()
     log = build_log(events, [], "leave-one-out")
-    held = np.concatenate([np.flatnonzero(events.users == user)[-2:] for user in range(log.num_users)])
+    held = np.concatenate(
+        [np.flatnonzero(events.users == user)[-2:] for user in range(log.num_users)]
+    )
     items = events.items.copy()
     items[held] = np.roll(items[held], 7)
     changed = type(events)(events.users, items, events.values, events.timestamps, events.user_names)
     one, other = train_generator(events, [], ONE), train_generator(changed, [], ONE)
     assert np.array_equal(one.codes.sids, other.codes.sids)
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
+    )
     assert one.report.own != other.report.own
 
 
@@ -196,12 +220,16 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
     states: list[torch.Tensor] = []
 
-    def judge(_self: GeneratorJudge, model: Decoder, *_: object, **__: object) -> RetrievalFigures:
+    def evaluate(
+        _self: GeneratorEvaluator, model: Decoder, *_: object, **__: object
+    ) -> RetrievalFigures:
         states.append(model.embedding.weight.clone())
         score = next(scores)
-        return RetrievalFigures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
+        return RetrievalFigures(
+            model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score
+        )
 
-    monkeypatch.setattr(GeneratorJudge, "judge", judge)
+    monkeypatch.setattr(GeneratorEvaluator, "evaluate", evaluate)
     options = msgspec.structs.replace(ONE, epochs=9, validate_every=1, patience=2)
     seen: list[TrainingProgress] = []
     found = train_generator(planted(), [], options, progress=seen.append)
@@ -216,19 +244,23 @@ def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The epochs of the best validation, here the second one, and no more."""
-    real = GeneratorJudge.judge
+    real = GeneratorEvaluator.evaluate
     scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
 
-    def judge(self: GeneratorJudge, *given: Any, **options: Any) -> RetrievalFigures:
+    def evaluate(self: GeneratorEvaluator, *given: Any, **options: Any) -> RetrievalFigures:
         found = real(self, *given, **options)
-        return found if options.get("unseen") else dataclasses.replace(found, ndcg_at_10=next(scores))
+        return (
+            found if options.get("unseen") else dataclasses.replace(found, ndcg_at_10=next(scores))
+        )
 
-    monkeypatch.setattr(GeneratorJudge, "judge", judge)
+    monkeypatch.setattr(GeneratorEvaluator, "evaluate", evaluate)
     options = msgspec.structs.replace(ONE, epochs=4, validate_every=1, dropout=0.1)
     seen: list[TrainingProgress] = []
     evaluated = train_generator(planted(), [], options)
     scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
-    served = train_generator(planted(), [], msgspec.structs.replace(options, refit=True), progress=seen.append)
+    served = train_generator(
+        planted(), [], msgspec.structs.replace(options, refit=True), progress=seen.append
+    )
     assert served.report.own == evaluated.report.own
     assert (served.report.num_trained, served.report.num_served) == (60 * 28, 60 * 30)
     assert evaluated.report.num_served == 60 * 28
@@ -251,8 +283,8 @@ def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> No
         found = train_generator(events, [], msgspec.structs.replace(TINY, refit=refit))
         log = found.log if refit else build_log(events, [], "leave-one-out")
         ends = [NextItem(user, int(log.starts[user + 1]) - 1) for user in range(log.num_users)]
-        judge = GeneratorJudge(found.codes, log.item_ids, TINY.history_items, 50)
-        places.append(judge.judge(found.model, log, ends).hr_at_10)
+        evaluate = GeneratorEvaluator(found.codes, log.item_ids, TINY.history_items, 50)
+        places.append(evaluate.evaluate(found.model, log, ends).hr_at_10)
     assert places[1] > places[0] + 0.3
 
 

@@ -14,7 +14,13 @@ from npu_gr.train.match.train import MatchOptions
 
 NUM_USERS, NUM_ITEMS, NUM_GROUPS = 160, 240, 8
 QUICK = MatchOptions(
-    dim=16, source_steps=30, target_steps=30, inter_steps=20, batch_edges=512, batch_anchors=64, num_inter_negatives=16
+    dim=16,
+    source_steps=30,
+    target_steps=30,
+    inter_steps=20,
+    batch_edges=512,
+    batch_anchors=64,
+    num_inter_negatives=16,
 )
 
 
@@ -29,7 +35,11 @@ def write(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
     paths = folder / "source.tsv", folder / "target.tsv"
     for path, num, offset in zip(paths, (14, 3), (0, 5000), strict=True):
-        rows = [f"u{user}\t{item + offset}\t1\n" for user in range(NUM_USERS) for item in draw(user, num)]
+        rows = [
+            f"u{user}\t{item + offset}\t1\n"
+            for user in range(NUM_USERS)
+            for item in draw(user, num)
+        ]
         path.write_text("".join(rows))
     return paths
 

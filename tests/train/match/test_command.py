@@ -8,22 +8,27 @@ import pytest
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
-from npu_gr.matching.vectors import load
+from npu_gr.vector_search.vectors import load
 from tests.train.match.synthetic import write
 
 
 def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     source, target = map(str, write(tmp_path))
-    short = [f"--set={name}=4" for name in ("source_steps", "target_steps", "inter_steps", "evaluate_every")]
+    short = [
+        f"--set={name}=4"
+        for name in ("source_steps", "target_steps", "inter_steps", "evaluate_every")
+    ]
     options = [*short, "--set=dim=8", "--num-validation=40", "--threads=1"]
-    out = CliRunner().invoke(main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *options])
+    out = CliRunner().invoke(
+        main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *options]
+    )
     assert out.exit_code == 0, out.output
     vectors = load(tmp_path / "v")
     assert vectors.version in out.output
     assert len(vectors.users) == 160
     assert "the strongest baseline" in out.output
     assert "EASE, both: hit_10" in out.output
-    assert set(vectors.figures) >= {"hit_50", "hit_50_twins", "validation_smooth_hit"}
+    assert set(vectors.figures) >= {"hit_50", "hit_50_near_duplicates", "validation_smooth_hit"}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,8 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
 )
 def test_bad_options_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     source, target = map(str, write(tmp_path))
-    out = CliRunner().invoke(main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *words])
+    out = CliRunner().invoke(
+        main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *words]
+    )
     assert out.exit_code == 2
     assert says in out.output

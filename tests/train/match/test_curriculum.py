@@ -19,7 +19,9 @@ def test_only_the_easiest_are_drawn_and_all_of_them() -> None:
 
 
 def test_without_a_curriculum_every_node_is_drawn() -> None:
-    drawn = Negatives(torch.rand(20) + 0.5).draw(torch.zeros(1), 2000, 1.0, torch.Generator().manual_seed(0))
+    drawn = Negatives(torch.rand(20) + 0.5).draw(
+        torch.zeros(1), 2000, 1.0, torch.Generator().manual_seed(0)
+    )
     assert len(drawn.unique()) == 20
 
 

@@ -22,12 +22,16 @@ def as_tsv(path: Path) -> Path:
 
 
 def as_atomic(path: Path) -> Path:
-    path.write_text("item_id:token\tuser_id:token\n" + "".join(f"{item}\t{user}\n" for user, item in EDGES))
+    path.write_text(
+        "item_id:token\tuser_id:token\n" + "".join(f"{item}\t{user}\n" for user, item in EDGES)
+    )
     return path
 
 
 def as_jsonl(path: Path) -> Path:
-    path.write_text("".join(json.dumps({"user_id": user, "item_id": item}) + "\n" for user, item in EDGES))
+    path.write_text(
+        "".join(json.dumps({"user_id": user, "item_id": item}) + "\n" for user, item in EDGES)
+    )
     return path
 
 
@@ -37,8 +41,12 @@ def seen(found: Domains) -> set[tuple[str, int]]:
     return set(zip(names, found.source_ids[graph.items].tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("write", "name"), [(as_tsv, "a.tsv"), (as_atomic, "a.inter"), (as_jsonl, "a.jsonl")])
-def test_every_format_gives_the_same_edges_each_once(write: object, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "name"), [(as_tsv, "a.tsv"), (as_atomic, "a.inter"), (as_jsonl, "a.jsonl")]
+)
+def test_every_format_gives_the_same_edges_each_once(
+    write: object, name: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / name)  # type: ignore[operator]
     found = read_domains(path, path, path_of_one_each(tmp_path))
     assert seen(found) == set(EDGES)
@@ -56,8 +64,12 @@ def test_users_of_two_tenants_are_two_users_whatever_their_names(tmp_path: Path)
     rows = "".join(f"{user}\t{item}\t{tenant}\n" for tenant in "ab" for user, item in EDGES)
     path.write_text(f"user_id:token\titem_id:token\tshop:token\n{rows}")
     found = read_domains(path, path, tenant_column="shop")
-    assert sorted(found.users) == sorted(UserKey(tenant, user) for tenant in "ab" for user in ("ann", "bob", "cy"))
-    assert read_domains(path, path, tenant="all").users == [UserKey("all", user) for user in ("ann", "bob", "cy")]
+    assert sorted(found.users) == sorted(
+        UserKey(tenant, user) for tenant in "ab" for user in ("ann", "bob", "cy")
+    )
+    assert read_domains(path, path, tenant="all").users == [
+        UserKey("all", user) for user in ("ann", "bob", "cy")
+    ]
     with pytest.raises(DataError, match="no column 'shop': a plain TSV has no header"):
         read_domains(as_tsv(tmp_path / "a.tsv"), path, tenant_column="shop")
     (tmp_path / "a.jsonl").write_text('{"user_id": "u", "item_id": 1, "shop": 7}\n')
@@ -102,10 +114,15 @@ def test_nothing_held_out_is_trained_on_and_the_split_is_the_seeds(tmp_path: Pat
     assert not np.array_equal(one.target.items, other.target.items)
 
 
-def test_one_log_as_both_domains_is_refused(tmp_path: Path) -> None:
+def test_one_log_as_both_domains_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "one.tsv"
-    path.write_text("".join(f"u{user}\t{item}\t1\n" for user in range(20) for item in range(user % 4, 8)))
-    with pytest.raises(DataError, match="asks for a twin of what its user has in the source: is it one log"):
+    path.write_text(
+        "".join(f"u{user}\t{item}\t1\n" for user in range(20) for item in range(user % 4, 8))
+    )
+    with pytest.raises(
+        DataError,
+        match="asks for a near-duplicate of what its user has in the source: is it one log",
+    ):
         split(read_domains(path, path), 1.0, 20, 0)
 
 

@@ -1,4 +1,7 @@
-"""What is served is one inner product: its parts by their weights; folding is the training's formula; 0 leaves out."""
+"""What is served is one inner product: its parts by their weights.
+
+Folding is the training's formula; 0 leaves out.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,21 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
-from npu_gr.matching.matcher import Matcher
-from npu_gr.matching.vectors import load, save
-from npu_gr.train.judge import HeldOut, smooth_hit, unique_edges
+from npu_gr.train.evaluate import HeldOut, smooth_hit, unique_edges
 from npu_gr.train.linear import PureSVD
 from npu_gr.train.match import joined
 from npu_gr.train.match.domains import Domains, MatchData, split
-from npu_gr.train.match.joined import BASELINES, FittedLinear, JoinedVectors, export, fit_joint_svd, join
+from npu_gr.train.match.joined import (
+    BASELINES,
+    FittedLinear,
+    JoinedVectors,
+    export,
+    fit_joint_svd,
+    join,
+)
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
+from npu_gr.vector_search.matcher import Matcher
+from npu_gr.vector_search.vectors import load, save
 from tests.train.match.synthetic import domains, quick
 
 Made = tuple[Domains, MatchData, FittedLinear[PureSVD], TrainedVectors]
@@ -43,7 +53,7 @@ def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.Mon
     found = with_all_parts(made, monkeypatch)
     assert found.items.shape[1] == svd.model.num_values + 16 + 1
     users = torch.from_numpy(np.flatnonzero(degrees[0]))
-    sample = torch.from_numpy(data.judge().held_out.users[:256])
+    sample = torch.from_numpy(data.evaluate().held_out.users[:256])
     spectral = svd.model.scores(users) * svd.factors
     encoder = trained.scores(users) / trained.scores(sample).square().mean().sqrt()
     popularity = torch.from_numpy(np.log(degrees[1] + 0.5)).float()
@@ -60,7 +70,9 @@ def test_a_part_that_does_not_help_is_left_out(made: Made, monkeypatch: pytest.M
     assert found.folding.encoder is None
 
 
-def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folding_is_the_trainings_formula(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     both, data, _, _ = made
     found = with_all_parts(made, monkeypatch)
     save(export(both, data, found, {}), tmp_path)
@@ -70,7 +82,9 @@ def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.Monkey
     for user in range(0, 160, 7):
         items, owned = (graph.items[graph.users == user] for graph in (of_target, of_source))
         if len(items):
-            np.testing.assert_allclose(folding.vector(user, items, owned), found.users[user], atol=1e-4)
+            np.testing.assert_allclose(
+                folding.vector(user, items, owned), found.users[user], atol=1e-4
+            )
 
 
 def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,10 +92,12 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.5,))
     cold = data.target.users[0]  # loses every target edge
     kept = data.target.users != cold
-    target = type(data.target)(data.target.users[kept], data.target.items[kept], 160, data.target.num_items)
+    target = type(data.target)(
+        data.target.users[kept], data.target.items[kept], 160, data.target.num_items
+    )
     kept = data.validation.users != cold
     held_out = HeldOut(data.validation.users[kept], data.validation.items[kept])
-    data = MatchData(data.source, target, held_out, data.owned_twins)
+    data = MatchData(data.source, target, held_out, data.owned_near_duplicates)
     found = join(data, fit_joint_svd(data), made[3])
     save(export(both, data, found, {}), tmp_path)
     matcher = Matcher(load(tmp_path), "exact", CPUBackend())
@@ -105,19 +121,27 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert asked(stranger, int(sold))[0] is Basis.FOLDED
     other = next(user for user in range(160) if user != cold and degrees[0][user])
     assert asked(both.users[other])[0] is Basis.TARGET
-    assert asked(both.users[other], *both.source_ids[both.source.items[both.source.users == other]])[0] is Basis.TARGET
-    new = np.setdiff1d(both.source_ids, both.source_ids[both.source.items[both.source.users == other]])[0]
+    assert (
+        asked(both.users[other], *both.source_ids[both.source.items[both.source.users == other]])[0]
+        is Basis.TARGET
+    )
+    new = np.setdiff1d(
+        both.source_ids, both.source_ids[both.source.items[both.source.users == other]]
+    )[0]
     assert asked(both.users[other], int(new))[0] is Basis.FOLDED
 
 
-def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_them(made: Made) -> None:
+def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_them(
+    made: Made,
+) -> None:
     _, data, svd, trained = made
     whole = data.whole()
     pairs = {*zip(data.target.users, data.target.items, strict=True)}
     added = {*zip(whole.target.users, whole.target.items, strict=True)} - pairs
     assert added == {*zip(*data.validation, strict=True)}
     assert len(whole.target.users) == len(pairs) + len(added)
-    # An item that the validation alone asks for can be scored by what is served, not by what was chosen.
+    # An item that the validation alone asks for can be scored by what is served, not by what was
+    # chosen.
     unknown = np.setdiff1d(data.validation.items, data.target.items)
     users = torch.from_numpy(data.validation.users[np.isin(data.validation.items, unknown)])
     for model, is_known in ((svd.chosen, False), (svd.served, True)):
@@ -129,13 +153,13 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
         fitted = fit(data)
         assert fitted is not None, name
         assert fitted.chosen.settings == fitted.served.settings
-        asked = data.judge()
+        asked = data.evaluate()
         held = [smooth_hit(asked.ranks_by(model.scores)) for model in fitted]
         assert held[0] == pytest.approx(fitted.chosen.validation)
         assert held[1] > held[0], name
     # The encoder: the same weights pass messages over all edges.
     again = trained.validated
-    assert smooth_hit(data.judge().ranks_by(again.scores)) == pytest.approx(trained.validation)
+    assert smooth_hit(data.evaluate().ranks_by(again.scores)) == pytest.approx(trained.validation)
     changed = (trained.users != again.users).any(1).numpy()
     assert changed[data.validation.users].all()
     assert trained.folding.degrees.tolist() == whole.target.degrees()[1].tolist()
@@ -148,7 +172,9 @@ def test_the_prior_is_the_best_logit_that_knows_no_user() -> None:
     """Of positives by P and k negatives by Q the cross-entropy is least at log(P / (k Q)): no step improves it."""
     k = 4
     random = np.random.default_rng(0)
-    graph = unique_edges(random.integers(0, 50, 400), (20 * random.random(400) ** 2).astype(np.int64), 50, 20)
+    graph = unique_edges(
+        random.integers(0, 50, 400), (20 * random.random(400) ** 2).astype(np.int64), 50, 20
+    )
     degrees = graph.degrees()[1].astype(float)
     assert (degrees > 0).all()
     positives, drawn = degrees / degrees.sum(), np.full(20, 1 / 20)

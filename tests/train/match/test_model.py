@@ -1,6 +1,9 @@
-"""A folded vector is the encoder's: the trained one of a trained user; of a new user, one computed edge by edge.
+"""A folded vector is the encoder's: the trained one of a trained user.
 
-Folders of earlier versions hold foldings of other encoders too: other weights, activations, and none at all.
+Of a new user, one computed edge by edge.
+
+Folders of earlier versions hold foldings of other encoders too: other weights, activations, and
+none at all.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.model import GraphEncoder
+from npu_gr.vector_search.fold import Folding
 
 DIM, NUM_ITEMS, NUM_LAYERS = 8, 30, 2
 
@@ -37,7 +40,11 @@ def by_hand(folding: Folding, items: list[int]) -> torch.Tensor:
     for layer, states in enumerate(torch.from_numpy(folding.states).double()):
         near = torch.zeros(DIM, dtype=torch.float64)
         for item in items:
-            weight = 1 / len(items) if folding.norm == "mean" else (len(items) * folding.degrees[item]) ** -0.5
+            weight = (
+                1 / len(items)
+                if folding.norm == "mean"
+                else (len(items) * folding.degrees[item]) ** -0.5
+            )
             near = near + weight * states[item]
         if folding.matrices is not None:
             matrix = torch.from_numpy(folding.matrices[layer]).double()
@@ -63,22 +70,30 @@ def test_it_is_the_encoder() -> None:
     sold = np.unique(graph.items)[[2, 5, 11]]
     items = folding.trained(np.array([*sold, 29]))
     assert items.tolist() == sold.tolist()
-    assert np.allclose(folding.vector(-1, items), by_hand(folding, sold.tolist()).numpy(), atol=1e-5)
+    assert np.allclose(
+        folding.vector(-1, items), by_hand(folding, sold.tolist()).numpy(), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("norm", "activation", "has_matrices"),
     [("symmetric", "tanh", True), ("mean", "leaky_relu", True), ("symmetric", "none", False)],
 )
-def test_foldings_of_other_encoders_are_computed_as_they_were(norm: Any, activation: Any, has_matrices: bool) -> None:
+def test_foldings_of_other_encoders_are_computed_as_they_were(
+    norm: Any, activation: Any, has_matrices: bool
+) -> None:
     random = np.random.default_rng(0)
     folding = Folding(
         users=None,
         states=random.normal(size=(NUM_LAYERS, NUM_ITEMS, DIM)).astype(np.float32),
-        matrices=random.normal(size=(NUM_LAYERS, 2 * DIM, DIM)).astype(np.float32) if has_matrices else None,
+        matrices=random.normal(size=(NUM_LAYERS, 2 * DIM, DIM)).astype(np.float32)
+        if has_matrices
+        else None,
         degrees=make_graph().degrees()[1],
         norm=norm,
         activation=activation,
     )
     items = np.unique(make_graph().items)[[2, 5, 11]]
-    assert np.allclose(folding.vector(-1, items), by_hand(folding, items.tolist()).numpy(), atol=1e-5)
+    assert np.allclose(
+        folding.vector(-1, items), by_hand(folding, items.tolist()).numpy(), atol=1e-5
+    )

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.model import dots, katz, propagation, times
 
 
 def random_graph(seed: int, num_users: int = 9, num_items: int = 7) -> Graph:
     random = np.random.default_rng(seed)
     edges = np.unique(random.integers(0, num_users * (num_items - 1), 20))
-    return Graph(edges // (num_items - 1), edges % (num_items - 1), num_users, num_items)  # the last item has no edge
+    # the last item has no edge
+    return Graph(edges // (num_items - 1), edges % (num_items - 1), num_users, num_items)
 
 
 def dense(graph: Graph) -> torch.Tensor:
@@ -25,7 +26,12 @@ def dense(graph: Graph) -> torch.Tensor:
 def test_propagation_and_its_gradient_are_the_dense_ones() -> None:
     graph = random_graph(0)
     matrix = dense(graph).float()
-    want = matrix / (matrix.sum(1, keepdim=True).clamp(min=1) * matrix.sum(0, keepdim=True).clamp(min=1)).sqrt()
+    want = (
+        matrix
+        / (
+            matrix.sum(1, keepdim=True).clamp(min=1) * matrix.sum(0, keepdim=True).clamp(min=1)
+        ).sqrt()
+    )
     to_users, to_items = propagation(graph)
     for ours, transposed, expected in ((to_users, to_items, want), (to_items, to_users, want.T)):
         x = torch.randn(expected.shape[1], 5, requires_grad=True)
@@ -43,12 +49,18 @@ def test_katz_is_the_solution_of_the_linear_system_on_the_union_graph() -> None:
     adjacency[:users, users : users + 7], adjacency[:users, users + 7 :] = dense(one), dense(two)
     adjacency += adjacency.T.clone()
     beta = 0.85 / torch.linalg.eigvalsh(adjacency)[-1]
-    want = torch.linalg.solve(torch.eye(users + items, dtype=torch.float64) - beta * adjacency, torch.ones(21).double())
+    want = torch.linalg.solve(
+        torch.eye(users + items, dtype=torch.float64) - beta * adjacency, torch.ones(21).double()
+    )
     of_users, of_items = katz([one, two])
-    torch.testing.assert_close(torch.cat([of_users, *of_items]).double(), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.cat([of_users, *of_items]).double(), want, rtol=1e-3, atol=1e-3
+    )
 
 
-def test_dots_are_the_gathered_products_in_value_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dots_are_the_gathered_products_in_value_and_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("npu_gr.train.match.model.CHUNK_BYTES", 200)  # several chunks
     left, right = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
     of_left, of_right = torch.randint(6, (11,)), torch.randint(6, (11, 3))

@@ -12,7 +12,9 @@ from npu_gr.train.match.domains import read_domains
 FOLDER = os.environ.get("NPU_GR_DISENCDR", "")
 
 
-@pytest.mark.skipif(not FOLDER, reason="NPU_GR_DISENCDR does not name the folder of the DisenCDR data")
+@pytest.mark.skipif(
+    not FOLDER, reason="NPU_GR_DISENCDR does not name the folder of the DisenCDR data"
+)
 def test_the_files_are_read_as_their_page_counts_them() -> None:
     sport, phone = Path(FOLDER) / "sport_phone", Path(FOLDER) / "phone_sport"
     both = read_domains(sport / "train.txt", phone / "train.txt", phone / "test.txt")

@@ -1,4 +1,7 @@
-"""A source that orders the validation better than the fitted order is named; by more than chance, it is served."""
+"""A source that orders the validation better than the fitted order is named.
+
+By more than chance, it is served.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import numpy as np
 import pytest
 
 from npu_gr.core.arrays import F32
-from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.blend import WEIGHTS, ScoreBlend
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
-from npu_gr.train.rank.order import ItemList, count_order
-from npu_gr.train.rank.order_choice import SOURCES, alone, better_alone, in_words, to_serve
+from npu_gr.train.rank.blend import ItemList, count_blend
+from npu_gr.train.rank.blend_choice import SOURCES, alone, better_alone, in_words, to_serve
 from tests.train.synthetic import NUM_ITEMS, planted
 
 NUM_USERS = 60
@@ -25,10 +28,10 @@ def log() -> InteractionLog:
 
 
 @pytest.fixture(scope="module")
-def order(log: InteractionLog) -> Order:
+def order(log: InteractionLog) -> ScoreBlend:
     """It goes by the click."""
     weights = dict.fromkeys(WEIGHTS, 0.0) | {"click": 1.0, "seen": -9.0}
-    return replace(count_order(log, "click"), weights=weights)
+    return replace(count_blend(log, "click"), weights=weights)
 
 
 def term(item: int, history: list[int], place: int) -> F32:
@@ -40,7 +43,9 @@ def term(item: int, history: list[int], place: int) -> F32:
     return scores
 
 
-def lists(log: InteractionLog, places: dict[str, list[int]]) -> tuple[list[ItemList], list[NextItem]]:
+def lists(
+    log: InteractionLog, places: dict[str, list[int]]
+) -> tuple[list[ItemList], list[NextItem]]:
     """Lists of the whole catalogue: term -> place of each user's next item; 0 by chance for terms that say nothing."""
     targets = list(log.next_items())
     found = []
@@ -59,8 +64,12 @@ def right(share: float) -> list[int]:
     return [0 if row < share * NUM_USERS else WRONG for row in range(NUM_USERS)]
 
 
-def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log: InteractionLog, order: Order) -> None:
-    found, targets = lists(log, {"click": right(0.2), "neighbours": right(0.7), "transitions": right(0.1)})
+def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(
+    log: InteractionLog, order: ScoreBlend
+) -> None:
+    found, targets = lists(
+        log, {"click": right(0.2), "neighbours": right(0.7), "transitions": right(0.1)}
+    )
     better = better_alone(order, log, found, targets)
     assert list(better) == ["neighbours"]
     gap = better["neighbours"]
@@ -78,7 +87,8 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log:
     assert served.successors is order.successors
     words = f"NDCG@10 +0.5000 ({gap.low:+.4f} .. {gap.high:+.4f})"
     assert in_words(better) == [
-        f"WARNING: neighbours alone, less the fitted order, on the validation: {words}; its order is served"
+        f"WARNING: neighbours alone, less the fitted order, on the validation: {words}; its order "
+        "is served"
     ]
     # the order that is served is that of the source among unseen items
     for one in found:
@@ -87,7 +97,9 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log:
         assert np.array_equal(np.argsort(-one.scores(served)[unseen], kind="stable"), by_source)
 
 
-def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(log: InteractionLog, order: Order) -> None:
+def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(
+    log: InteractionLog, order: ScoreBlend
+) -> None:
     # better for three users, worse for two
     by_click = [0] * 30 + [WRONG] * 3 + [0] * 2 + [WRONG] * 25
     by_source = [0] * 30 + [0] * 3 + [WRONG] * 2 + [WRONG] * 25
@@ -99,39 +111,52 @@ def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(log:
     assert gap.low < 0 < gap.high
     assert to_serve(order, better) is order
     words = f"NDCG@10 +0.0167 ({gap.low:+.4f} .. {gap.high:+.4f})"
-    assert in_words(better) == [f"WARNING: transitions alone, less the fitted order, on the validation: {words}"]
+    assert in_words(better) == [
+        f"WARNING: transitions alone, less the fitted order, on the validation: {words}"
+    ]
 
 
-def test_an_order_that_beats_every_source_stays_without_words(log: InteractionLog, order: Order) -> None:
-    found, targets = lists(log, {"click": right(0.7), "retrieval": right(0.6), "neighbours": right(0.2)})
+def test_an_order_that_beats_every_source_stays_without_words(
+    log: InteractionLog, order: ScoreBlend
+) -> None:
+    found, targets = lists(
+        log, {"click": right(0.7), "retrieval": right(0.6), "neighbours": right(0.2)}
+    )
     better = better_alone(order, log, found, targets)
     assert better == {}
     assert to_serve(order, better) is order
     assert in_words(better) == []
 
 
-def test_a_tie_is_not_better(log: InteractionLog, order: Order) -> None:
+def test_a_tie_is_not_better(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, dict.fromkeys(("click", *SOURCES), right(0.5)))
     assert better_alone(order, log, found, targets) == {}
     assert better_alone(order, log, [], []) == {}
 
 
-def test_the_best_source_is_named_first(log: InteractionLog, order: Order) -> None:
-    found, targets = lists(log, {"click": right(0.1), "retrieval": right(0.4), "neighbours": right(0.8)})
+def test_the_best_source_is_named_first(log: InteractionLog, order: ScoreBlend) -> None:
+    found, targets = lists(
+        log, {"click": right(0.1), "retrieval": right(0.4), "neighbours": right(0.8)}
+    )
     better = better_alone(order, log, found, targets)
     assert list(better) == ["neighbours", "retrieval"]
     assert to_serve(order, better).weights["neighbours"] == 1.0
 
 
-def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: Order) -> None:
-    better = {"transitions": Difference(0.3, -0.1, 0.7, 0.2), "retrieval": Difference(0.2, 0.1, 0.3, 0.01)}
+def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: ScoreBlend) -> None:
+    better = {
+        "transitions": Difference(0.3, -0.1, 0.7, 0.2),
+        "retrieval": Difference(0.2, 0.1, 0.3, 0.01),
+    }
     assert to_serve(order, better).weights == alone(order, "retrieval").weights
     assert [line.endswith("its order is served") for line in in_words(better)] == [False, True]
 
 
-def test_items_that_a_list_lacks_stand_behind_it(log: InteractionLog, order: Order) -> None:
+def test_items_that_a_list_lacks_stand_behind_it(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, {"click": right(1.0), "neighbours": right(1.0)})
     own = [int(log.items[event]) for _, event in targets]
     kept = [one.items != item for one, item in zip(found, own, strict=True)]
-    short = [ItemList(*(column[rows] for column in one)) for one, rows in zip(found, kept, strict=True)]
+    short = [
+        ItemList(*(column[rows] for column in one)) for one, rows in zip(found, kept, strict=True)
+    ]
     assert better_alone(order, log, short, targets) == {}

@@ -17,14 +17,14 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LoggedCross, LogInputs
@@ -35,8 +35,21 @@ from npu_gr.train.rank.train import train_rank
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 
-GENRES = [ItemValues("genre", ["a", "b", "c"], {item * 10: [item % 3, 2][: 1 + item % 2] for item in range(NUM_ITEMS)})]
-OF_HISTORIES = ("events", "share_by:genre", "likes_by:genre", "rate_by:genre", "recency_by:genre", "mf_score")
+GENRES = [
+    ItemValues(
+        "genre",
+        ["a", "b", "c"],
+        {item * 10: [item % 3, 2][: 1 + item % 2] for item in range(NUM_ITEMS)},
+    )
+]
+OF_HISTORIES = (
+    "events",
+    "share_by:genre",
+    "likes_by:genre",
+    "rate_by:genre",
+    "recency_by:genre",
+    "mf_score",
+)
 COMPUTED = (*OF_HISTORIES, "hour", "weekday")
 OPTIONS = TrainOptions(
     split="leave-one-out",
@@ -67,7 +80,10 @@ def of_kind(name: str, num: int, random: np.random.Generator) -> np.ndarray[Any,
     if name == "country":
         found: list[Any] = [("fr", "de", "xx", None)[at] for at in random.integers(0, 4, num)]
     elif name == "tags":
-        found = [[f"t{tag}" for tag in random.choice(9, random.integers(0, 4), replace=False)] for _ in range(num)]
+        found = [
+            [f"t{tag}" for tag in random.choice(9, random.integers(0, 4), replace=False)]
+            for _ in range(num)
+        ]
     else:
         numbers = random.uniform(0, 60, num) if name == "age" else random.normal(size=num)
         return np.where(random.random(num) < 0.2, np.nan, numbers)
@@ -86,7 +102,9 @@ def with_columns(log: Interactions, features: tuple[Feature, ...] = EVERY) -> In
 
 
 def model_of(
-    log: InteractionLog, options: TrainOptions = OPTIONS, features: tuple[Feature, ...] | None = EVERY
+    log: InteractionLog,
+    options: TrainOptions = OPTIONS,
+    features: tuple[Feature, ...] | None = EVERY,
 ) -> HSTU:
     options = msgspec.structs.replace(options, features=features)
     found = choose_features(log, GENRES, (CLICK, LIKE), options)
@@ -113,24 +131,37 @@ def asked(log: InteractionLog, model: HSTU, event: int, *, is_next: bool = False
     def values(of: Any, places: list[int], computed: dict[str, Any]) -> FeatureValues | None:
         features = config.features_of(of)
         columns: dict[str, Any] = {
-            column.name: [None if value != value else value for value in (column.values[place] for place in places)]
+            column.name: [
+                None if value != value else value
+                for value in (column.values[place] for place in places)
+            ]
             for column in log.columns
             if column.of == of
         }
-        return FeatureValues.of(encode(features, columns | computed, len(places))) if features else None
+        return (
+            FeatureValues.of(encode(features, columns | computed, len(places)))
+            if features
+            else None
+        )
 
     shown_at = int(log.times[event])
     cross = cross_features(model).columns(
         log.items[history], log.actions[history], log.times[history], candidates, shown_at
     )
     clock = {"hour": [shown_at // 3600 % 24], "weekday": [(shown_at // 86400 + 3) % 7]}
-    clock = {feature.name: clock[feature.name] for feature in config.features_of("request") if feature.computed}
+    clock = {
+        feature.name: clock[feature.name]
+        for feature in config.features_of("request")
+        if feature.computed
+    }
     first = log.times[history.start : history.start + 1]  # without events, of the request
     has_user = bool(config.features_of("user"))
     segment = Segment(
         items=torch.from_numpy(log.items[history]),
         actions=torch.from_numpy(log.actions[history]),
-        times=torch.from_numpy(np.concatenate([first if has_user else log.times[:0], log.times[history]])),
+        times=torch.from_numpy(
+            np.concatenate([first if has_user else log.times[:0], log.times[history]])
+        ),
         candidates=torch.from_numpy(candidates),
         candidate_time=shown_at,
         is_next=is_next,
@@ -154,13 +185,21 @@ def test_what_is_trained_is_what_is_served_for_every_kind(of: str) -> None:
     with torch.no_grad():
         for batch in batches(log, whole, 64):
             encoded = EncodedHistories(model, inputs.histories(batch))
-            candidates = torch.stack([batch.items, torch.full_like(batch.items, log.num_items)], dim=-1)
-            rows = encoded.rows(candidates, None, inputs.request(batch.events), inputs.cross(batch.events))
+            candidates = torch.stack(
+                [batch.items, torch.full_like(batch.items, log.num_items)], dim=-1
+            )
+            rows = encoded.rows(
+                candidates, None, inputs.request(batch.events), inputs.cross(batch.events)
+            )
             logits, u = model.task_logits(rows[:, :, 0]), model.user_vectors(rows[:, :, 1])
             for b, event in torch.nonzero(batch.valid).tolist():
                 place = int(batch.events[b, event])
-                torch.testing.assert_close(logits[b, event], asked(log, model, place)[0], atol=1e-5, rtol=0)
-                torch.testing.assert_close(u[b, event], asked(log, model, place, is_next=True)[0], atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    logits[b, event], asked(log, model, place)[0], atol=1e-5, rtol=0
+                )
+                torch.testing.assert_close(
+                    u[b, event], asked(log, model, place, is_next=True)[0], atol=1e-5, rtol=0
+                )
 
 
 ITEM_SCHEMA = (
@@ -176,17 +215,23 @@ ITEM_DATA = [
         {item * 10: [int(item > 10)] for item in range(1, NUM_ITEMS)},
         {item * 10: item * 1.5 for item in range(1, NUM_ITEMS)},
     ),
-    ItemValues("year", ["1985", "1995", "2005"], {item * 10: [item % 3] for item in range(NUM_ITEMS)}),
+    ItemValues(
+        "year", ["1985", "1995", "2005"], {item * 10: [item % 3] for item in range(NUM_ITEMS)}
+    ),
 ]
 
 
 def test_numbers_of_items_are_trained_on_as_they_are_served() -> None:
     """In histories, among candidates, and of an item that comes later with the same values."""
     log = build_log(planted(3, 12), ITEM_DATA, "leave-one-out")
-    options = msgspec.structs.replace(OPTIONS, computed=("rate_by:genre",), features=ITEM_SCHEMA, row_dropout=0.2)
+    options = msgspec.structs.replace(
+        OPTIONS, computed=("rate_by:genre",), features=ITEM_SCHEMA, row_dropout=0.2
+    )
     found = choose_features(log, ITEM_DATA, (CLICK, LIKE), options)
     model = new_model(log, ITEM_DATA, (CLICK, LIKE), options, found)
-    assert [one.name for one in model.config.item_features] == ["genre"], "others are read by the schema alone"
+    assert [one.name for one in model.config.item_features] == ["genre"], (
+        "others are read by the schema alone"
+    )
     assert model.config.scores_new_items
     with torch.no_grad():
         for parameter in model.features["item"].parameters():
@@ -221,11 +266,17 @@ def test_numbers_of_items_that_are_none_are_named() -> None:
     def made(*features: Feature) -> HSTU:
         return new_model(log, ITEM_DATA, (CLICK,), OPTIONS, features)
 
-    with pytest.raises(ConfigError, match=r"features\.weight: no item feature .* are genre, price, year"):
+    with pytest.raises(
+        ConfigError,
+        match=r"features\.weight: no item feature .* are genre, "
+        r"price, year",
+    ):
         made(Feature(name="weight", of="item", kind="number"))
     with pytest.raises(DataError, match=r"features\.genre: item \d+ has 'a', which is no number"):
         made(Feature(name="genre", of="item", kind="number"))
-    with pytest.raises(DataError, match="features of item: genre: row 1 has 2 values, the limit is 1"):
+    with pytest.raises(
+        DataError, match="features of item: genre: row 1 has 2 values, the limit is 1"
+    ):
         made(Feature(name="genre", of="item", kind="category", values=("a",)))
 
 
@@ -234,9 +285,15 @@ def test_the_evaluation_reads_the_same_and_so_do_lists() -> None:
     model = model_of(log)
     inputs = LogInputs(log, model)
     targets = log.next_items()
-    judged = dict(zip(np.flatnonzero(~log.trained).tolist(), judged_logits(inputs, model, 1).tolist(), strict=True))
+    evaluated = dict(
+        zip(
+            np.flatnonzero(~log.trained).tolist(),
+            evaluated_logits(inputs, model, 1).tolist(),
+            strict=True,
+        )
+    )
     for (_, event), u in zip(targets, user_vectors(inputs, model, targets), strict=True):
-        assert judged[event] == pytest.approx(float(asked(log, model, event)[0, 1]), abs=1e-5)
+        assert evaluated[event] == pytest.approx(float(asked(log, model, event)[0, 1]), abs=1e-5)
         torch.testing.assert_close(u, asked(log, model, event, is_next=True)[0], atol=1e-5, rtol=0)
         own = torch.from_numpy(log.items[event : event + 1])
         shown = model(CPU, [inputs.segment(event, own, is_shown=True)])[0]
@@ -283,9 +340,17 @@ def test_logged_crosses_are_those_of_a_request(data: st.DataObject, max_events: 
         item_ids=np.arange(6),
         action_values=(1.0, 2.0, 3.0),
     )
-    genres = {"genre": ItemValueTable(np.array([[0, 1], [1, 4], [4, 4], [2, 3], [3, 0], [0, 4]]), 4)}
+    genres = {
+        "genre": ItemValueTable(np.array([[0, 1], [1, 4], [4, 4], [2, 3], [3, 0], [0, 4]]), 4)
+    }
     features = [
-        Feature(name=f"{what}{by}{actions}", of="cross", kind="number", computed=what + by, actions=actions)
+        Feature(
+            name=f"{what}{by}{actions}",
+            of="cross",
+            kind="number",
+            computed=what + by,
+            actions=actions,
+        )
         for what in OF_HISTORY
         for by in ("", "_by:genre", "_by:*")
         for actions in ((), ("2", "3"))
@@ -315,7 +380,9 @@ def test_a_training_reads_columns_and_learns_from_them() -> None:
     says = np.where(likes, "yes", "no").astype(np.object_)
     told = FeatureColumn(name="mood", of="request", values=says)
     log = dataclasses.replace(log, values=np.where(likes, 5.0, 1.0))
-    options = msgspec.structs.replace(OPTIONS, epochs=6, dropout=0.0, learning_rate=1e-2, computed=("hour",))
+    options = msgspec.structs.replace(
+        OPTIONS, epochs=6, dropout=0.0, learning_rate=1e-2, computed=("hour",)
+    )
     blind = train_rank(log, [], options)[1].ranker.auc
     checkpoint, found = train_rank(dataclasses.replace(log, columns=(told,)), [], options)
     assert found.ranker.auc > 0.95 > blind + 0.2
@@ -347,7 +414,9 @@ def test_training_reads_the_factors_of_the_folds_and_service_those_of_the_model(
     for event in range(0, len(log.items), 7):
         user = log.users[event]
         history = slice(max(int(log.starts[user]), event - 20), event)
-        want = folds.folds[folds.fold_of[user]].scores(log.items[history], log.actions[history], candidates[event])
+        want = folds.folds[folds.fold_of[user]].scores(
+            log.items[history], log.actions[history], candidates[event]
+        )
         np.testing.assert_allclose(of_folds[event], want, atol=1e-6)
     of_model = LoggedCross(log, cross, 20).columns(events, candidates)["mf_score"]
     assert not np.allclose(of_folds, of_model)
@@ -358,7 +427,10 @@ def test_factors_keep_their_precision_in_a_checkpoint(tmp_path: Path) -> None:
     model = model_of(log, features=())
     kept = model.factors_of_items.clone()
     half = model.cast(torch.bfloat16)
-    save(Checkpoint(model=half, item_ids=log.item_ids, name="x", action_values=log.action_values), tmp_path)
+    save(
+        Checkpoint(model=half, item_ids=log.item_ids, name="x", action_values=log.action_values),
+        tmp_path,
+    )
     loaded = load(tmp_path).model
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.factors_of_items, kept)
@@ -369,7 +441,8 @@ def test_a_training_with_every_feature_repeats_bit_for_bit() -> None:
     one, other = (train_rank(log, GENRES, OPTIONS)[0].model.state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["factors_of_items"].abs().max() > 0
-    assert one["factors_of_actions"].tolist() == pytest.approx([-2.0, 2.0], abs=0.5)  # values 1 and 5
+    # values 1 and 5
+    assert one["factors_of_actions"].tolist() == pytest.approx([-2.0, 2.0], abs=0.5)
 
 
 def test_columns_become_features_by_what_the_trained_part_holds() -> None:
@@ -377,21 +450,31 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
     num = len(log)
     place = np.arange(num)
     late = place == num - 1  # tested, not trained
-    names = np.where(late, "late", np.where(place == 0, "once", np.where(place % 2, "odd", "even"))).astype(np.object_)
+    names = np.where(
+        late, "late", np.where(place == 0, "once", np.where(place % 2, "odd", "even"))
+    ).astype(np.object_)
     lists = np.fromiter((["x", "y"] if at % 2 else None for at in range(num)), np.object_, num)
     columns = (
         FeatureColumn(name="name", of="event", values=names),
         FeatureColumn(name="tags", of="request", values=lists),
         FeatureColumn(
-            name="many", of="event", values=np.array([f"v{at}" for at in range(num)], np.object_), kind="hashed"
+            name="many",
+            of="event",
+            values=np.array([f"v{at}" for at in range(num)], np.object_),
+            kind="hashed",
         ),
         FeatureColumn(name="few", of="request", values=np.where(late, 9.0, place % 3)),
-        FeatureColumn(name="wide", of="event", values=np.where(place % 4 > 0, 0.0, place.astype(float))),
+        FeatureColumn(
+            name="wide", of="event", values=np.where(place % 4 > 0, 0.0, place.astype(float))
+        ),
         FeatureColumn(name="age", of="user", values=np.array([20.0, 30.0, np.nan, 30.0])),
         FeatureColumn(name="near", of="cross", values=(place % 2).astype(float)),
     )
     logged = build_log(dataclasses.replace(log, columns=columns), GENRES, "leave-one-out")
-    found = {feature.name: feature for feature in choose_features(logged, GENRES, (CLICK, LIKE), TrainOptions())}
+    found = {
+        feature.name: feature
+        for feature in choose_features(logged, GENRES, (CLICK, LIKE), TrainOptions())
+    }
     assert found["name"].values == ("even", "odd")
     assert (found["tags"].values, found["tags"].max_values) == (("x", "y"), 2)
     assert (found["many"].kind, found["many"].num_buckets) == ("hashed", 2 * 116)
@@ -401,7 +484,9 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
     assert found["near"].is_dense
     assert (found["near"].mean, found["near"].scale) == pytest.approx((0.5, 0.5), abs=1e-2)
     computed = choose_features(logged, GENRES, (CLICK, LIKE), OPTIONS)[-len(COMPUTED) :]
-    assert [(feature.name, feature.computed, feature.actions) for feature in computed if feature.actions] == [
+    assert [
+        (feature.name, feature.computed, feature.actions) for feature in computed if feature.actions
+    ] == [
         ("likes_by:genre", "events_by:genre", ("5",)),
         ("rate_by:genre", "rate_by:genre", ("5",)),
     ]
@@ -430,8 +515,12 @@ def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: st
 
 def test_likes_need_a_task_that_says_which() -> None:
     for name in ("likes", "mf_score"):
-        with pytest.raises(ConfigError, match=f"computed {name}: no task says which events are likes"):
-            choose_features(build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,)))
+        with pytest.raises(
+            ConfigError, match=f"computed {name}: no task says which events are likes"
+        ):
+            choose_features(
+                build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,))
+            )
 
 
 def test_a_column_without_a_value_and_one_that_does_not_fit_are_named() -> None:

@@ -27,12 +27,18 @@ def users_of(lengths: tuple[int, ...]) -> tuple[list[Request], HistoryBatch]:
     users = [Request(length, 0, seed) for seed, length in enumerate(lengths)]
 
     def padded(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(user, name) for user in users], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(
+            [getattr(user, name) for user in users], batch_first=True
+        )
 
-    return users, HistoryBatch(items=padded("items"), actions=padded("actions"), times=padded("times"))
+    return users, HistoryBatch(
+        items=padded("items"), actions=padded("actions"), times=padded("times")
+    )
 
 
-def served(model: HSTU, user: Request, event: int, candidates: Tensor, *, is_next: bool = False) -> Tensor:
+def served(
+    model: HSTU, user: Request, event: int, candidates: Tensor, *, is_next: bool = False
+) -> Tensor:
     """What the server answers just before an event of the user."""
     segment = Segment(
         items=user.items[:event],
@@ -53,7 +59,9 @@ def test_training_and_serving_are_one_function(changes: dict[str, Any]) -> None:
     encoded = EncodedHistories(model, histories)
     random = torch.Generator().manual_seed(0)
     for moments, width in ((9, 1), (4, 6)):
-        at = torch.stack([torch.randint(0, length, (moments,), generator=random) for length in LENGTHS])
+        at = torch.stack(
+            [torch.randint(0, length, (moments,), generator=random) for length in LENGTHS]
+        )
         candidates = torch.randint(0, 300, (len(users), moments, width), generator=random)
         logits = model.task_logits(encoded.rows(candidates, at))
         for b, user in enumerate(users):
@@ -63,7 +71,9 @@ def test_training_and_serving_are_one_function(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_every_event_with_next_beside_its_own_item_is_what_is_served(changes: dict[str, Any]) -> None:
+def test_every_event_with_next_beside_its_own_item_is_what_is_served(
+    changes: dict[str, Any],
+) -> None:
     model = tiny_model(torch.float64, retrieval=True, **changes)
     users, histories = users_of((21, 1, 14))
     candidates = torch.stack([histories.items, torch.full_like(histories.items, NEXT)], dim=-1)
@@ -80,9 +90,16 @@ def test_every_event_with_next_beside_its_own_item_is_what_is_served(changes: di
 def test_in_single_precision_both_differ_by_rounding_alone() -> None:
     model = tiny_model(retrieval=True)
     users, histories = users_of(LENGTHS)
-    rows = EncodedHistories(model, histories).rows(torch.full_like(histories.items, NEXT)[..., None])
+    rows = EncodedHistories(model, histories).rows(
+        torch.full_like(histories.items, NEXT)[..., None]
+    )
     u = model.user_vectors(rows[:, :, 0])
-    want = torch.stack([served(model, users[0], event, torch.tensor([NEXT]), is_next=True)[0] for event in range(57)])
+    want = torch.stack(
+        [
+            served(model, users[0], event, torch.tensor([NEXT]), is_next=True)[0]
+            for event in range(57)
+        ]
+    )
     assert ((u[0] - want).square().mean().sqrt() / want.std()).item() < 2e-6
 
 
@@ -92,7 +109,9 @@ def test_the_history_never_sees_candidates() -> None:
     encoded = EncodedHistories(model, histories)
     alone = encoded.rows(histories.items[..., None])
     encoded.rows(torch.randint(0, 300, (3, 57, 5)))
-    beside = encoded.rows(torch.stack([histories.items, torch.full_like(histories.items, NEXT)], dim=-1))
+    beside = encoded.rows(
+        torch.stack([histories.items, torch.full_like(histories.items, NEXT)], dim=-1)
+    )
     torch.testing.assert_close(beside[:, :, :1], alone, atol=1e-12, rtol=0)
 
 
@@ -101,8 +120,12 @@ def test_later_events_and_padding_do_not_reach_a_moment() -> None:
     user = Request(30, 0)
 
     def rows(length: int) -> Tensor:
-        events = {name: getattr(user, name)[None, :length] for name in ("items", "actions", "times")}
-        return EncodedHistories(model, HistoryBatch(**events)).rows(torch.arange(5)[None, None], torch.tensor([[12]]))
+        events = {
+            name: getattr(user, name)[None, :length] for name in ("items", "actions", "times")
+        }
+        return EncodedHistories(model, HistoryBatch(**events)).rows(
+            torch.arange(5)[None, None], torch.tensor([[12]])
+        )
 
     torch.testing.assert_close(rows(30), rows(13), atol=1e-12, rtol=0)
 
@@ -110,11 +133,16 @@ def test_later_events_and_padding_do_not_reach_a_moment() -> None:
 def test_dropout_changes_rows_and_gradients_flow_everywhere() -> None:
     model = tiny_model(retrieval=True)
     user = Request(20, 0)
-    histories = HistoryBatch(items=user.items[None], actions=user.actions[None], times=user.times[None])
+    histories = HistoryBatch(
+        items=user.items[None], actions=user.actions[None], times=user.times[None]
+    )
     candidates = torch.stack([user.items, torch.full_like(user.items, NEXT)], dim=-1)[None]
     rows = EncodedHistories(model, histories, dropout_ratio=0.3).rows(candidates)
     assert not torch.equal(rows, EncodedHistories(model, histories).rows(candidates))
-    (model.task_logits(rows[:, :, 0]).square().sum() + model.user_vectors(rows[:, :, 1]).square().sum()).backward()
+    (
+        model.task_logits(rows[:, :, 0]).square().sum()
+        + model.user_vectors(rows[:, :, 1]).square().sum()
+    ).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
@@ -126,7 +154,8 @@ def test_the_gradient_of_a_look_up_is_autograds() -> None:
     columns = torch.randint(0, 8, (50,), generator=random)
     weights = torch.randn(2, 50, dtype=torch.float64, generator=random)
     got, want = (
-        torch.autograd.grad((rows * weights).sum(), table)[0] for rows in (_look_up(table, columns), table[:, columns])
+        torch.autograd.grad((rows * weights).sum(), table)[0]
+        for rows in (_look_up(table, columns), table[:, columns])
     )
     torch.testing.assert_close(got, want)
 

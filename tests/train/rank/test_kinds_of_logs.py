@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.arrays import I64
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.baselines import Markov
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
@@ -19,7 +19,14 @@ NUM_USERS = 300
 NUM_ITEMS = 240
 NUM_GROUPS = 12  # of items that the same users have
 QUICK = TrainOptions(
-    split="leave-one-out", dim=16, qk_dim=8, v_dim=8, head_dim=16, epochs=3, learning_rate=1e-2, refit=False
+    split="leave-one-out",
+    dim=16,
+    qk_dim=8,
+    v_dim=8,
+    head_dim=16,
+    epochs=3,
+    learning_rate=1e-2,
+    refit=False,
 )
 
 History = Callable[[np.random.Generator], I64]
@@ -74,20 +81,24 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("history", "term", "strongest"), KINDS.values(), ids=KINDS)
-def test_what_is_served_is_not_below_the_strongest_baseline(history: History, term: str, strongest: set[str]) -> None:
+def test_what_is_served_is_not_below_the_strongest_baseline(
+    history: History, term: str, strongest: set[str]
+) -> None:
     checkpoint, found = train_rank(a_log(history), [], QUICK)
     beside, markov = found.comparison(), found.beside(Markov.name)
     assert beside is not None
     assert markov is not None
     assert beside.baseline in strongest
-    assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])  # by which it is judged
+    # by which it is evaluated
+    assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])
     words = ranker_words(found)
     assert words[0].startswith(f"ranker in its fitted order less {beside.baseline}: ")
     order = checkpoint.order
     assert order is not None
     assert max(order.weights, key=lambda name: order.weights[name]) == term
     if history is of_chains:
-        assert beside.differences["NDCG@10 unseen"] == (0, 0, 0, 1)  # what it serves is what follows
+        # what it serves is what follows
+        assert beside.differences["NDCG@10 unseen"] == (0, 0, 0, 1)
         assert len(words) == 1
     else:
         assert all(gap.low > 0 for gap in list(markov.differences.values())[:2])

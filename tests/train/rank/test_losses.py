@@ -20,7 +20,9 @@ from npu_gr.train.rank.losses import Retrieved, batch_loss, draw_candidates, ret
 from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
 from tests.train.synthetic import NUM_ITEMS, planted
 
-OPTIONS = TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16, dropout=0.0, vector_dropout=0.0, click_ratio=0.3)
+OPTIONS = TrainOptions(
+    dim=16, qk_dim=8, v_dim=8, head_dim=16, dropout=0.0, vector_dropout=0.0, click_ratio=0.3
+)
 LARGE = msgspec.structs.replace(OPTIONS, max_softmax_items=1, num_negatives=20)
 
 
@@ -46,7 +48,9 @@ def model(log: InteractionLog) -> HSTU:
 
 def following(model: HSTU, batch: Batch) -> torch.Tensor:
     """Final rows of NEXT."""
-    encoded = EncodedHistories(model, HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times))
+    encoded = EncodedHistories(
+        model, HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
+    )
     return encoded.rows(torch.full_like(batch.items, NUM_ITEMS)[..., None])[:, :, 0]
 
 
@@ -90,7 +94,9 @@ def test_a_drawn_catalogue_stands_for_the_whole(model: HSTU, batch: Batch) -> No
 
 @pytest.mark.parametrize("options", [OPTIONS, LARGE])
 @torch.no_grad()
-def test_draws_stand_for_every_other_unseen_item(model: HSTU, batch: Batch, options: TrainOptions) -> None:
+def test_draws_stand_for_every_other_unseen_item(
+    model: HSTU, batch: Batch, options: TrainOptions
+) -> None:
     """The draws, each as many times as it counts, add up to what they stand for, on average."""
     torch.manual_seed(0)
     rows = following(model, batch)
@@ -111,7 +117,9 @@ def test_draws_stand_for_every_other_unseen_item(model: HSTU, batch: Batch, opti
 
 
 @torch.no_grad()
-def test_a_window_that_had_every_item_has_a_finite_loss(model: HSTU, log: InteractionLog, batch: Batch) -> None:
+def test_a_window_that_had_every_item_has_a_finite_loss(
+    model: HSTU, log: InteractionLog, batch: Batch
+) -> None:
     items = torch.arange(NUM_ITEMS).repeat(2)[None]
     blank = torch.zeros_like(items)
     full = Batch(items=items, actions=blank, times=blank, valid=blank == 0, events=blank)
@@ -121,7 +129,9 @@ def test_a_window_that_had_every_item_has_a_finite_loss(model: HSTU, log: Intera
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     for options in (OPTIONS, LARGE):
         assert math.isfinite(
-            batch_loss(model, auxiliary, LogInputs(log, model), full, labels, options, with_click=True)
+            batch_loss(
+                model, auxiliary, LogInputs(log, model), full, labels, options, with_click=True
+            )
         )
 
 
@@ -146,7 +156,9 @@ def test_a_ranker_without_values_learns_the_next_item_alone(log: InteractionLog)
     model = new_model(alone, [], (CLICK,), OPTIONS)
     labels = make_labels(alone, (CLICK,))
     part = next(batches(alone, windows(alone, 12, np.random.default_rng(0)), 96))
-    loss = batch_loss(model, nn.Linear(16, 1), LogInputs(alone, model), part, labels, OPTIONS, with_click=True)
+    loss = batch_loss(
+        model, nn.Linear(16, 1), LogInputs(alone, model), part, labels, OPTIONS, with_click=True
+    )
     loss.backward()
     assert model.next_item.grad is not None
     assert model.next_item.grad.abs().sum() > 0

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.model.neighbours import LAST_ITEMS
-from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.blend import WEIGHTS, ScoreBlend
+from npu_gr.model.item_similarity import LAST_ITEMS
 from npu_gr.train.baselines import graph_of
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.linear import EASE
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank import neighbours as module
-from npu_gr.train.rank import order_choice
-from npu_gr.train.rank.neighbours import (
+from npu_gr.train.rank import blend_choice
+from npu_gr.train.rank import item_similarity as module
+from npu_gr.train.rank.blend import ItemList, count_transitions, fit_blend
+from npu_gr.train.rank.blend_choice import (
+    choose_kind,
+    list_likelihood,
+    ndcg_cross_fitted,
+    ndcg_of_lists,
+)
+from npu_gr.train.rank.item_similarity import (
     KINDS,
     MANY_ITEMS,
     USUAL,
@@ -25,8 +32,6 @@ from npu_gr.train.rank.neighbours import (
     count_neighbours,
     ease_neighbours,
 )
-from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
-from npu_gr.train.rank.order_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -58,7 +63,8 @@ def test_linear_ones_score_as_ease_does(log: InteractionLog) -> None:
     assert (found.similarity < 0).any()
     for user, count in enumerate(log.num_trained):
         history = log.items[log.starts[user] : log.starts[user] + count]
-        others = np.setdiff1d(EVERY, history)  # to the items of the history EASE's scores add themselves, by K
+        # to the items of the history EASE's scores add themselves, by K
+        others = np.setdiff1d(EVERY, history)
         scores = model.scores(torch.tensor([user]))[0].numpy()
         np.testing.assert_allclose(found.sums(history, others), scores[others], atol=1e-5)
 
@@ -75,8 +81,12 @@ def test_the_strongest_linear_weights_are_kept_of_either_sign(
         strongest = np.sort(np.abs(weights[item]))[-3:]
         kept = found.items[item][found.items[item] >= 0]
         assert len(kept) == np.count_nonzero(strongest)
-        np.testing.assert_array_equal(found.similarity[item][found.items[item] >= 0], weights[item, kept])
-        np.testing.assert_array_equal(np.sort(np.abs(weights[item, kept])), strongest[strongest > 0])
+        np.testing.assert_array_equal(
+            found.similarity[item][found.items[item] >= 0], weights[item, kept]
+        )
+        np.testing.assert_array_equal(
+            np.sort(np.abs(weights[item, kept])), strongest[strongest > 0]
+        )
 
 
 def test_the_highest_weights_are_kept(log: InteractionLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +96,11 @@ def test_the_highest_weights_are_kept(log: InteractionLog, monkeypatch: pytest.M
     found = ease_neighbours(model, NUM_ITEMS)
     weights = model.weights(0, NUM_ITEMS).numpy()
     for item in EVERY:
-        best = [other for other in np.argsort(-weights[item], kind="stable")[:2].tolist() if weights[item, other] > 0]
+        best = [
+            other
+            for other in np.argsort(-weights[item], kind="stable")[:2].tolist()
+            if weights[item, other] > 0
+        ]
         assert found.items[item].tolist() == [-1] * (2 - len(best)) + sorted(best)
 
 
@@ -129,7 +143,7 @@ def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
     return [ItemList(EVERY, **terms) for _ in targets]
 
 
-def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, Order]:
+def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, ScoreBlend]:
     transitions = count_transitions(log, "click")
     return {kind: replace(transitions, neighbours=kind.counted(log)) for kind in kinds}
 
@@ -137,18 +151,23 @@ def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, Or
 def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
     log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
     targets = log.next_items()
-    counted = orders(log, NeighbourKind(MANY_ITEMS), NeighbourKind(1))  # the last item alone leads to the next one
+    # the last item alone leads to the next one
+    counted = orders(log, NeighbourKind(MANY_ITEMS), NeighbourKind(1))
     lists = lists_of(log, targets)
     found = choose_kind(counted, log, lists, targets)
     assert found.kind == NeighbourKind(1)
     assert found.order.neighbours is counted[found.kind].neighbours
     for kept, (user, event) in zip(found.lists, targets, strict=True):
-        assert np.array_equal(kept.neighbours, found.order.alike(log.items[log.starts[user] : event], EVERY))
+        assert np.array_equal(
+            kept.neighbours, found.order.alike(log.items[log.starts[user] : event], EVERY)
+        )
     figures = ndcg_of_lists(found.order, log, found.lists, targets)
     own = log.items[[event for _, event in targets]]
     for figure, kept, item in zip(figures, found.lists, own, strict=True):
-        scores = kept.scores(found.order)  # most of the next items are repeats, so all items compete
-        place = (scores > scores[item]).sum() + ((scores == scores[item]).sum() - 1) / 2  # ties count half
+        # most of the next items are repeats, so all items compete
+        scores = kept.scores(found.order)
+        # ties count half
+        place = (scores > scores[item]).sum() + ((scores == scores[item]).sum() - 1) / 2
         assert figure == pytest.approx(1 / np.log2(place + 2) if place < 10 else 0)
 
     likely = list_likelihood(found.order, log, found.lists, targets)
@@ -156,22 +175,27 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
     want = np.log(np.exp(scores)[np.arange(len(own)), own] / np.exp(scores).sum(1))
     np.testing.assert_allclose(likely, want, rtol=1e-6)
     without = [
-        ItemList(*(column[kept.items != item] for column in kept)) for kept, item in zip(lists, own, strict=True)
+        ItemList(*(column[kept.items != item] for column in kept))
+        for kept, item in zip(lists, own, strict=True)
     ]
     assert len(list_likelihood(found.order, log, without, targets)) == 0
 
 
-def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each half of the users is told its next item by another term: what one has learnt helps the other nothing."""
-    monkeypatch.setattr(order_choice, "FOLDS", 2)
+    monkeypatch.setattr(blend_choice, "FOLDS", 2)
     log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
     targets = log.next_items()
     lists = []
     for row, (found, (_, event)) in enumerate(zip(lists_of(log, targets), targets, strict=True)):
         is_next = (log.items[event] == EVERY).astype(np.float32)
-        lists.append(found._replace(click=is_next) if row % 2 else found._replace(popularity=is_next))
+        lists.append(
+            found._replace(click=is_next) if row % 2 else found._replace(popularity=is_next)
+        )
     order = count_transitions(log, "click")
-    assert (ndcg_of_lists(fit_order(order, log, lists, targets), log, lists, targets) == 1).all()
+    assert (ndcg_of_lists(fit_blend(order, log, lists, targets), log, lists, targets) == 1).all()
     assert not (ndcg_cross_fitted(order, log, lists, targets) == 1).any()
     assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # nobody else is there
 
@@ -180,7 +204,8 @@ def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: p
     ("places", "likely", "is_chosen"),
     [
         ([0.3, 0.3, 0.4, 0.3], [-9.0, -9.0, -9.0, -9.0], True),  # what is shown is surely better
-        ([0.9, -0.3, -0.3, -0.3], [0.3, 0.3, 0.4, 0.3], True),  # or maybe, and the next items are surely likelier
+        # or maybe, and the next items are surely likelier
+        ([0.9, -0.3, -0.3, -0.3], [0.3, 0.3, 0.4, 0.3], True),
         ([0.9, -0.3, -0.3, -0.3], [0.9, 0.0, 0.0, -0.8], False),  # neither tells
         ([-0.1, 0.0, 0.0, 0.0], [0.3, 0.3, 0.4, 0.3], False),  # it is worse
         ([0.0, 0.0, 0.0, 0.0], [], False),  # no list has its next item
@@ -196,12 +221,12 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
     targets = log.next_items()[:4]
     counted = orders(log, NeighbourKind(LAST_ITEMS), NeighbourKind(MANY_ITEMS))
 
-    def figures(gaps: list[float], order: Order) -> F64:
+    def figures(gaps: list[float], order: ScoreBlend) -> F64:
         assert order.neighbours is not None
         return np.array(gaps) * (order.neighbours.last_items == MANY_ITEMS)
 
-    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures(likely, order))
+    monkeypatch.setattr(blend_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(blend_choice, "list_likelihood", lambda order, *_: figures(likely, order))
     found = choose_kind(counted, log, lists_of(log, targets), targets)
     assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else NeighbourKind(LAST_ITEMS))
 
@@ -216,12 +241,14 @@ def test_a_kind_that_reads_more_has_to_show_better_lists(
     targets = log.next_items()[:4]
     usual, linear = KINDS[0], next(kind for kind in KINDS if kind.is_linear)
 
-    def figures(gaps: list[float], order: Order) -> F64:
+    def figures(gaps: list[float], order: ScoreBlend) -> F64:
         assert order.neighbours is not None
         return np.array(gaps) * order.neighbours.is_linear
 
-    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
+    monkeypatch.setattr(blend_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(
+        blend_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order)
+    )
     found = choose_kind(orders(log, usual, linear), log, lists_of(log, targets), targets)
     assert found.kind == (linear if is_chosen else usual)
 

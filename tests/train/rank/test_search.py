@@ -18,7 +18,7 @@ from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import event_likelihood, next_item_likelihood
 from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
 from npu_gr.train.rank.train import train_rank
-from tests.train.rank.test_order import answer
+from tests.train.rank.test_blend import answer
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -46,14 +46,16 @@ class Trainings:
         self.epochs.append(len(curve))
         return Fitted(HSTU.__new__(HSTU), len(self.tried), tuple(curve))
 
-    def judge(self, fitted: Fitted) -> F64:
+    def evaluate(self, fitted: Fitted) -> F64:
         noise = np.random.default_rng(fitted.num_epochs).permutation(np.repeat([-1.0, 1.0], 250))
         return fitted.curve[-1] + self._noise * noise
 
 
 def test_without_a_budget_what_was_asked_for_is_trained_alone() -> None:
     trainings = Trainings(lambda options: 1.0)
-    found = search(msgspec.structs.replace(ASKED, budget_s=0.0), trainings.train, trainings.judge)
+    found = search(
+        msgspec.structs.replace(ASKED, budget_s=0.0), trainings.train, trainings.evaluate
+    )
     assert (found.num_trials, found.changes, len(trainings.tried)) == (1, {}, 1)
 
 
@@ -61,15 +63,28 @@ def test_matrix_factorisation_is_an_input_where_the_validation_prefers_it() -> N
     for gain, want in ((0.5, {"computed": ("hour", "mf_score")}), (-0.5, {})):
         trainings = Trainings(lambda options, gain=gain: gain * ("mf_score" in options.computed))  # type: ignore[misc]
         asked = msgspec.structs.replace(ASKED, budget_s=15.0, computed=("hour",))
-        found = search(asked, trainings.train, trainings.judge, lambda of=trainings: of.clock, has_likes=True)  # type: ignore[misc]
+        found = search(
+            asked,
+            trainings.train,
+            trainings.evaluate,
+            lambda of=trainings: of.clock,  # type: ignore[misc]
+            has_likes=True,
+        )
         assert found.changes == want
         assert trainings.tried[1].computed == ("hour", "mf_score")
     assert not any("computed" in change for change in changes(ASKED))
 
 
 def test_what_is_better_stays_and_the_rest_is_tried_on_it() -> None:
-    trainings = Trainings(lambda options: 0.1 * (options.dropout < 0.2) + 0.1 * (options.window_tokens == 60))
-    found = search(msgspec.structs.replace(ASKED, budget_s=1e9), trainings.train, trainings.judge, lambda: 0.0)
+    trainings = Trainings(
+        lambda options: 0.1 * (options.dropout < 0.2) + 0.1 * (options.window_tokens == 60)
+    )
+    found = search(
+        msgspec.structs.replace(ASKED, budget_s=1e9),
+        trainings.train,
+        trainings.evaluate,
+        lambda: 0.0,
+    )
     assert found.changes == {"dropout": 0.15, "window_tokens": 60}
     assert (found.options.dropout, found.options.window_tokens) == (0.15, 60)
     assert found.num_trials == len(trainings.tried) == 1 + len(list(changes(ASKED)))
@@ -79,12 +94,12 @@ def test_what_is_better_stays_and_the_rest_is_tried_on_it() -> None:
 def test_a_gain_within_chance_changes_nothing() -> None:
     for noise, want in ((0.0, {"dropout": 0.15}), (1.0, {})):
         trainings = Trainings(lambda options: 0.01 * (options.dropout < 0.2), noise)
-        assert search(ASKED, trainings.train, trainings.judge, lambda: 0.0).changes == want
+        assert search(ASKED, trainings.train, trainings.evaluate, lambda: 0.0).changes == want
 
 
 def test_a_trial_that_falls_behind_is_given_up_after_the_first_look() -> None:
     trainings = Trainings(lambda options: -2 * BEHIND * (options != ASKED))
-    found = search(ASKED, trainings.train, trainings.judge, lambda: 0.0)
+    found = search(ASKED, trainings.train, trainings.evaluate, lambda: 0.0)
     assert found.changes == {}
     assert trainings.epochs[0] == 4
     assert set(trainings.epochs[1:]) == {1, 2}  # a quarter of its epochs: of 8 two
@@ -92,11 +107,21 @@ def test_a_trial_that_falls_behind_is_given_up_after_the_first_look() -> None:
 
 def test_the_seconds_end_it_and_never_the_first_trial() -> None:
     trainings = Trainings(lambda options: 0.0)
-    search(msgspec.structs.replace(ASKED, budget_s=25.0), trainings.train, trainings.judge, lambda: trainings.clock)
+    search(
+        msgspec.structs.replace(ASKED, budget_s=25.0),
+        trainings.train,
+        trainings.evaluate,
+        lambda: trainings.clock,
+    )
     assert len(trainings.tried) == 3
     assert trainings.epochs == [4, 4, 2]
     trainings = Trainings(lambda options: 0.0)
-    search(msgspec.structs.replace(ASKED, budget_s=1.0), trainings.train, trainings.judge, lambda: trainings.clock)
+    search(
+        msgspec.structs.replace(ASKED, budget_s=1.0),
+        trainings.train,
+        trainings.evaluate,
+        lambda: trainings.clock,
+    )
     assert trainings.epochs == [4]
 
 
@@ -113,13 +138,18 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
     for place, target in enumerate(targets):
         own = int(log.items[target.event])
         history = set(log.items[log.starts[target.user] : target.event].tolist())
-        logits = model.items.vectors() @ answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
+        logits = (
+            model.items.vectors()
+            @ answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
+        )
         among = [item for item in range(NUM_ITEMS) if item not in history or item == own]
         want = float(logits[own] - torch.logsumexp(logits[among], 0))
         assert found[place] == pytest.approx(want, abs=1e-5)
         like = float(answer(model, log, target, np.array([own]))[0, 1])
         is_liked = log.values[target.event] >= 4
-        assert both[place] - want == pytest.approx(-np.log1p(np.exp(-like if is_liked else like)), abs=1e-5)
+        assert both[place] - want == pytest.approx(
+            -np.log1p(np.exp(-like if is_liked else like)), abs=1e-5
+        )
 
 
 def test_a_search_ends_in_a_ranker_that_says_what_it_tried() -> None:

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.model.order import WEIGHTS, Order, OrderSum, load_order, save_order
+from npu_gr.model.blend import WEIGHTS, BlendSum, ScoreBlend, load_blend, save_blend
 from npu_gr.train.baselines import LinearBaseline, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.linear import EXPONENTS
 from npu_gr.train.linear import WEIGHTS as POPULARITY_WEIGHTS
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
-from npu_gr.train.rank import neighbours
-from npu_gr.train.rank import order_choice as module
-from npu_gr.train.rank.order import ItemList, count_transitions
-from npu_gr.train.rank.order_choice import SimpleOrder, as_order, beside_simple
+from npu_gr.train.rank import blend_choice as module
+from npu_gr.train.rank import item_similarity
+from npu_gr.train.rank.blend import ItemList, count_transitions
+from npu_gr.train.rank.blend_choice import ItemKNNFallback, as_blend, beside_simple
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -41,13 +41,16 @@ def knn(log: InteractionLog) -> LinearBaseline:
 
 
 def histories(log: InteractionLog) -> list[np.ndarray]:
-    return [log.items[start : start + count] for start, count in zip(log.starts, log.num_trained, strict=False)]
+    return [
+        log.items[start : start + count]
+        for start, count in zip(log.starts, log.num_trained, strict=False)
+    ]
 
 
-def scores(order: Order, history: np.ndarray, candidates: np.ndarray = EVERY) -> np.ndarray:
-    """What is served, without a trunk."""
+def scores(order: ScoreBlend, history: np.ndarray, candidates: np.ndarray = EVERY) -> np.ndarray:
+    """What is served, without a shared encoder."""
     seen = np.isin(candidates, history).astype(np.float32)
-    return OrderSum(order)(history, candidates, None, NO_CLICK[: len(candidates)], seen)
+    return BlendSum(order)(history, candidates, None, NO_CLICK[: len(candidates)], seen)
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -59,7 +62,7 @@ def test_it_scores_what_the_baseline_does(
         name = f"user exponent {of_user:g}, item exponent {of_item:g}"
         tuned = replace(knn.tuned, name=name, exponent=exponent, weight=weight)
         baseline = replace(knn, tuned=tuned).refitted(log)
-        order = as_order(baseline, log, "click", seen=-7.0)
+        order = as_blend(baseline, log, "click", seen=-7.0)
         itself = module._item_knn(baseline).own.numpy() * baseline.tuned.factors.numpy()
         for user, history in enumerate(histories(log)):
             want = baseline.next_items(log, user)
@@ -71,9 +74,9 @@ def test_it_scores_what_the_baseline_does(
 def test_every_instruction_set_serves_it_and_a_file_keeps_it(
     log: InteractionLog, knn: LinearBaseline, tmp_path: Path
 ) -> None:
-    order = as_order(knn, log, "click", seen=-7.0)
-    save_order(order, tmp_path)
-    again = load_order(tmp_path)
+    order = as_blend(knn, log, "click", seen=-7.0)
+    save_blend(order, tmp_path)
+    again = load_blend(tmp_path)
     assert again is not None
     assert again.weights == order.weights
     assert again.neighbours is not None
@@ -82,18 +85,25 @@ def test_every_instruction_set_serves_it_and_a_file_keeps_it(
         want = scores(order, history)
         assert scores(again, history).tobytes() == want.tobytes()
         seen = np.isin(EVERY, history).astype(np.float32)
-        got = OrderSum(again, CPUBackend())(history, EVERY, None, NO_CLICK, seen)
+        got = BlendSum(again, CPUBackend())(history, EVERY, None, NO_CLICK, seen)
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 30.0])
-def test_what_is_best_of_all_items_is_found(log: InteractionLog, knn: LinearBaseline, weight: float) -> None:
+def test_what_is_best_of_all_items_is_found(
+    log: InteractionLog, knn: LinearBaseline, weight: float
+) -> None:
     """Of little weight the neighbours lead, of much the popular items, which nobody in the history has."""
     baseline = replace(knn, tuned=replace(knn.tuned, weight=weight)).refitted(log)
-    order = as_order(baseline, log, "click", seen=0.0)
+    order = as_blend(baseline, log, "click", seen=0.0)
     assert order.neighbours is not None
-    few = replace(order.neighbours, items=order.neighbours.items.copy(), similarity=order.neighbours.similarity.copy())
-    few.items[: NUM_ITEMS // 2], few.similarity[: NUM_ITEMS // 2] = -1, 0  # half of the items lead nowhere
+    few = replace(
+        order.neighbours,
+        items=order.neighbours.items.copy(),
+        similarity=order.neighbours.similarity.copy(),
+    )
+    # half of the items lead nowhere
+    few.items[: NUM_ITEMS // 2], few.similarity[: NUM_ITEMS // 2] = -1, 0
     sparse = replace(order, neighbours=few)
     for one, history in product((order, sparse), histories(log)[:20]):
         whole = scores(one, history)
@@ -107,11 +117,11 @@ def test_what_is_best_of_all_items_is_found(log: InteractionLog, knn: LinearBase
 def test_the_highest_weights_are_kept(
     log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = as_order(knn, log, "click", 0.0).neighbours
-    monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 2)
-    monkeypatch.setattr(neighbours, "MAX_KEPT", 3 * NUM_ITEMS)
-    monkeypatch.setattr(neighbours, "BLOCK_ROWS", 7)
-    kept = as_order(knn, log, "click", 0.0).neighbours
+    whole = as_blend(knn, log, "click", 0.0).neighbours
+    monkeypatch.setattr(item_similarity, "MAX_NEIGHBOURS", 2)
+    monkeypatch.setattr(item_similarity, "MAX_KEPT", 3 * NUM_ITEMS)
+    monkeypatch.setattr(item_similarity, "BLOCK_ROWS", 7)
+    kept = as_blend(knn, log, "click", 0.0).neighbours
     assert whole is not None
     assert kept is not None
     assert kept.items.shape == (NUM_ITEMS, 3)
@@ -129,7 +139,7 @@ def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
     return found
 
 
-def beside(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[SimpleOrder, F64]:
+def beside(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[ItemKNNFallback, F64]:
     """The comparison with an order whose NDCG@10 is that of the simple one and a gain, and the simple one's."""
     targets = log.next_items()
     lists = lists_of(log, targets)
@@ -139,7 +149,7 @@ def beside(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[SimpleO
     served = first.counted(log, "click")
     own = (log.items[log.starts[user] : event] for user, event in targets)
     rows = (scores(served, history).astype(np.float64) for history in own)
-    figures = ndcg_of_each(rank_next_items(log, targets, rows).judged, 10)
+    figures = ndcg_of_each(rank_next_items(log, targets, rows).evaluated, 10)
     assert first.fitted_less_it.mean == pytest.approx(-figures.mean(), abs=1e-3)  # as it is served
     return beside_simple(knn, order, figures + gain, log, lists, targets), figures
 
@@ -164,7 +174,9 @@ def test_it_is_served_where_the_fitted_order_is_not_shown_to_be_better(
     assert found.text().startswith("the fitted order less ItemKNN's: NDCG@10 ")
 
 
-def test_what_was_seen_weighs_what_the_next_items_say(knn: LinearBaseline, log: InteractionLog) -> None:
+def test_what_was_seen_weighs_what_the_next_items_say(
+    knn: LinearBaseline, log: InteractionLog
+) -> None:
     repeats = log.items.copy()
     tested = log.starts[:-1] + log.num_trained
     repeats[tested] = log.items[tested - 1]
@@ -183,7 +195,7 @@ def test_it_is_counted_in_the_events_of_any_log_with_the_same_settings(
 ) -> None:
     found, _ = beside(knn, log, np.zeros(log.num_users))
     everything = log.all_trained()
-    want = as_order(knn.refitted(everything), everything, "click", found.seen)
+    want = as_blend(knn.refitted(everything), everything, "click", found.seen)
     got, before = found.counted(everything, "click"), found.counted(log, "click")
     assert got.neighbours is not None
     assert want.neighbours is not None

@@ -1,4 +1,7 @@
-"""Tasks suit the log: event types, one action, stars, another scale; what does not suit is refused with the remedy."""
+"""Tasks suit the log: event types, one action, stars, another scale.
+
+What does not suit is rejected with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import override
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.options import CLICK, LIKE, Task, choose_tasks, make_labels
 from npu_gr.train.rank.train import train_rank
@@ -25,7 +28,9 @@ def valued(*values: float, names: tuple[str, ...] = ()) -> Interactions:
     for user in range(60):
         own = log.users == user
         place[own] = np.arange(own.sum())
-    return dataclasses.replace(log, values=np.array(values)[place % len(values)], action_names=names)
+    return dataclasses.replace(
+        log, values=np.array(values)[place % len(values)], action_names=names
+    )
 
 
 EVENTS = valued(1, 1, 0, 1, 3, 0, 1, names=("cart", "view", "never", "purchase"))
@@ -56,12 +61,17 @@ def test_another_scale_takes_its_median_and_says_so() -> None:
 def test_each_event_type_but_the_most_frequent_is_a_task() -> None:
     log = build_log(EVENTS, [], "user-time")
     chosen = choose_tasks(log)
-    assert chosen.tasks == (CLICK, Task(name="cart", actions=("cart",)), Task(name="purchase", actions=("purchase",)))
+    assert chosen.tasks == (
+        CLICK,
+        Task(name="cart", actions=("cart",)),
+        Task(name="purchase", actions=("purchase",)),
+    )
     assert "'view'" in chosen.reason
     labels = make_labels(log, chosen.tasks)
     assert labels.served_tasks == [1, 2]
     assert np.array_equal(labels.served[:, 1].numpy() > 0, log.actions == 3)
-    assert np.array_equal(labels.auxiliary.numpy() > 0, log.actions[:, None] == np.arange(4))  # no order among them
+    # no order among them
+    assert np.array_equal(labels.auxiliary.numpy() > 0, log.actions[:, None] == np.arange(4))
 
 
 def test_an_event_type_called_click_does_not_take_the_next_items_name() -> None:
@@ -71,7 +81,8 @@ def test_an_event_type_called_click_does_not_take_the_next_items_name() -> None:
 
 def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -> None:
     checkpoint, found = train_rank(EVENTS, [], msgspec.structs.replace(TINY, split="user-time"))
-    assert checkpoint.action_names == ("cart", "view", "never", "purchase")  # in the data set's order
+    # in the data set's order
+    assert checkpoint.action_names == ("cart", "view", "never", "purchase")
     assert checkpoint.action_values == (0.0, 1.0, 2.0, 3.0)
     assert checkpoint.model.config.actions == checkpoint.action_names
     assert checkpoint.model.config.tasks == ("click", "cart", "purchase")
@@ -89,18 +100,30 @@ def test_tasks_can_be_told() -> None:
     assert train_rank(planted(), [], msgspec.structs.replace(TINY, tasks=stars))[1].ranker.auc > 0
 
 
-def test_what_does_not_suit_is_refused_with_the_remedy() -> None:
+def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
     log = build_log(EVENTS, [], "user-time")
-    with pytest.raises(ConfigError, match=r"task buy: the log has no action 'purchas'; did you mean 'purchase'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"task buy: the log has no action 'purchas'; did you "
+        r"mean 'purchase'\?",
+    ):
         make_labels(log, [Task(name="buy", actions=("purchas",))])
     with pytest.raises(ConfigError, match=r"no action 'x'; it has cart, view, never, purchase"):
         make_labels(log, [Task(name="buy", actions=("x",))])
-    with pytest.raises(DataError, match=r"buy: actions never gives every trained event the same label, no; .*--set"):
+    with pytest.raises(
+        DataError,
+        match=r"buy: actions never gives every trained event the same "
+        r"label, no; .*--set",
+    ):
         make_labels(log, [Task(name="buy", actions=("never",))])
     with pytest.raises(ValueError, match="at_least or actions, not both"):
         Task(name="buy", at_least=1.0, actions=("a",))
     dwell = dataclasses.replace(planted(), values=np.arange(1800) / 7)
-    with pytest.raises(DataError, match=r"1800 distinct values of actions, the limit is 100: .*npu-gr prepare"):
+    with pytest.raises(
+        DataError,
+        match=r"1800 distinct values of actions, the limit is 100: "
+        r".*npu-gr prepare",
+    ):
         train_rank(dwell, [], msgspec.structs.replace(TINY, tasks=(CLICK,)))
 
 

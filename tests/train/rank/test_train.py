@@ -16,18 +16,18 @@ import torch
 from rich.console import Console
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.hstu_layer import Segment
-from npu_gr.model.order import Order
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
-from npu_gr.train.rank import order_choice as module
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank import blend_choice as module
+from npu_gr.train.rank.blend import ItemList, count_transitions
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbours import KINDS
+from npu_gr.train.rank.item_similarity import KINDS
 from npu_gr.train.rank.options import Task, TrainOptions
-from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress
@@ -49,7 +49,9 @@ GENRES = [ItemValues("genre", ["a", "b"], {item * 10: [item % 2] for item in ran
 
 
 def test_the_ranker_learns_the_rule_and_the_users() -> None:
-    options = msgspec.structs.replace(TINY, epochs=20, patience=0, learning_rate=1e-2, dropout=0.0, click_ratio=0.5)
+    options = msgspec.structs.replace(
+        TINY, epochs=20, patience=0, learning_rate=1e-2, dropout=0.0, click_ratio=0.5
+    )
     _, found = train_rank(planted(), GENRES, options)
     popularity = found.baselines[0]
     for row in (found.ranker, *found.parts):
@@ -59,7 +61,9 @@ def test_the_ranker_learns_the_rule_and_the_users() -> None:
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
     weights = [
-        train_rank(planted(), GENRES, msgspec.structs.replace(TINY, seed=seed))[0].model.state_dict()
+        train_rank(planted(), GENRES, msgspec.structs.replace(TINY, seed=seed))[
+            0
+        ].model.state_dict()
         for seed in (0, 0, 1)
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -99,14 +103,17 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     test, both = (train_rank(with_others(num_last), [], TINY)[0] for num_last in (1, 2))
     weights = one.model.state_dict()
     for other in (test, both):
-        assert all(torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items())
+        assert all(
+            torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items()
+        )
     assert one.order is not None
     assert test.order is not None
     assert both.order is not None
     assert np.array_equal(one.order.log_prob, test.order.log_prob)
     assert one.order.weights == test.order.weights
     assert one.order.weights != both.order.weights
-    trained = build_log(log, [], "leave-one-out")  # the validation is counted once the weights are fitted
+    # the validation is counted once the weights are fitted
+    trained = build_log(log, [], "leave-one-out")
     assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
     assert one.order.neighbours is not None
     kind = next(kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting)
@@ -114,25 +121,41 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     assert one.order.neighbours.last_items == kind.last_items
 
 
-def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gap = Difference(0.1, 0.05, 0.15, 0.001)
-    judged: list[tuple[int, int]] = []
+    evaluated: list[tuple[int, int]] = []
 
-    def better(_: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> dict[str, Any]:
-        assert all(target.event == log.starts[target.user] + log.num_trained[target.user] for target in targets)
-        judged.append((int(log.trained.sum()), len(lists)))
+    def better(
+        _: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    ) -> dict[str, Any]:
+        assert all(
+            target.event == log.starts[target.user] + log.num_trained[target.user]
+            for target in targets
+        )
+        evaluated.append((int(log.trained.sum()), len(lists)))
         return {"neighbours": gap}
 
     monkeypatch.setattr(module, "better_alone", better)
     served, found = train_rank(planted(), [], msgspec.structs.replace(TINY, refit=True))
-    assert judged == [(60 * 28, 60)], "by the validation, not by the test"
-    words = "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 (+0.0500 .. +0.1500)"
+    assert evaluated == [(60 * 28, 60)], "by the validation, not by the test"
+    words = (
+        "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 "
+        "(+0.0500 .. +0.1500)"
+    )
     for said in (found.text(), warning_of_ranker(found)):
         assert f"{words}; its order is served" in said.splitlines()
     assert served.order is not None
     weights = dict(served.order.weights)
     assert weights.pop("seen") != 0
-    assert weights == {"retrieval": 0.0, "click": 0.0, "transitions": 0.0, "neighbours": 1.0, "popularity": 0.0}
+    assert weights == {
+        "retrieval": 0.0,
+        "click": 0.0,
+        "transitions": 0.0,
+        "neighbours": 1.0,
+        "popularity": 0.0,
+    }
     assert "neighbours alone" in {part.model for part in found.parts}
 
 
@@ -144,7 +167,9 @@ def newest_item(log: Interactions) -> Interactions:
     return dataclasses.replace(log, items=items)
 
 
-def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_evaluated_one() -> None:
+def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_evaluated_one() -> (
+    None
+):
     events = newest_item(planted())
     seen: list[TrainingProgress] = []
     evaluated, want = train_rank(events, [], TINY)
@@ -154,7 +179,11 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
     assert (found.num_trained, found.num_served) == (60 * 28, 60 * 30)
     assert (want.num_trained, want.num_served) == (60 * 28, 60 * 28)
     assert served.metrics == evaluated.metrics | {"num_served": 1800.0}
-    assert list(dict.fromkeys(step.stage for step in seen)) == ["ranker: train", "ranker: evaluate", "ranker: refit"]
+    assert list(dict.fromkeys(step.stage for step in seen)) == [
+        "ranker: train",
+        "ranker: evaluate",
+        "ranker: refit",
+    ]
     # An item that only the newest events have: it has been a next item in the refit alone.
     row = served.item_ids.tolist().index(990)
     history = Segment(
@@ -166,7 +195,9 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
         is_next=True,
     )
     before, after = (
-        (checkpoint.model.items.vectors() @ checkpoint.model(CPU, [history])[0][0]).softmax(0)[row].item()
+        (checkpoint.model.items.vectors() @ checkpoint.model(CPU, [history])[0][0])
+        .softmax(0)[row]
+        .item()
         for checkpoint in (evaluated, served)
     )
     assert after > before
@@ -180,7 +211,10 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
     assert row in served.order.neighbours.items
     assert row not in evaluated.order.neighbours.items
     said = found.table().title
-    assert said == "evaluated on the last event of each user by a model of 1,680 events; served: refitted on all 1,800"
+    assert said == (
+        "evaluated on the last event of each user by a model of 1,680 events; served: "
+        "refitted on all 1,800"
+    )
 
 
 def test_a_refit_repeats_bit_for_bit() -> None:
@@ -205,7 +239,7 @@ def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories(
     options = msgspec.structs.replace(TINY, split="time", max_history_tokens=64)
     checkpoint, _ = train_rank(planted(), GENRES, options)
     log = build_log(planted(), GENRES, "time")
-    got = judged_logits(LogInputs(log, checkpoint.model), checkpoint.model, 1)
+    got = evaluated_logits(LogInputs(log, checkpoint.model), checkpoint.model, 1)
     for place, event in enumerate(np.flatnonzero(~log.trained)[:40]):
         history = slice(log.starts[log.users[event]], event)
         segment = Segment(
@@ -215,7 +249,9 @@ def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories(
             candidates=torch.from_numpy(log.items[event : event + 1]),
             candidate_time=int(log.times[event]),
         )
-        assert math.isclose(got[place], checkpoint.model(CPU, [segment])[0][0, 1].item(), abs_tol=1e-4)
+        assert math.isclose(
+            got[place], checkpoint.model(CPU, [segment])[0][0, 1].item(), abs_tol=1e-4
+        )
 
 
 def test_one_task_alone_leaves_the_other_figures_out() -> None:
@@ -230,9 +266,13 @@ def test_one_task_alone_leaves_the_other_figures_out() -> None:
     assert "auc" not in train_rank(planted(), [], only_click)[1].as_dict()
 
 
-def test_a_task_with_one_class_is_refused() -> None:
+def test_a_task_with_one_class_is_rejected() -> None:
     options = msgspec.structs.replace(TINY, tasks=(Task(name="like", at_least=0.0),))
-    with pytest.raises(DataError, match=r"like: at_least 0.* gives every trained event the same label, yes.*--set"):
+    with pytest.raises(
+        DataError,
+        match=r"like: at_least 0.* gives every trained event the same "
+        r"label, yes.*--set",
+    ):
         train_rank(planted(), [], options)
 
 
@@ -242,6 +282,6 @@ def test_a_loss_that_is_not_finite_stops_with_its_epoch() -> None:
         train_rank(planted(), [], options)
 
 
-def test_two_tasks_without_a_threshold_are_refused() -> None:
+def test_two_tasks_without_a_threshold_are_rejected() -> None:
     with pytest.raises(ValueError, match="at most one"):
         TrainOptions(tasks=(Task(name="click"), Task(name="view")))

@@ -15,11 +15,19 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RecommendRequest, SourceName
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.train.cascade import MISSED, TOP, CascadeChoice, CascadeWay, NextEventCase, choose_way, next_events
+from npu_gr.train.cascade import (
+    MISSED,
+    TOP,
+    CascadeChoice,
+    CascadeWay,
+    NextEventCase,
+    choose_way,
+    next_events,
+)
 from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.train import train_rank
@@ -27,7 +35,7 @@ from npu_gr.train.site import choose
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted
 
-SOURCES: dict[SourceName, int] = {"trunk": 8, "transitions": 4, "neighbours": 5}
+SOURCES: dict[SourceName, int] = {"shared_encoder": 8, "transitions": 4, "neighbours": 5}
 MAX_CANDIDATES = 9  # fewer than the sources find
 NUM_JUDGES = 12
 NUM_CHOOSERS = 10
@@ -47,7 +55,12 @@ def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -
     assert checkpoint.model.config.actions == ("1234568", "1234572")
     save(checkpoint, folder / "ranker")
     recommend = {"sources": dict(SOURCES), "max_candidates": MAX_CANDIDATES}
-    table = {"checkpoint": str(folder / "ranker"), "threads": 1, "recommend": recommend, "features": {"kind": "none"}}
+    table = {
+        "checkpoint": str(folder / "ranker"),
+        "threads": 1,
+        "recommend": recommend,
+        "features": {"kind": "none"},
+    }
     (folder / "serve.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
     return folder / "serve.yaml"
 
@@ -66,10 +79,10 @@ def test_of_too_few_users_nothing_is_chosen(log: Interactions, configuration: Pa
 def test_every_way_is_judged_by_what_the_cascade_answers(
     log: Interactions, configuration: Path, monkeypatch: pytest.MonkeyPatch, exclude_seen: bool
 ) -> None:
-    judged: dict[CascadeWay, F64] = {}
+    evaluated: dict[CascadeWay, F64] = {}
 
     def kept(places: Mapping[CascadeWay, F64], configured: CascadeWay) -> CascadeChoice:
-        judged.update(places)
+        evaluated.update(places)
         return choose_way(places, configured)
 
     monkeypatch.setattr(choose, "choose_way", kept)
@@ -78,11 +91,13 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
     assert choice is not None
     assert choice.num_users == NUM_CHOOSERS // 2
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    judges = {case.user for case in next_events(log, known, NUM_JUDGES)}
-    choosers = [case for case in next_events(log, known) if case.user not in judges]
-    assert {way.order for way in judged} == {"retrieval", "fitted", "rank", "fused"}
-    for way, places in asyncio.run(answered(configuration, choosers, [*judged], exclude_seen)).items():
-        np.testing.assert_array_equal(judged[way], places, err_msg=way.name)
+    evaluates = {case.user for case in next_events(log, known, NUM_JUDGES)}
+    choosers = [case for case in next_events(log, known) if case.user not in evaluates]
+    assert {way.order for way in evaluated} == {"retrieval", "fitted", "rank", "fused"}
+    for way, places in asyncio.run(
+        answered(configuration, choosers, [*evaluated], exclude_seen)
+    ).items():
+        np.testing.assert_array_equal(evaluated[way], places, err_msg=way.name)
 
 
 async def answered(

@@ -19,7 +19,9 @@ NAMES = ["ranker", "generator", "serve.yaml", "report.json"]
 
 
 def part(made_from: str) -> PartReport:
-    return PartReport(made_from=made_from, version="v", measured_on="", num_events=1, took_s=0.0, figures=())
+    return PartReport(
+        made_from=made_from, version="v", measured_on="", num_events=1, took_s=0.0, figures=()
+    )
 
 
 def make(place: Path, content: str) -> None:
@@ -37,7 +39,12 @@ def stage(folder: SiteFolder, content: str) -> None:
 
 
 def served(place: Path) -> list[str]:
-    files = [place / "ranker" / "weights", place / "generator" / "weights", place / "serve.yaml", place / "report.json"]
+    files = [
+        place / "ranker" / "weights",
+        place / "generator" / "weights",
+        place / "serve.yaml",
+        place / "report.json",
+    ]
     return [path.read_text() if path.exists() else "-" for path in files]
 
 
@@ -81,7 +88,10 @@ def test_an_interruption_while_it_is_put_in_place_is_made_good_by_the_next_run(
 
 def test_who_has_a_file_open_keeps_it(tmp_path: Path) -> None:
     make(tmp_path, "old")
-    with (tmp_path / "ranker" / "weights").open() as weights, (tmp_path / "serve.yaml").open() as serve:
+    with (
+        (tmp_path / "ranker" / "weights").open() as weights,
+        (tmp_path / "serve.yaml").open() as serve,
+    ):
         make(tmp_path, "new")
         assert weights.read() + serve.read() == "oldold"
 
@@ -102,10 +112,15 @@ def test_two_do_not_make_one_site(tmp_path: Path) -> None:
         "with SiteFolder.opened(Path(sys.argv[1])):\n  print('in', flush=True)\n  sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
-        with pytest.raises(ConfigError, match="another process makes this site"), SiteFolder.opened(tmp_path):
+        with (
+            pytest.raises(ConfigError, match="another process makes this site"),
+            SiteFolder.opened(tmp_path),
+        ):
             pass
         other.kill()  # whatever ends it, the lock is free
     make(tmp_path, "new")
@@ -113,7 +128,10 @@ def test_two_do_not_make_one_site(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_or_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"), SiteFolder.opened(tmp_path / "file" / "site"):
+    with (
+        pytest.raises(DataError, match="cannot be written"),
+        SiteFolder.opened(tmp_path / "file" / "site"),
+    ):
         pass
     with SiteFolder.opened(tmp_path / "site") as folder:
         assert folder.report() is None

@@ -25,7 +25,7 @@ from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint
 
-OWN_SOURCES = {"trunk": 200, "transitions": 100, "neighbours": 100}
+OWN_SOURCES = {"shared_encoder": 200, "transitions": 100, "neighbours": 100}
 FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
 
 
@@ -38,7 +38,9 @@ class Trainings:
         self.chose_over: list[list[str | None]] = []
         self.choice: CascadeChoice | None = None
 
-    def side_by_side(self, jobs: Sequence[Training[Any]], _threads: int, _show: Any, done: Any) -> None:
+    def side_by_side(
+        self, jobs: Sequence[Training[Any]], _threads: int, _show: Any, done: Any
+    ) -> None:
         for job in jobs:
             self.before(job.name)
             name, _, _, folder, made_from = job.work.args  # type: ignore[attr-defined]
@@ -86,7 +88,9 @@ def dataset(folder: Path, num_users: int = 4) -> Path:
 
 def run(folder: Path, *overrides: str) -> str:
     text = io.StringIO()
-    make.train_site(folder / "site" / "data", folder / "site", overrides, 2, Console(file=text, width=200))
+    make.train_site(
+        folder / "site" / "data", folder / "site", overrides, 2, Console(file=text, width=200)
+    )
     return text.getvalue()
 
 
@@ -102,11 +106,15 @@ def test_an_action_of_another_name_is_another_model(tmp_path: Path, trainings: T
         ]
         log.write_text("\n".join(["user,item,event,time", *rows]) + "\n")
         prepare(log, tmp_path / name / "data")
-        make.train_site(tmp_path / name / "data", tmp_path / "site", (), 2, Console(file=io.StringIO()))
+        make.train_site(
+            tmp_path / name / "data", tmp_path / "site", (), 2, Console(file=io.StringIO())
+        )
     assert trainings.trained == [*PARTS, *PARTS]
 
 
-@pytest.mark.parametrize("wrong", ["rank.refit=false", "retrieve.refit=false", "rank.evaluate_on=validation"])
+@pytest.mark.parametrize(
+    "wrong", ["rank.refit=false", "retrieve.refit=false", "rank.evaluate_on=validation"]
+)
 def test_a_site_is_evaluated_and_refitted(tmp_path: Path, trainings: Trainings, wrong: str) -> None:
     dataset(tmp_path)
     with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
@@ -126,7 +134,13 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     assert config.recommend is not None
     assert config.recommend.popular == str(site / "popular.txt")
     for line in (site / "serve.yaml").read_text().splitlines():
-        assert not line or line.startswith("#") or line.endswith(":") or "  # " in line or " # " in line
+        assert (
+            not line
+            or line.startswith("#")
+            or line.endswith(":")
+            or "  # " in line
+            or " # " in line
+        )
     assert (site / "popular.txt").read_text().splitlines()[0] == "B00"
     report = json.loads((site / "report.json").read_text())
     assert (report["num_events"], report["num_users"], report["num_items"]) == (37, 4, 9)
@@ -144,7 +158,9 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     assert curl.startswith("curl -s localhost:8080/v1/recommend ")
 
 
-def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(tmp_path: Path, trainings: Trainings) -> None:
+def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(
+    tmp_path: Path, trainings: Trainings
+) -> None:
     """Every option that decides the site, and paths and values that need quotes: also one of two lines."""
     folder = tmp_path / "it's a log"
     folder.mkdir()
@@ -162,32 +178,44 @@ def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(tmp_path: Path, 
     for name in ("serve.yaml", "evaluated.yaml"):
         assert load(site / name).match is not None
         comments = "\n".join(
-            line.removeprefix("# ") for line in (site / name).read_text().partition("\n\n")[0].splitlines()
+            line.removeprefix("# ")
+            for line in (site / name).read_text().partition("\n\n")[0].splitlines()
         )
-        made_by = comments.partition("Made by: ")[2].partition("\nThe models")[0].partition("\nServe it: ")[0]
+        made_by = (
+            comments.partition("Made by: ")[2]
+            .partition("\nThe models")[0]
+            .partition("\nServe it: ")[0]
+        )
         assert shlex.split(made_by) == want
         assert f"\nServe it: npu-gr serve --config {shlex.quote(str(site / name))}\n" in comments
 
 
-def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trainings: Trainings) -> None:
+def test_the_cascade_is_chosen_once_by_the_evaluated_models(
+    tmp_path: Path, trainings: Trainings
+) -> None:
     dataset(tmp_path)
     run(tmp_path)
     site = tmp_path / "site"
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
     assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "fitted")  # too few users to choose
-    everything = ["trunk", "transitions", "neighbours", "generate", "match"]
+    everything = ["shared_encoder", "transitions", "neighbours", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)
     assert len(trainings.chose_over) == 1
-    trainings.choice = CascadeChoice(CascadeWay(("trunk", "match"), "fused"), [], ["source generate hurts"], 5)
+    trainings.choice = CascadeChoice(
+        CascadeWay(("shared_encoder", "match"), "fused"), [], ["source generate hurts"], 5
+    )
     said = run(tmp_path, "num_matched=50")
     assert trainings.chose_over[1][0] == str(site / "ranker" / "evaluated")
     assert "source generate hurts" in said
     for name in ("serve.yaml", "evaluated.yaml"):
         chosen = load(site / name).recommend
         assert chosen is not None
-        assert (dict(chosen.sources), chosen.order) == ({"trunk": 200, "match": 50}, "fused")
+        assert (dict(chosen.sources), chosen.order) == (
+            {"shared_encoder": 200, "match": 50},
+            "fused",
+        )
 
 
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
@@ -205,7 +233,9 @@ def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: T
     assert len(trainings.trained) == 2 * len(PARTS) + 1
 
 
-def test_a_failure_leaves_the_old_site_and_what_was_finished(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_failure_leaves_the_old_site_and_what_was_finished(
+    tmp_path: Path, trainings: Trainings
+) -> None:
     dataset(tmp_path)
     run(tmp_path)
     old = {path: path.read_bytes() for path in (tmp_path / "site").rglob("*") if path.is_file()}
@@ -236,13 +266,18 @@ def test_a_configuration_that_somebody_changed_stays(tmp_path: Path, trainings: 
     for _ in range(2):
         assert "was changed by somebody and stays" in run(tmp_path, "max_candidates=50")
         assert serve.read_text() == changed
-    assert yaml.safe_load((tmp_path / "site" / "serve.new.yaml").read_text())["recommend"]["max_candidates"] == 50
+    assert (
+        yaml.safe_load((tmp_path / "site" / "serve.new.yaml").read_text())["recommend"][
+            "max_candidates"
+        ]
+        == 50
+    )
     serve.unlink()
     run(tmp_path)
     assert load(serve).server.port == 8080
 
 
-def test_a_dataset_that_changes_meanwhile_is_refused(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_dataset_that_changes_meanwhile_is_rejected(tmp_path: Path, trainings: Trainings) -> None:
     dataset(tmp_path)
     sizes = iter([5, 6, 7])
 
@@ -260,7 +295,9 @@ def test_a_dataset_that_changes_meanwhile_is_refused(tmp_path: Path, trainings: 
     assert trainings.trained == [*PARTS]
 
 
-def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path, trainings: Trainings) -> None:
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    tmp_path: Path, trainings: Trainings
+) -> None:
     with pytest.raises(DataError, match="no dataset; npu-gr prepare LOG --out"):
         run(tmp_path)
     dataset(tmp_path)
@@ -269,7 +306,9 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path, traini
     assert trainings.trained == []
 
 
-@pytest.mark.parametrize(("num_items", "codes"), [(1682, (64, 64)), (2049, (128, 128)), (10**6, (256, 256, 256))])
+@pytest.mark.parametrize(
+    ("num_items", "codes"), [(1682, (64, 64)), (2049, (128, 128)), (10**6, (256, 256, 256))]
+)
 def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -> None:
     assert options_for(num_items).generate.code_count == codes
 

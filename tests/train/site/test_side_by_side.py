@@ -44,13 +44,21 @@ def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
     jobs = [Training(name, partial(count, name, 3, tmp_path)) for name in ("a", "b", "c")]
     side_by_side(jobs, 2, shown.append, lambda name, result: done.update({name: result}))
     assert {name: result[0] for name, result in done.items()} == {"a": "a", "b": "b", "c": "c"}
-    assert len({result[1] for result in done.values()} | {os.getpid()}) == 4  # each in a process of its own
+    # each in a process of its own
+    assert len({result[1] for result in done.values()} | {os.getpid()}) == 4
     assert sorted(step.stage for step in shown) == ["train"] * 9
 
 
-@pytest.mark.parametrize(("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")])
-def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: Callable[..., tuple[str, int]], message: str) -> None:
-    jobs = [Training("endless", partial(count, "endless", MANY, tmp_path)), Training("bad", partial(bad, tmp_path))]
+@pytest.mark.parametrize(
+    ("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")]
+)
+def test_one_that_ends_badly_ends_all(
+    tmp_path: Path, bad: Callable[..., tuple[str, int]], message: str
+) -> None:
+    jobs = [
+        Training("endless", partial(count, "endless", MANY, tmp_path)),
+        Training("bad", partial(bad, tmp_path)),
+    ]
     with pytest.raises(DataError, match=message):
         side_by_side(jobs, 2, lambda _: None)
     assert is_gone(int((tmp_path / "endless").read_text()))
@@ -59,7 +67,9 @@ def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: Callable[..., tuple[s
 def test_without_its_parent_a_training_ends(tmp_path: Path) -> None:
     parent = os.fork()
     if not parent:
-        side_by_side([Training("endless", partial(count, "endless", MANY, tmp_path))], 1, lambda _: None)
+        side_by_side(
+            [Training("endless", partial(count, "endless", MANY, tmp_path))], 1, lambda _: None
+        )
         os._exit(1)
     pid = int(until_written(tmp_path / "endless"))
     os.kill(parent, signal.SIGKILL)

@@ -1,4 +1,4 @@
-// A ranker's whole pass, against the same in doubles; and numbers that contradict themselves, which must be refused.
+// A ranker's whole pass, against the same in doubles; and numbers that contradict themselves, which must be rejected.
 #ifndef NPU_GR_FUZZ_HSTU_PASS_H
 #define NPU_GR_FUZZ_HSTU_PASS_H
 
@@ -266,10 +266,10 @@ class Ranker {
       expect("rank of what is found", static_cast<int64_t>(i), find.logits[i], one_by_one[i], 0);
     const Memory too_many = copied(std::vector<int64_t>(asked.size(), k + 1));
     find.wanted = static_cast<int64_t *>(too_many.at());
-    if (kernels.hstu_find_bytes(&find) != kBadFind) fail("more than are found is refused", 0, 0, kBadFind, 0);
+    if (kernels.hstu_find_bytes(&find) != kBadFind) fail("more than are found is rejected", 0, 0, kBadFind, 0);
   }
 
-  // One number is replaced by a hostile one: either that is refused, or it is none that a buffer hangs on.
+  // One number is replaced by a hostile one: either that is rejected, or it is none that a buffer hangs on.
   void contradict() const {
     std::vector<int64_t> words = numbers(requests_);
     const int64_t place = below(static_cast<int64_t>(words.size()));
@@ -282,7 +282,7 @@ class Ranker {
     const HstuPass pass = call(given, static_cast<int64_t>(words.size()), requests_.size(), nullptr);
     const int64_t bytes = kernels.hstu_pass_bytes(&pass);
     const bool is_count = field >= 0 && field < 3;
-    if (is_count && bytes >= 0) fail("a count that contradicts is refused", place, static_cast<double>(bytes), -1, 0);
+    if (is_count && bytes >= 0) fail("a count that contradicts is rejected", place, static_cast<double>(bytes), -1, 0);
     word = before;
     HstuPass cut = call(given, static_cast<int64_t>(words.size()) - 1, requests_.size(), nullptr);
     memcpy(given.at(), words.data(), words.size() * 8);

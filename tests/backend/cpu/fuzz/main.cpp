@@ -25,7 +25,7 @@ void one_round(int kind) {
     case 11: return affine<bf16, float, float>();
     case 12: return best_items();
     case 13: return hstu::Ranker<float>().run();
-    case 14: return order_sums();
+    case 14: return blend_sums();
     case 15: return item_products();
     default: return hstu::Ranker<bf16>().run();
   }

@@ -1,4 +1,4 @@
-// order_sums and neighbour_sums, against their terms in doubles; and item_products, against sums in doubles.
+// blend_sums and neighbour_sums, against their terms in doubles; and item_products, against sums in doubles.
 #include "fuzz.h"
 
 namespace {
@@ -29,7 +29,7 @@ struct Counted {  // [I, width] rows, ascending behind padding, and a number of 
   int64_t width;
 };
 
-void order_sums() {
+void blend_sums() {
   const int64_t items = 1 + below(30), count = below(40), num_recent = below(7);
   const int64_t num_followed = below(num_recent + 1), num_liked = below(num_recent + 1);
   const bool is_linear = below(2);
@@ -37,7 +37,7 @@ void order_sums() {
   const Counted follows(items, below(9), -6, -2), alike(items, below(9), is_linear ? -2 : 0.01f, 2);
   const auto rest = Matrix<float>::contiguous(1, items + 1), shares = Matrix<float>::contiguous(1, items + 1);
   for (int64_t i = 0; i <= items; i++) rest.at(0, i) = fabsf(rest.at(0, i)) + 0.01f;
-  const OrderTables tables = {static_cast<int32_t *>(follows.rows.at()),
+  const BlendTables tables = {static_cast<int32_t *>(follows.rows.at()),
                               follows.values.data(),
                               static_cast<int32_t *>(alike.rows.at()),
                               alike.values.data(),
@@ -84,7 +84,7 @@ void order_sums() {
                   static_cast<float *>(sums.at())};
   const Memory workspace(kernels.order_bytes(&job));
   job.workspace = workspace.at();
-  kernels.order_sums(&job);
+  kernels.blend_sums(&job);
   const Memory of_all(8 * (1 + items));
   auto *of_row = static_cast<double *>(of_all.at()) + 1;
   kernels.neighbour_sums(&job, of_row - 1);
@@ -149,7 +149,7 @@ void item_products() {
   }
   if (!count) return;
   row[below(count)] = one_of({-1, items, INT64_MAX, INT64_MIN});
-  if (kernels.item_products(&job) != -1) fail("a row that is none is refused", 0, 0, -1, 0);
+  if (kernels.item_products(&job) != -1) fail("a row that is none is rejected", 0, 0, -1, 0);
 }
 
 }  // namespace

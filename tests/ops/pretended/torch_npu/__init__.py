@@ -1,4 +1,7 @@
-"""A pretended torch_npu: a device `npu` whose memory is this machine's. See tests/ops/pretended/toolkit.py."""
+"""A pretended torch_npu: a device `npu` whose memory is this machine's.
+
+See tests/ops/pretended/toolkit.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ npu.library.pretended_begin()
 torch.utils.backend_registration.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", npu)
 
-if "PRETENDED_LIBRARIES" in os.environ:  # where a test has put our library, in place of the package's own folder
+# where a test has put our library, in place of the package's own folder
+if "PRETENDED_LIBRARIES" in os.environ:
     from npu_gr.backend.npu import ops
 
     ops.LIBRARIES = Path(os.environ["PRETENDED_LIBRARIES"])

@@ -1,4 +1,7 @@
-"""`torch.npu`, as much of it as npu_gr uses. Streams share one queue, whose launches run when somebody waits."""
+"""`torch.npu`, as much of it as npu_gr uses.
+
+Streams share one queue, whose launches run when somebody waits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ class Event:
 
 
 def _drain() -> None:
-    torch.zeros((), device="npu").cpu()  # a copy to the host waits, and raises what a launch got wrong
+    # a copy to the host waits, and raises what a launch got wrong
+    torch.zeros((), device="npu").cpu()
 
 
 def is_available() -> bool:

@@ -61,5 +61,5 @@ const char *pretended_last_fault() {
   fault.clear();
   return told.c_str();
 }
-int aclrtSynchronizeStream(void *) { return 0; }  // the twin's launches are done when they return
+int aclrtSynchronizeStream(void *) { return 0; }  // the emulator's launches are done when they return
 }

@@ -1,4 +1,4 @@
-# The macros of CANN's kernel build that our CMakeLists.txt uses, with g++ and the CPU twin as the device compiler. Our own
+# The macros of CANN's kernel build that our CMakeLists.txt uses, with g++ and the CPU emulator as the device compiler. Our own
 # text, after the documented behaviour: options of a target are set on NAME_interface after the library is declared; sources
 # are preprocessed, launch functions and their headers are made from the entry points found there; objects are merged by a
 # script that wants the build type.
@@ -21,7 +21,7 @@ function(ascendc_library target type)
   file(WRITE "${generated}/empty.cpp" "")
   add_library(${target}_interface STATIC EXCLUDE_FROM_ALL "${generated}/empty.cpp")
   set(definitions "$<TARGET_PROPERTY:${target}_interface,DEFINITIONS>")
-  set(flags -std=c++17 "-I${include}" "-I${CMAKE_CURRENT_SOURCE_DIR}/twin")
+  set(flags -std=c++17 "-I${include}" "-I${CMAKE_CURRENT_SOURCE_DIR}/emulator")
   separate_arguments(options UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
   set(objects)
   foreach(source ${ARGN})

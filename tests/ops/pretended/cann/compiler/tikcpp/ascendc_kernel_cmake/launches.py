@@ -1,6 +1,7 @@
 """`launches.py PREPROCESSED SOURCE STUB HEADERS`: launch functions of the entry points, and a header for each.
 
-Read from the preprocessed text, as CANN's own script reads them: name, arguments, and the kind of kernel.
+Read from the preprocessed text, as CANN's own script reads them: name, arguments, and the kind of
+kernel.
 """
 
 import re
@@ -36,10 +37,10 @@ uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t core
   }}
   while (is_told("PRETENDED_HANGS", name)) sleep(1);
   if (is_told("PRETENDED_CRASHES", name)) std::abort();
-  AscendC::twin::gm_is_live = pretended_is_live;
-  AscendC::twin::Report report;
+  AscendC::emulator::gm_is_live = pretended_is_live;
+  AscendC::emulator::Report report;
   try {{
-    AscendC::twin::launch(blocks * cores, report, kernel);
+    AscendC::emulator::launch(blocks * cores, report, kernel);
   }} catch (const std::exception &error) {{
     pretended_fault(name, error.what());
     return 507015;  // an exception of an AI core
@@ -48,14 +49,19 @@ uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t core
 }}
 }}  // namespace
 """
-CORES = {"KERNEL_TYPE_AIV_ONLY": 1, "KERNEL_TYPE_MIX_AIC_1_1": 1, "KERNEL_TYPE_MIX_AIC_1_2": 2}  # vector cores a block
+# vector cores a block
+CORES = {"KERNEL_TYPE_AIV_ONLY": 1, "KERNEL_TYPE_MIX_AIC_1_1": 1, "KERNEL_TYPE_MIX_AIC_1_2": 2}
 
 
 def main(preprocessed: str, source: str, stub: str, headers: str) -> None:
-    """Write the stub and the headers; exit with a reason where an entry point cannot be launched."""
+    """Write the stub and the headers.
+
+    Exit with a reason where an entry point cannot be launched.
+    """
     made = [BEFORE.format(source=source)]
     Path(headers).mkdir(parents=True, exist_ok=True)
-    _, *entries = ENTRY.split(Path(preprocessed).read_text())  # name, arguments, body, again and again
+    # name, arguments, body, again and again
+    _, *entries = ENTRY.split(Path(preprocessed).read_text())
     for name, arguments, body in zip(entries[::3], entries[1::3], entries[2::3], strict=True):
         declared_kinds = set(KIND.findall(body))
         if len(declared_kinds) != 1 or not declared_kinds <= set(CORES):
@@ -65,10 +71,16 @@ def main(preprocessed: str, source: str, stub: str, headers: str) -> None:
         unknown = {kind for kind, _ in each} - {"GM_ADDR", "uint32_t"}
         if unknown:
             sys.exit(f"{name}: arguments of type {unknown}: a launch takes addresses and uint32_t")
-        declared = "".join(f", {'void *' if kind == 'GM_ADDR' else 'uint32_t '}{word}" for kind, word in each)
+        declared = "".join(
+            f", {'void *' if kind == 'GM_ADDR' else 'uint32_t '}{word}" for kind, word in each
+        )
         passed = ", ".join(f"(GM_ADDR){word}" if kind == "GM_ADDR" else word for kind, word in each)
-        Path(headers, f"aclrtlaunch_{name}.h").write_text(HEADER.format(name=name, declared=declared))
-        made.append(STUB.format(name=name, declared=declared, passed=passed, cores=CORES[core_kind]))
+        Path(headers, f"aclrtlaunch_{name}.h").write_text(
+            HEADER.format(name=name, declared=declared)
+        )
+        made.append(
+            STUB.format(name=name, declared=declared, passed=passed, cores=CORES[core_kind])
+        )
     Path(stub).write_text("".join(made))
 
 

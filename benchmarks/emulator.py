@@ -1,0 +1,148 @@
+"""`python -m benchmarks emulator`: what masked_topk and an HSTU pass cost an Ascend 910B on paper.
+
+Not a measurement.
+
+masked_topk stands beside a full sort and a top-k without its filter. Its instructions and bytes are
+counted by the CPU emulator of the 910B while it runs the real kernel; those of the other two follow
+from how the same instructions would do them. The time is a MODEL from public figures, below, and no
+measurement: no NPU has run this. One row on one core; loads, vector work and stores overlap: the
+slowest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks import hstu_model
+from benchmarks.frame import SEED, Line, compared
+from tests.ops.ascend_emulator import Emulator, Machine, packed
+
+OPTIONS = (SEED,)
+LENGTHS = (1024, 8192, 65_536)
+KS = (32, 128, 512)
+KEPT = (1.0, 0.3, 0.05)
+ROWS = 4  # random ones, of which the mean is shown
+
+# Public figures. Cycle counts: the cost tests of pto-isa (start 14, 2 a repeat of Sort32, 18 after
+# a barrier). 2 a merged pair: pto-isa's top-k sample on an A3, 3.24 us a row of 1024 and core,
+# which is 94 % vector work; three merges of 1024 pairs and 32 groups explain it at 1.8 GHz.
+# Bandwidth: 1.6 TB/s of HBM over 48 vector cores.
+CLOCK_GHZ = 1.8
+START_CYCLES = 14
+REPEAT_CYCLES = 1
+BARRIER_CYCLES = 18
+SORT32_GROUP_CYCLES = 2
+MERGED_PAIR_CYCLES = 2
+CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
+# Ours, where nothing is published: a flag or a scalar access costs as much as a barrier, a gathered
+# element one cycle.
+FLAG_CYCLES = 18
+SCALAR_CYCLES = 18
+GATHER_CYCLES = 1
+
+
+def modelled_us(counts: dict[str, float]) -> float:
+    """The model: cycles of the vector and scalar units in a row, beside the movers'."""
+    at = {name: counts.get(name, 0.0) for name in _NAMES}
+    vector = at["vector_instructions"] * START_CYCLES + at["vector_repeats"] * REPEAT_CYCLES
+    vector += at["sort32_groups"] * SORT32_GROUP_CYCLES + at["merged_pairs"] * MERGED_PAIR_CYCLES
+    vector += at["gathered"] * GATHER_CYCLES + at["barriers"] * BARRIER_CYCLES
+    vector += at["flags"] * FLAG_CYCLES + at["scalar_accesses"] * SCALAR_CYCLES
+    return (
+        max(
+            vector, at["mte2_bytes"] / CORE_BYTES_PER_CYCLE, at["mte3_bytes"] / CORE_BYTES_PER_CYCLE
+        )
+        / CLOCK_GHZ
+        / 1e3
+    )
+
+
+_NAMES = (
+    "vector_instructions",
+    "vector_repeats",
+    "gathered",
+    "sort32_groups",
+    "merged_pairs",
+    "barriers",
+    "flags",
+    "scalar_accesses",
+    "mte2_bytes",
+    "mte3_bytes",
+)
+
+
+def _passes(pairs: int) -> int:
+    """Merges of four until groups of 32 are one list."""
+    lists = -(-pairs // 32)
+    passes = 0
+    while lists > 1:
+        lists = -(-lists // 4)
+        passes = passes + 1
+    return passes
+
+
+def _sorting(groups: int, merged: int, n: int, k: int, loads: int) -> dict[str, float]:
+    """Mask (Select), sort and merge.
+
+    Each merge pass and each load is an instruction and a barrier.
+    """
+    instructions = 2 * loads + 4
+    return {
+        "vector_instructions": instructions,
+        "vector_repeats": -(-n // 64),
+        "sort32_groups": groups,
+        "merged_pairs": merged,
+        "barriers": instructions,
+        "flags": 4 * loads + 2,
+        "mte2_bytes": 4 * n + -(-n // 8),
+        "mte3_bytes": 8 * k,
+    }
+
+
+def full_sort(n: int, k: int) -> dict[str, float]:
+    """Everything is sorted, then cut.
+
+    Lists over 4095 pairs would not even merge in one instruction.
+    """
+    return _sorting(-(-n // 32), _passes(n) * n, n, k, loads=1 + _passes(n))
+
+
+def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
+    """Tile by tile: sort the tile, merge its best k with the best so far. masked_topk without its filter."""
+    tiles = -(-n // tile)
+    padded = -(-k // 32) * 32
+    a_tile = _passes(min(n, tile)) * min(n, tile) + padded + min(padded, tile)
+    return _sorting(-(-n // 32), tiles * a_tile, n, k, loads=tiles * (2 + _passes(min(n, tile))))
+
+
+def lines(seed: int) -> Iterator[Line]:
+    """Two lines a case of masked_topk, one a baseline, then those of an HSTU pass (`hstu_model.py`).
+
+    Raises:
+        AssertionError: the kernel's answer is not a stable sort's.
+    """
+    emulator = Emulator()
+    random = np.random.default_rng(seed)
+    for n in LENGTHS:
+        logits = random.normal(size=(ROWS, n)).astype(np.float32)
+        for kept in KEPT:
+            mask = random.random((ROWS, n)) < kept
+            for k in KS:
+                value, index, report = emulator.masked_topk(logits, packed(mask), k, on=Machine(1))
+                scores = np.where(mask, logits, -np.inf)
+                order = np.argsort(-scores, axis=1, kind="stable")[:, : value.shape[1]]
+                want = np.take_along_axis(scores, order, axis=1)
+                assert np.array_equal(value[:, : want.shape[1]], want), "masked_topk is wrong"
+                found = np.where(want > -np.inf, order, -1)
+                assert np.array_equal(index[:, : want.shape[1]], found), "masked_topk is wrong"
+                ours_us = modelled_us({name: count / ROWS for name, count in report.total.items()})
+                case = f"n={n} k={k} kept={kept:.0%}"
+                for name, counts in (
+                    ("full sort", full_sort(n, k)),
+                    ("top-k, no filter", plain_topk(n, k, report.tile)),
+                ):
+                    us = modelled_us(counts)
+                    yield compared("emulator", case, ours_us, "us (model)", name, us, us / ours_us)
+    yield from hstu_model.lines(seed)

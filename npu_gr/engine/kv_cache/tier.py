@@ -1,0 +1,424 @@
+"""What the two tiers of prefix KV have in common, and the DRAM tier.
+
+`prefix_pool.py` is the HBM tier.
+
+    free pages --reserve--> an entry that is written --publish | commit--> an entry that can be found
+        ^                        | abandon                                    | drop, when nobody reads it
+        |                        v                                            v
+        +------------------- give back <--------------------------------------+
+                                 |
+                                 +-- of an erased user: `on_erased` overwrites the pages before they are free
+
+The DRAM tier has copies of used prefixes for users who come back: LRU with a TTL, under a byte
+limit. Tenants share the bytes by weight (`core.shares`): room is made from those over their share,
+and from the one that asks.
+
+All methods are for one thread (the event loop's). `docs/relay.md` draws the states of a page.
+
+Source: RelayGR (arXiv:2601.01712), memory-aware expander.
+Invariants of the DRAM tier, held by tests/engine/kv_cache/test_dram_store.py:
+  D1  every page is free or held by exactly one entry; the arena is the byte limit
+  D2  an entry can be found only after its copy is complete
+  D3  a leased entry is never evicted
+  D4  a copy of a tenant within its share is evicted for another copy of that tenant only
+  D5  the epoch of a page changes each time the page is handed out, so a reader can detect that its pages
+      were reused during the copy
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import PoolExhausted, StaleEntry
+from npu_gr.core.history import UserKey
+from npu_gr.core.shares import Account, Shares
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageAllocator, PageRun
+
+
+class PrefixKey(NamedTuple):
+    """Identifies a prefix.
+
+    Prefixes whose keys differ in one field never stand for each other (the version fence).
+    """
+
+    user: UserKey
+    model_version: str
+    layout_id: str  # `KVLayout.layout_id`
+    fingerprint: str  # of the tokens
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> PrefixKey: ...
+
+
+Keyed = TypeVar("Keyed", bound=_Keyed)
+
+
+class ByUser(Generic[Keyed]):
+    """The entries of each user, oldest first. A user has few entries, so a list is enough."""
+
+    def __init__(self) -> None:
+        self._entries: dict[UserKey, list[Keyed]] = {}
+
+    def add(self, entry: Keyed) -> None:
+        """Add an entry."""
+        self._entries.setdefault(entry.key.user, []).append(entry)
+
+    def remove(self, entry: Keyed) -> None:
+        """Remove an entry that was added."""
+        entries = self._entries[entry.key.user]
+        entries.remove(entry)
+        if not entries:
+            del self._entries[entry.key.user]
+
+    def of(self, user: UserKey) -> list[Keyed]:
+        """Return the user's entries, in a list of their own."""
+        return list(self._entries.get(user, ()))
+
+    def matching(self, user: UserKey, model_version: str, layout_id: str) -> list[Keyed]:
+        """List the user's entries of one model version and page layout, newest first."""
+        return [
+            entry
+            for entry in reversed(self._entries.get(user, ()))
+            if entry.key.model_version == model_version and entry.key.layout_id == layout_id
+        ]
+
+
+class TierEntry:
+    """One prefix and the pages that it holds in one tier. `runs` are in token order."""
+
+    __slots__ = (
+        "account",
+        "expires_at",
+        "is_erased",
+        "is_held",
+        "key",
+        "leases",
+        "num_pages",
+        "num_tokens",
+        "runs",
+        "timestamps",
+    )
+
+    def __init__(
+        self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], account: Account
+    ) -> None:
+        self.key = key
+        self.account = account  # of its tenant; it counts the pages
+        self.num_tokens = num_tokens
+        self.runs = runs
+        self.num_pages = sum(run.num_pages for run in runs)
+        # [num_tokens] unix seconds; None = the prefix is not completely written
+        self.timestamps: I64 | None = None
+        self.leases = 0  # readers now
+        self.expires_at = 0.0
+        self.is_held = True  # it still has its pages
+        self.is_erased = False  # its user asked to be forgotten
+        account.held += self.num_pages
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it was ever completely written and findable."""
+        return self.timestamps is not None
+
+
+E = TypeVar("E", bound=TierEntry)
+
+
+class PageTier(ABC, Generic[E]):
+    """Pages of one arena, and an index of their entries by user."""
+
+    def __init__(self, arena: KVArena, num_pages: int, clock: Callable[[], float]) -> None:
+        self.arena = arena
+        self._clock = clock
+        self._pages = PageAllocator(num_pages)
+        self._found: dict[PrefixKey, E] = {}  # completely written
+        # entries that are not dropped, whether they are written or not
+        self._users: ByUser[E] = ByUser()
+        # Called with the pages of an erased user, and a function that makes them free: call it once
+        # the pages are overwritten. Without a listener they are free at once.
+        self.on_erased: Callable[[tuple[PageRun, ...], Callable[[], None]], None] = (
+            lambda _runs, free: free()
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._pages.num_pages * self.arena.layout.page_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages that no entry holds."""
+        return self._pages.num_free * self.arena.layout.page_bytes
+
+    def __len__(self) -> int:
+        """Count the entries that can be found."""
+        return len(self._found)
+
+    @abstractmethod
+    def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> E:
+        """Take pages for a prefix that is about to be written. It cannot be found yet."""
+
+    @abstractmethod
+    def abandon(self, entry: E) -> None:
+        """Give up an entry whose writer failed.
+
+        Nothing happens to an entry that was completely written.
+        """
+
+    def get(self, key: PrefixKey) -> E | None:
+        """Find the completely written entry with this key."""
+        return self._found.get(key)
+
+    @abstractmethod
+    def drop(self, entry: E) -> None:
+        """Make an entry unfindable.
+
+        Its pages go back when its writer or its last reader is done.
+        """
+
+    def find(self, user: UserKey, model_version: str, layout_id: str) -> list[E]:
+        """Find a user's completely written entries of one model version and page layout, newest first."""
+        return [
+            entry
+            for entry in self._users.matching(user, model_version, layout_id)
+            if self.get(entry.key) is entry
+        ]
+
+    def knows(self, user: UserKey) -> bool:
+        """Whether there are entries of a user, those being written too."""
+        return bool(self._users.of(user))
+
+    def erase_user(self, user: UserKey) -> None:
+        """Drop all entries of a user, those being written too.
+
+        `on_erased` gets their pages as they come back.
+        """
+        for entry in self._users.of(user):
+            entry.is_erased = True
+            self.drop(entry)
+
+    def _give_back(self, entry: E) -> None:
+        entry.is_held = False
+        entry.account.held -= entry.num_pages
+        free = partial(self._pages.free, entry.runs)
+        if entry.is_erased:
+            self.on_erased(entry.runs, free)
+        else:
+            free()
+
+
+class DramEntry(TierEntry):
+    """One copy of a prefix."""
+
+    __slots__ = ("epoch", "holding", "is_dropped", "used_number")
+
+    def __init__(
+        self,
+        key: PrefixKey,
+        num_tokens: int,
+        runs: tuple[PageRun, ...],
+        epoch: int,
+        holding: _Holding,
+    ) -> None:
+        super().__init__(key, num_tokens, runs, holding)
+        self.holding = holding
+        # of two entries, the one with the smaller number was used less recently
+        self.used_number = 0
+        self.epoch = epoch  # of all its pages, for as long as they are its own
+        self.is_dropped = False  # it cannot be found any more
+
+
+class _Holding(Account):
+    """What one tenant has of the store, in pages."""
+
+    __slots__ = ("copies",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # complete; least recently used first
+        self.copies: OrderedDict[PrefixKey, DramEntry] = OrderedDict()
+
+    def least_recent(self) -> DramEntry | None:
+        """The least recently used copy that is not leased; few are."""
+        return next((entry for entry in self.copies.values() if not entry.leases), None)
+
+
+class DramStore(PageTier[DramEntry]):
+    """Copies over the pages of one host arena."""
+
+    def __init__(
+        self,
+        arena: KVArena,
+        *,
+        ttl_s: float,
+        ttl_jitter_ratio: float,
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start with every page free.
+
+        Args:
+            arena: the memory; all of it is used.
+            ttl_s: how long an unused copy is kept.
+            ttl_jitter_ratio: each TTL is longer or shorter by up to this share, so that copies made
+                together do not expire together.
+            seed: of that jitter.
+            clock: instants for expiry.
+        """
+        super().__init__(arena, arena.num_pages, clock)
+        self._ttl_s = ttl_s
+        self._jitter_ratio = ttl_jitter_ratio
+        self._random = random.Random(seed)  # noqa: S311  (jitter)
+        self._epochs = np.zeros(arena.num_pages, np.int64)  # of each page
+        self._epoch = 0
+        self._numbers = itertools.count(1)
+        self.shares: Shares[_Holding] = Shares(_Holding, clock)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the pages that entries hold."""
+        return self.budget_bytes - self.free_bytes
+
+    def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> DramEntry:
+        """Take pages for a copy; least recently used entries make room.
+
+        It is invisible until `commit`.
+
+        The caller must end the reservation with `commit` or `abandon`, whatever happens.
+
+        Args:
+            key: of the prefix.
+            num_tokens: its length.
+            is_own: work of the instance itself; it takes from any tenant.
+
+        Raises:
+            PoolExhausted: all pages that this tenant may get, and that are neither leased nor being
+                written, are too few; no more entries were evicted than necessary.
+        """
+        need = self.arena.layout.pages(num_tokens)
+        if need > self.arena.num_pages:
+            raise PoolExhausted(f"need {need} pages, the DRAM tier has {self.arena.num_pages}")
+        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
+        while self._pages.num_free < need and (victim := self._victim(holding)) is not None:
+            self.drop(victim)
+        self._epoch += 1
+        entry = DramEntry(key, num_tokens, self._pages.allocate(need), self._epoch, holding)
+        for first, count in entry.runs:
+            self._epochs[first : first + count] = self._epoch
+        self._users.add(entry)
+        return entry
+
+    def _victim(self, taker: _Holding) -> DramEntry | None:
+        """Choose the entry that makes room for a tenant: the least recently used of those over their share, or its own.
+
+        A tenant within its share gives up its own only if nobody is over his.
+        """
+        ratios = self.shares.ratios()
+        is_nobody = taker is self.shares.nobody
+        num_pages = self.arena.num_pages
+        over = [
+            one
+            for one in self.shares.accounts
+            if is_nobody or self.shares.is_over(one, ratios, num_pages)
+        ]
+        heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
+        return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
+
+    def commit(self, entry: DramEntry, timestamps: I64) -> None:
+        """Make a complete copy findable for its TTL.
+
+        The pages of a copy that was dropped meanwhile go back.
+
+        Args:
+            entry: as `reserve` returned it.
+            timestamps: [num_tokens] unix seconds of its tokens.
+        """
+        if entry.is_dropped:
+            self.abandon(entry)
+            return
+        if (before := self._found.get(entry.key)) is not None:
+            self.drop(before)
+        entry.timestamps = timestamps
+        self._touch(entry)
+
+    def abandon(self, entry: DramEntry) -> None:
+        """Give the pages of an incomplete copy back. Nothing happens to a complete one."""
+        if entry.is_published or not entry.is_held:
+            return
+        self.drop(entry)
+        self._give_back(entry)
+
+    def get(self, key: PrefixKey) -> DramEntry | None:
+        """Find the complete, unexpired copy with this key."""
+        entry = self._found.get(key)
+        if entry is not None and entry.expires_at <= self._clock() and not entry.leases:
+            self.drop(entry)
+            return None
+        return entry
+
+    @contextmanager
+    def lease(self, entry: DramEntry) -> Iterator[DramEntry]:
+        """Keep the entry's pages while the block copies them.
+
+        Using an entry starts its TTL again.
+        """
+        self.shares.asked(entry.holding)
+        entry.leases += 1
+        try:
+            yield entry
+        finally:
+            entry.leases -= 1
+            if not entry.is_dropped:
+                self._touch(entry)
+            elif not entry.leases and entry.is_held:
+                self._give_back(entry)
+
+    def verify(self, entry: DramEntry) -> None:
+        """Check that the entry's pages were not handed out again.
+
+        Call it before and after reading them.
+
+        Raises:
+            StaleEntry: they were.
+        """
+        for first, count in entry.runs:
+            if not (self._epochs[first : first + count] == entry.epoch).all():
+                raise StaleEntry("the DRAM copy was overwritten while it was read")
+
+    def drop(self, entry: DramEntry) -> None:
+        """Make an entry unfindable.
+
+        Its pages go back at once, or when its writer or its last reader is done.
+        """
+        if entry.is_dropped:
+            return
+        entry.is_dropped = True
+        self._users.remove(entry)
+        if not entry.is_published:
+            return  # the writer still calls `commit` or `abandon`
+        del self._found[entry.key]
+        del entry.holding.copies[entry.key]
+        if not entry.leases:
+            self._give_back(entry)
+
+    def _touch(self, entry: DramEntry) -> None:
+        """Start the entry's TTL again, and make it the most recently used."""
+        jitter = 1.0 + self._jitter_ratio * (2.0 * self._random.random() - 1.0)
+        entry.expires_at = self._clock() + self._ttl_s * jitter
+        entry.used_number = next(self._numbers)
+        self._found[entry.key] = entry
+        entry.holding.copies[entry.key] = entry
+        entry.holding.copies.move_to_end(entry.key)

@@ -1,0 +1,111 @@
+"""The two memory tiers of one model's prefixes, made from their settings.
+
+The service and the simulator use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from npu_gr.backend.base import Backend
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.history import UserKey
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.config import KVConfig
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+
+
+class Tiers(NamedTuple):
+    """Where the prefixes of one page layout lie.
+
+    Several model versions may share the tiers: keys hold the version.
+    """
+
+    pool: PrefixPool  # HBM
+    dram: DramStore | None  # None = no second tier
+
+    def knows(self, user: UserKey) -> bool:
+        """Whether a tier has entries of a user, those being written too."""
+        return self.pool.knows(user) or (self.dram is not None and self.dram.knows(user))
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Give tenants shares by other weights; all that are not named have 1."""
+        self.pool.shares.weights = tenant_weights
+        if self.dram is not None:
+            self.dram.shares.weights = tenant_weights
+
+    def erase_user(self, user: UserKey) -> None:
+        """Drop all entries of a user in both tiers."""
+        self.pool.erase_user(user)
+        if self.dram is not None:
+            self.dram.erase_user(user)
+
+
+def open_tiers(
+    config: KVConfig,
+    layout: KVLayout,
+    backend: Backend | None,
+    *,
+    t_life_s: float,
+    clock: Callable[[], float],
+    section: str = "kv",
+    least_pages: int = 1,
+    seed: int = 0,
+) -> Tiers:
+    """Allocate both tiers and touch every page.
+
+    Args:
+        config: sizes in bytes, and the TTL of the DRAM tier. The DRAM tier exists if it has room
+            for one page.
+        layout: of a page, in both tiers.
+        backend: whose device holds the HBM tier, and who packs tiles and pins host memory. None =
+            pages without memory, on torch's `meta` device: for a simulation.
+        t_life_s: how long a published prefix waits for its rank.
+        clock: instants for expiry, in both tiers.
+        section: of the configuration, which an error names.
+        least_pages: of the HBM tier.
+        seed: of the jitter of the DRAM tier's TTLs.
+
+    Raises:
+        ConfigError: `hbm_bytes` holds fewer than `least_pages` pages.
+    """
+    pages = config.hbm_bytes // layout.page_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} "
+            "bytes, "
+            f"the least is {least_pages}"
+        )
+    arena = _arena(layout, pages, backend)
+    pool = PrefixPool(arena, config.hbm_bytes, t_life_s, clock)
+    dram_pages = config.dram_bytes // layout.page_bytes
+    if not dram_pages:
+        return Tiers(pool, None)
+    dram = DramStore(
+        _host_arena(layout, dram_pages, backend),
+        ttl_s=config.dram_ttl_s,
+        ttl_jitter_ratio=config.dram_ttl_jitter_ratio,
+        seed=seed,
+        clock=clock,
+    )
+    return Tiers(pool, dram)
+
+
+def _arena(layout: KVLayout, num_pages: int, backend: Backend | None) -> KVArena:
+    if backend is None:
+        return KVArena(layout, num_pages, torch.device("meta"))
+    arena = KVArena(layout, num_pages, backend.device, pack=backend.pack_kv)
+    # the zeros are written before a device thread, in a stream of its own, writes a prefix
+    backend.synchronize()
+    return arena
+
+
+def _host_arena(layout: KVLayout, num_pages: int, backend: Backend | None) -> KVArena:
+    if backend is None:
+        return KVArena(layout, num_pages, torch.device("meta"))
+    return KVArena(layout, num_pages, torch.device("cpu"), pinned=backend.pins_host_memory)

@@ -1,0 +1,120 @@
+"""Versions of catalogue and vectors, as an administrator changes them: errors in files become errors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.core.history import UserKey
+from npu_gr.core.kinds import GENERATE, MATCH
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, VectorsInfo
+from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.scored_items import CoverageRule
+from npu_gr.handlers.served_catalogue import ServedCatalogue
+from npu_gr.handlers.versions import Versions
+from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
+
+
+class CatalogueOfGenerator:
+    """The catalogue of the generator in service.
+
+    Every method raises NotFound if the instance does not generate, and Unprocessable if the file or
+    the change cannot be served; the version served before still is.
+    """
+
+    def __init__(self, versions: Versions, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
+        self._versions = versions
+        self._coverage = coverage
+        self._metrics = metrics
+
+    @property
+    def _items(self) -> ServedCatalogue:
+        return self._versions.generator().items
+
+    async def info(self) -> CatalogueInfo:
+        """Describe the version in service."""
+        return self._items.info()
+
+    def num_paths(self) -> tuple[int, ...]:
+        """Count the semantic-ID paths of 1, 2, ... codes."""
+        return self._items.num_paths()
+
+    async def reload(self) -> CatalogueInfo:
+        """Read the file again and serve it; requests in progress keep their version."""
+        items = self._items
+        with _unprocessable("catalogue"), self._metrics.attempt(Reloaded.CATALOGUE):
+            async with self._coverage.replacing(GENERATE.name) as before:
+                return await items.reload(before)
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items of the version in service."""
+        with _unprocessable("catalogue"):
+            async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
+                return await self._items.update(change, before)
+
+    async def rollback(self) -> CatalogueInfo:
+        """Serve the version before."""
+        with _unprocessable("catalogue"):
+            async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
+                info = await self._items.rollback()
+                await before(self._items.item_ids)
+                return info
+
+
+class VectorsOfMatch:
+    """The vectors in service.
+
+    Errors as for `CatalogueOfGenerator`, where the instance does not match.
+    """
+
+    def __init__(
+        self, vectors: ServedVectors | None, coverage: CoverageRule, metrics: ReloadMetrics
+    ) -> None:
+        self._maybe = vectors
+        self._coverage = coverage
+        self._metrics = metrics
+
+    @property
+    def _vectors(self) -> ServedVectors:
+        if self._maybe is None:
+            raise NotFound("this instance does not match: its configuration has no section match")
+        return self._maybe
+
+    def knows(self, user: UserKey) -> bool:
+        """Whether a version that is kept was trained with the user.
+
+        Never where the instance does not match.
+        """
+        return self._maybe is not None and self._maybe.knows(user)
+
+    def versions(self) -> tuple[str, ...]:
+        """Name the version in service; () = the instance does not match."""
+        return () if self._maybe is None else (self._maybe.info().version,)
+
+    async def info(self) -> VectorsInfo:
+        """Describe the version in service."""
+        return self._vectors.info()
+
+    async def reload(self) -> VectorsInfo:
+        """Read the folder again and serve it; requests in progress keep their version."""
+        vectors = self._vectors
+        with _unprocessable("vectors"), self._metrics.attempt(Reloaded.VECTORS):
+            async with self._coverage.replacing(MATCH.name) as before:
+                return await vectors.reload(before)
+
+    async def rollback(self) -> VectorsInfo:
+        """Serve the version before."""
+        with _unprocessable("vectors"):
+            async with self._coverage.replacing(MATCH.name, is_limited=False) as before:
+                info = self._vectors.rollback()
+                await before(self._vectors.item_ids)
+                return info
+
+
+@contextmanager
+def _unprocessable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        raise Unprocessable(f"{name}: {error}") from error

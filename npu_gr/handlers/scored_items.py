@@ -1,0 +1,458 @@
+"""The items that a ranker scores: those of its training, and those that the catalogue in service has beside them.
+
+    catalogue's next version -> what is new in it -> vectors of features and codes -> spare rows of
+    the table
+                             -> in one step of the event loop: vocabulary, retrieval and catalogue
+                             show them
+
+A pass sees all of a row or none: rows are written before anything names them, and never again. An
+item that was withdrawn and comes back with other codes or features gets another row; nothing finds
+the old one any more. Rows are free again with the next version of the ranker.
+
+The codes of a semantic ID mean to the ranker what they meant in its training, so they count only
+while the catalogue gives the trained items the codes that they had there.
+
+`CoverageRule` watches how many of the items that a cascade retrieves the ranker knows. An item that
+it does not know has no score. A few are new ones; many mean that ranker and source were made from
+other data, which nothing else shows.
+
+    start                                 rejected below `recommend.min_coverage`
+    reload of models, catalogue, vectors  rejected below it, if the ranker knows more of the source now
+    items that come and go, rollback      measured, and never rejected
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.catalogue.records import Features
+from npu_gr.catalogue.trie import I32
+from npu_gr.catalogue.versions import Snapshot
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import CatalogueError, ConfigError
+from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
+from npu_gr.core.text_format import quoted
+from npu_gr.engine.queue import JobOrder
+from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.model.feature_rows import NewItems
+from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary
+
+log = logging.getLogger(__name__)
+
+SAMPLED_ITEMS = 1000  # trained items whose codes are compared with the catalogue's
+LEAST_EQUAL = 0.9  # share of them that must have the codes of the training
+
+Commit = Callable[[], None]
+"""Shows what was prepared; it cannot fail and waits for nothing."""
+
+Follow = Callable[[Snapshot, bool], Awaitable[Commit]]
+"""Prepares for a version of the catalogue, see `ScoredItems.follow`.
+
+The bool is its `is_strict`.
+"""
+
+
+async def nobody(_: Snapshot, __: bool) -> Commit:
+    """Prepare nothing."""
+    return lambda: None
+
+
+class _Plan(NamedTuple):
+    """What a version of the catalogue asks of the ranker's table."""
+
+    ids: I64  # [n] items that get a row
+    items: NewItems
+    made_of: dict[int, bytes]  # item -> what its row is made of
+    num_left: int  # items that no row is left for
+    withdrawn: I64  # ids that retrieval must not find, ascending
+
+
+class ScoredItems:
+    """The items that one version of the ranker scores: those of its training, and new ones.
+
+    Event loop only.
+    """
+
+    def __init__(self, engine: RankEngine, vocabulary: ItemVocabulary) -> None:
+        """Know the trained items.
+
+        Args:
+            engine: of the ranker; its frozen table may have spare rows.
+            vocabulary: of the training.
+        """
+        self._engine = engine
+        self._config = engine.model.config
+        self.vocabulary = vocabulary  # replaced as a whole
+        self.withdrawn: I64 = np.empty(0, np.int64)  # ids that a cascade must not answer, ascending
+        # rows that retrieval must not find: theirs, and those that were replaced
+        self.hidden: I64 = self.withdrawn
+        self.num_unscored = 0  # items of the catalogue that it has no row for
+        self._made_of: dict[int, bytes] = {}  # of the new items
+        self._value_ids = [
+            {value: place for place, value in enumerate(f.values)}
+            for f in self._config.item_features
+        ]
+        sample = np.random.default_rng(0).permutation(len(vocabulary.ids))[:SAMPLED_ITEMS]
+        self._sampled_ids = vocabulary.ids[sample]
+        self._sampled_codes = (
+            engine.model.codes.of_item[sample].cpu().numpy() if self._config.item_codes else None
+        )
+
+    @property
+    def num_new(self) -> int:
+        """New items that are scored."""
+        return len(self._made_of)
+
+    @property
+    def num_spare(self) -> int:
+        """Rows that are left."""
+        return self._engine.model.items.num_rows - len(self.vocabulary)
+
+    async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
+        """Write rows for what is new in a version of the catalogue.
+
+        Args:
+            snapshot: that is about to come into service.
+            is_strict: raise where rows are too few, or where features are not the ranker's; False =
+                the first items get the rows that are left, and what the ranker cannot read is left
+                out.
+
+        Returns:
+            What to call when the version comes into service; if it never does, the rows are written
+            over by the next.
+
+        Raises:
+            CatalogueError: too few rows are left, or a feature is none of the ranker's; nothing was
+                changed.
+            DeviceError: the rows could not be written; nothing was changed.
+        """
+        plan = await asyncio.to_thread(self._plan, snapshot, self.vocabulary, is_strict)
+        if len(plan.ids):
+            first_row = len(self.vocabulary)
+            await self._engine.scheduler.call(
+                lambda: self._engine.write_items(first_row, plan.items),
+                float("inf"),
+                order=JobOrder(0.0),
+            )
+        if plan.num_left:
+            why = (
+                "no spare row is left"
+                if self._config.scores_new_items
+                else ("it was trained without row dropout")
+            )
+            log.warning("the ranker cannot score %d items of the catalogue: %s", plan.num_left, why)
+        return lambda: self._show(plan)
+
+    def _show(self, plan: _Plan) -> None:
+        made = self.vocabulary.with_new(plan.ids) if len(plan.ids) else self.vocabulary
+        self._made_of |= plan.made_of
+        self.num_unscored = plan.num_left
+        self.withdrawn = plan.withdrawn
+        rows = made.rows(plan.withdrawn)
+        every = np.arange(len(made.ids), len(made))
+        replaced = every[made.rows(made.new_ids) != every]
+        self.hidden = np.union1d(rows[rows != UNKNOWN], replaced)
+        self.vocabulary = made
+        # last: a device thread that finds a row asks the vocabulary for its id
+        self._engine.num_rows = len(made)
+
+    def _plan(self, snapshot: Snapshot, vocabulary: ItemVocabulary, is_strict: bool) -> _Plan:
+        offered = snapshot.item_ids
+        untrained = offered[vocabulary.trained_rows(offered) == UNKNOWN]
+        gone = vocabulary.new_ids[~np.isin(vocabulary.new_ids, untrained)]
+        withdrawn = np.union1d(snapshot.withdrawn_ids, gone)
+        if not self._config.scores_new_items:
+            return _Plan(untrained[:0], _NO_ITEMS, {}, len(untrained), withdrawn)
+        has_row = vocabulary.rows(untrained) != UNKNOWN
+        fresh = untrained[~has_row]
+        looked_at = np.concatenate([untrained[has_row], fresh[: self.num_spare]])
+        codes = self._codes(snapshot, looked_at)
+        features = self._features(looked_at, snapshot.features, is_strict)
+        values = self._values(looked_at, snapshot.features, is_strict)
+        columns: list[npt.NDArray[Any]] = [codes, *features, *(() if values is None else values)]
+        made_of = {
+            item: b"".join(column[place].tobytes() for column in columns)
+            for place, item in enumerate(looked_at.tolist())
+        }
+        changed = np.flatnonzero(
+            [self._made_of.get(item) != made for item, made in made_of.items()]
+        )
+        num_left = len(changed) + max(0, len(fresh) - self.num_spare) - self.num_spare
+        if num_left > 0 and is_strict:
+            raise CatalogueError(
+                f"{num_left + self.num_spare} items need new rows of the ranker, and "
+                f"{self.num_spare} of "
+                "service.spare_items are left: serve a ranker that was trained with them, or start "
+                "with more spare rows"
+            )
+        taken = changed[: self.num_spare]
+        ids = looked_at[taken]
+        return _Plan(
+            ids,
+            NewItems(
+                tuple(column[taken] for column in features),
+                codes[taken],
+                None if values is None else Encoded(values.codes[taken], values.numbers[taken]),
+            ),
+            {item: made_of[item] for item in ids.tolist()},
+            max(0, num_left),
+            withdrawn,
+        )
+
+    def _codes(self, snapshot: Snapshot, items: I64) -> I32:
+        """Read the codes of new items.
+
+        None of them has any where the catalogue's codes are not the ranker's.
+        """
+        none = np.tile(np.array(self._config.item_codes, np.int32), (len(items), 1))
+        if self._sampled_codes is None or not len(items):
+            return none
+        trie = snapshot.trie
+        if trie.num_levels != len(self._config.item_codes):
+            log.warning(
+                "new items are scored by their features alone: semantic IDs of %d codes, the "
+                "ranker's have %d",
+                *(trie.num_levels, len(self._config.item_codes)),
+            )
+            return none
+        leaves = trie.find(self._sampled_ids)
+        there = leaves >= 0
+        same = (trie.sid_of(leaves[there]) == self._sampled_codes[there]).all(1)
+        if not len(same) or same.mean() < LEAST_EQUAL:
+            log.warning(
+                "new items are scored by their features alone: %d of %d trained items have the "
+                "codes of the training",
+                *(int(same.sum()), len(same)),
+            )
+            return none
+        # a code that no trained item has is none
+        return np.minimum(trie.sid_of(trie.find(items)), none)
+
+    def _features(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> list[I64]:
+        """Turn features into value ids: [n, max_values] of each of `item_features`.
+
+        Values not known are missing.
+        """
+        found = []
+        for f, ids in zip(self._config.item_features, self._value_ids, strict=True):
+            table = np.full((len(items), f.max_values), f.num_values)
+            for row, item in enumerate(items.tolist()):
+                values = given.get(item, {}).get(f.name, [])
+                values = values if isinstance(values, list) else [values]
+                if is_strict and len(values) > f.max_values:
+                    raise CatalogueError(
+                        f"item {item}: feature {quoted(f.name)}: {len(values)} values, the ranker "
+                        f"reads {f.max_values}"
+                    )
+                known = [ids[value] for value in map(str, values) if value in ids][: f.max_values]
+                table[row, : len(known)] = known
+            found.append(table)
+        return found
+
+    def _values(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> Encoded | None:
+        """Encode the schema's features of items; None = the ranker has none.
+
+        Raises:
+            CatalogueError: a name is no feature of the ranker, or a value does not fit its own;
+                only if `is_strict`.
+        """
+        schema = {f.name for f in self._config.features_of("item")}
+        others = {f.name for f in self._config.item_features}
+        if is_strict:
+            for item in items.tolist():
+                if unknown := given.get(item, {}).keys() - schema - others:
+                    names = ", ".join(sorted(schema | others)) or "none"
+                    raise CatalogueError(
+                        f"item {item}: feature {quoted(min(unknown))}: the ranker's are {names}"
+                    )
+        if not schema:
+            return None
+        encoder = FeatureEncoder(self._config.features_of("item"))
+        rows = []
+        for item in items.tolist():
+            own = {name: [value] for name, value in given.get(item, {}).items() if name in schema}
+            try:
+                rows.append(encoder.encode(own, 1))
+            except ValueError as error:
+                if is_strict:
+                    raise CatalogueError(f"item {item}: feature {error}") from error
+                log.warning("item %d is scored without its features: %s", item, error)
+                rows.append(encoder.encode({}, 1))
+        empty = encoder.encode({}, 0)
+        return Encoded(*(np.concatenate(parts) for parts in zip(empty, *rows, strict=True)))
+
+
+_NO_ITEMS = NewItems((), np.empty((0, 0), np.int32))
+
+
+log = logging.getLogger(__name__)
+
+
+class Coverage(NamedTuple):
+    """How many items of a source the ranker knows."""
+
+    num_known: int
+    num_items: int
+
+    @property
+    def ratio(self) -> float:
+        """The share that it knows; of no items it knows all."""
+        return self.num_known / self.num_items if self.num_items else 1.0
+
+    @classmethod
+    def of(cls, vocabulary: ItemVocabulary, item_ids: I64) -> Coverage:
+        """Count the items, [n] external ids, that a ranker was trained with.
+
+        New ones tell nothing of its data.
+        """
+        return cls(
+            int(np.count_nonzero(vocabulary.trained_rows(item_ids) != UNKNOWN)), len(item_ids)
+        )
+
+
+Items = Callable[[], I64]
+"""Lists external ids, [n]. Called in a thread: ten million take a second."""
+
+Before = Callable[[Items], Awaitable[None]]
+"""Awaited with the items of a source's new version before it comes into service.
+
+If it raises, the version does not.
+"""
+
+
+async def anything(_: Items) -> None:
+    """Raise nothing."""
+
+
+Measured = Mapping[str, Coverage]
+"""By source."""
+
+
+class CoverageRule:
+    """The coverage of each source, and the limit under it. Event loop only.
+
+    Hold `changing` from `check` or `measure` to `accept`, so that ranker and sources change one
+    after the other.
+    """
+
+    def __init__(
+        self,
+        min_ratio: float,
+        vocabulary: Callable[[], ItemVocabulary],
+        items: Mapping[str, Items],
+        limited: Collection[str],
+        on_measured: Callable[[str, float], None],
+    ) -> None:
+        """Measure nothing yet.
+
+        Args:
+            min_ratio: `recommend.min_coverage`.
+            vocabulary: of the ranker in service.
+            items: source -> what it may find now.
+            limited: the sources that the limit is for; the others are measured alone.
+            on_measured: told each source and its ratio.
+        """
+        self._min_ratio = min_ratio
+        self._vocabulary = vocabulary
+        self._items = dict(items)
+        self._limited = tuple(limited)
+        self._on_measured = on_measured
+        self._now: dict[str, Coverage] = {}
+        self.changing = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Measure what is to come into service, and log what the ranker does not know.
+
+        Raises:
+            ConfigError: the ranker knows too few items of a source.
+        """
+        async with self.changing:
+            measured = await self.check()
+            self.accept(measured)
+        for name, (num_known, num_items) in measured.items():
+            if num_known < num_items:
+                log.warning(
+                    "recommend: the ranker knows %d of the %d items of %s",
+                    num_known,
+                    num_items,
+                    name,
+                )
+
+    async def check(
+        self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
+    ) -> Measured:
+        """Measure what would be if a ranker or a source were replaced.
+
+        Args:
+            vocabulary: of the new ranker; None = the one in service.
+            items: of each source that is new.
+
+        Raises:
+            ConfigError: the ranker would know too few items of a source, and fewer than it knows
+                now.
+        """
+        measured = await self.measure(vocabulary, items)
+        for name, new in measured.items():
+            now = self._now.get(name)
+            is_worse = now is None or new.ratio < now.ratio
+            if name in self._limited and new.ratio < self._min_ratio and is_worse:
+                raise ConfigError(
+                    f"recommend: the ranker knows {new.num_known} of the {new.num_items} items of "
+                    f"{name} "
+                    f"({int(100 * new.ratio)} %); recommend.min_coverage is {self._min_ratio:g}"
+                )
+        return measured
+
+    async def measure(
+        self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
+    ) -> Measured:
+        """Measure as `check` does, without a limit.
+
+        A new ranker concerns every source, a new source itself alone.
+        """
+        new = items or {}
+        names = new if new and vocabulary is None else self._items
+        listed = {name: new.get(name, self._items[name]) for name in names if name in self._items}
+        if not listed:
+            return {}
+        known = self._vocabulary() if vocabulary is None else vocabulary
+        return await asyncio.to_thread(
+            lambda: {name: Coverage.of(known, items()) for name, items in listed.items()}
+        )
+
+    def accept(self, measured: Measured) -> None:
+        """Take what was measured for what is in service."""
+        self._now.update(measured)
+        for name, coverage in measured.items():
+            self._on_measured(name, coverage.ratio)
+
+    @asynccontextmanager
+    async def replacing(self, source: str, *, is_limited: bool = True) -> AsyncIterator[Before]:
+        """Replace a source in the block, which awaits what it gets with the new items.
+
+        That raises as `check` does.
+
+        Args:
+            source: its name; one that the cascade does not ask is not measured.
+            is_limited: False = only measure.
+        """
+        measured: Measured = {}
+
+        async def before(items: Items) -> None:
+            nonlocal measured
+            measured = await (self.check if is_limited else self.measure)(items={source: items})
+
+        async with self.changing:
+            yield before
+            self.accept(measured)
+
+    def now(self, source: str) -> Coverage:
+        """Return what was accepted last."""
+        return self._now[source]

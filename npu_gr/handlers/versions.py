@@ -1,0 +1,458 @@
+"""The models that serve: the current ranker and generator, and the versions before them while they drain.
+
+replace(new)   new requests get `new`; requests that name the old version get that one
+T_life later   prefixes that were signalled for the old version have found their ranks or expired
+nobody uses it the old version is stopped and dropped
+
+`ServedNames` names items and actions as their callers know them, by the tables of all these
+versions.
+
+The `signal`, `rank` and `generate` jobs read the history and ask the version that their request
+names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from npu_gr.catalogue.names import ItemNames, names_of, titles_of
+from npu_gr.catalogue.versions import Snapshot
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import NotFound, StoreFailed, Unprocessable
+from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.history import HistoryReport, OnUnsorted
+from npu_gr.core.lifetime import Published
+from npu_gr.core.names import ActionNames, is_hashed
+from npu_gr.core.request import (
+    GenerateAnswer,
+    GenerateRequest,
+    RankAnswer,
+    RankRequest,
+    SignalAnswer,
+    SignalRequest,
+    Verdict,
+)
+from npu_gr.core.served import ModelInfo
+from npu_gr.core.text_format import quoted
+from npu_gr.handlers.base import Call
+from npu_gr.handlers.generation import Generation
+from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.scored_items import Commit
+from npu_gr.metrics.registry import Metrics
+
+V = TypeVar("V", Ranking, Generation)
+
+
+class ModelVersions(Generic[V]):
+    """Versions of one model: the current one, and at most one that drains. Event loop only."""
+
+    def __init__(self, name: str, first: V, on_change: Callable[[], None]) -> None:
+        """Serve `first`.
+
+        Args:
+            name: what the model is, in messages.
+            first: the version in service.
+            on_change: called when another version came into service.
+        """
+        self._versions: Published[V] = Published(name)
+        self._versions.publish(first)
+        self._on_change = on_change
+        # at most two: one may still stop its version
+        self._retirements: set[asyncio.Task[None]] = set()
+
+    @property
+    def current(self) -> V:
+        """The version in service."""
+        return self._versions.current
+
+    @property
+    def draining(self) -> V | None:
+        """The version before it, until it is stopped."""
+        return self._versions.previous
+
+    def all(self) -> list[V]:
+        """List the draining version, then the current one.
+
+        They share their pages, so an erasure must visit the current one last: it owns the
+        overwrite.
+        """
+        return [version for version in (self.draining, self.current) if version is not None]
+
+    def find(self, version: str | None) -> V:
+        """Find the version that a request names; None = the current one.
+
+        Raises:
+            NotFound: neither the current version nor the draining one has that name.
+        """
+        if version is None:
+            return self.current
+        served = self.all()[::-1]
+        for each in served:
+            if version == each.version:
+                return each
+        names = " and ".join(repr(each.version) for each in served)
+        raise NotFound(
+            f"model_version: {quoted(version)} is not served; {names} "
+            f"{'is' if len(served) == 1 else 'are'}"
+        )
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return bool(self._retirements)
+
+    def replace(self, new: V) -> None:
+        """Put `new` into service; the version before it drains."""
+        assert self.draining is None, "a reload waits for the version that drains"
+        old = self.current
+        self._versions.publish(new)
+        self._on_change()
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
+        # its engine and its relay form a cycle: without this the old weights stay until some later
+        # full collection
+        task.add_done_callback(lambda _: gc.collect())
+
+    async def _retire(self, old: V) -> None:
+        await asyncio.sleep(old.relay.t_life_s)
+        await old.use.wait_free()  # no request can take the version between this line and the next
+        self._versions.drop_previous()
+        await old.stop()
+
+    async def stop(self) -> None:
+        """Stop every version and what retires one."""
+        for task in list(self._retirements):
+            task.cancel()
+        await asyncio.gather(*self._retirements, return_exceptions=True)
+        for version in self.all():
+            await version.stop()
+
+
+class Versions:
+    """The ranker and the generator of an instance; it has one of them or both. Event loop only."""
+
+    def __init__(
+        self,
+        ranking: Ranking | None,
+        generation: Generation | None,
+        on_change: Callable[[ModelInfo], None] = lambda _first: None,
+    ) -> None:
+        """Serve these models.
+
+        Args:
+            ranking, generation: None = the instance does not do that.
+            on_change: called with the default model when a version came into service.
+        """
+        assert ranking or generation
+
+        def changed() -> None:
+            on_change(self.models()[0])
+
+        self.rankers = None if ranking is None else ModelVersions("the ranker", ranking, changed)
+        self.generators = (
+            None if generation is None else ModelVersions("the generator", generation, changed)
+        )
+
+    def ranker(self, version: str | None = None) -> Ranking:
+        """Find a version of the ranker.
+
+        Raises:
+            NotFound: the instance does not rank, or does not serve that version.
+        """
+        if self.rankers is None:
+            raise NotFound("this instance does not rank: its configuration has no checkpoint")
+        return self.rankers.find(version)
+
+    def generator(self, version: str | None = None) -> Generation:
+        """Find a version of the generator.
+
+        Raises:
+            NotFound: the instance does not generate, or does not serve that version.
+        """
+        if self.generators is None:
+            raise NotFound(
+                "this instance does not generate: its configuration has no section generate"
+            )
+        return self.generators.find(version)
+
+    def current(self) -> list[Ranking | Generation]:
+        """List the versions in service."""
+        return [models.current for models in (self.rankers, self.generators) if models is not None]
+
+    def all(self) -> list[Ranking | Generation]:
+        """List every version; of one model the draining version comes before the current one."""
+        return [*self._draining(), *self.current()]
+
+    def _draining(self) -> list[Ranking | Generation]:
+        found = [
+            models.draining for models in (self.rankers, self.generators) if models is not None
+        ]
+        return [version for version in found if version is not None]
+
+    async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
+        """Have every version of the ranker prepare for a version of the catalogue.
+
+        See `ScoredItems.follow`.
+
+        Args:
+            snapshot: that is about to come into service.
+            is_strict: of the version in service; one that drains does what it can.
+        """
+        if self.rankers is None:
+            return lambda: None
+        current = self.rankers.current
+        commits = [
+            await r.items.follow(snapshot, is_strict and r is current) for r in self.rankers.all()
+        ]
+
+        def commit() -> None:
+            for show in commits:
+                show()
+
+        return commit
+
+    def of_ranker(self) -> tuple[str, ...]:
+        """Name the versions of the ranker, the current one first; () = the instance does not rank."""
+        return (
+            ()
+            if self.rankers is None
+            else tuple(one.version for one in reversed(self.rankers.all()))
+        )
+
+    def of_generator(self) -> tuple[str, ...]:
+        """Name the versions of the generator, as those of the ranker."""
+        return (
+            ()
+            if self.generators is None
+            else tuple(one.version for one in reversed(self.generators.all()))
+        )
+
+    def models(self) -> list[ModelInfo]:
+        """Describe every version, those in service first."""
+        draining = [
+            dataclasses.replace(version.model, is_draining=True) for version in self._draining()
+        ]
+        return [version.model for version in self.current()] + draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a version that was replaced is still there."""
+        return bool(self._draining())
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return any(
+            models is not None and models.is_retiring for models in (self.rankers, self.generators)
+        )
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that the longest window in service has room for."""
+        return max([version.max_events for version in self.current()])
+
+    async def stop(self) -> None:
+        """Stop every version."""
+        for models in (self.rankers, self.generators):
+            if models is not None:
+                await models.stop()
+
+
+class ServedNames:
+    """The tables of all versions together: an id is one item's, so whichever table has it names it.
+
+    Event loop only.
+    """
+
+    def __init__(
+        self, histories: Histories, versions: Versions, vectors: ServedVectors | None
+    ) -> None:
+        """Read the tables where they are served.
+
+        Args:
+            histories: whose rows may run backwards in time.
+            versions: of ranker and generator.
+            vectors: None = the instance does not match.
+        """
+        self._histories = histories
+        self._versions = versions
+        self._vectors = vectors
+
+    @property
+    def unsorted_history(self) -> OnUnsorted:
+        """What becomes of a history whose rows run backwards in time."""
+        return self._histories.on_unsorted
+
+    def actions(self, version: str | None) -> ActionNames | None:
+        """Return the actions of a version of the ranker, or without one the generator's; None = they have no names.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        if self._versions.rankers is not None:
+            return self._versions.rankers.find(version).actions
+        return self._versions.generator().actions
+
+    def features(self, version: str | None) -> ModelFeatures:
+        """Return the features of a version of the ranker; without a ranker there are none.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        rankers = self._versions.rankers
+        return ModelFeatures() if rankers is None else rankers.find(version).features
+
+    def items(self, ids: I64) -> list[str | int]:
+        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        if not is_hashed(ids).any():
+            return cast("list[str | int]", ids.tolist())
+        return names_of(self._tables(), ids)
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each item: [n] -> n titles, None where it has none."""
+        return titles_of(self._tables(), ids)
+
+    def _tables(self) -> list[ItemNames]:
+        """List each table once: of the catalogue, of the versions in service, of those before them."""
+        tables = (
+            []
+            if self._versions.generators is None
+            else self._versions.generators.current.items.tables()
+        )
+        vectors = [] if self._vectors is None else self._vectors.kept()
+        serving, all_versions = self._versions.current(), self._versions.all()
+        tables += [version.names for version in (*serving, *vectors, *all_versions)]
+        return list(dict.fromkeys(table for table in tables if len(table)))
+
+
+# After these verdicts the prefix is in HBM, or on its way, and waits for its rank.
+_PRODUCED = (
+    Verdict.PREINFER,
+    Verdict.EXTEND,
+    Verdict.RELOAD,
+    Verdict.ALREADY_RESIDENT,
+    Verdict.ALREADY_RUNNING,
+)
+
+
+class _ModelJob:
+    """What the three have in common."""
+
+    def __init__(self, versions: Versions, histories: Histories, metrics: Metrics) -> None:
+        """Serve one kind of request.
+
+        Args:
+            versions: of the ranker and the generator.
+            histories: where behaviours come from.
+            metrics: where answers are counted.
+        """
+        self._versions = versions
+        self._histories = histories
+        self._metrics = metrics
+
+    async def stop(self) -> None:
+        """Do nothing: the versions stop their own work."""
+
+
+class SignalJob(_ModelJob):
+    """Signals for the ranker's prefix, the generator's prompt, or both."""
+
+    async def run(self, request: SignalRequest, call: Call) -> SignalAnswer:
+        """Decide, start, and answer at once."""
+        versions, version = self._versions, request.model_version
+        ranking = versions.ranker(version) if versions.rankers is not None else None
+        generation = None
+        if versions.generators is not None:
+            generation = versions.generators.current if ranking else versions.generator(version)
+        verdict = generate_verdict = None
+        with ExitStack() as used:
+            for model in (ranking, generation):
+                if model is not None:
+                    used.enter_context(model.use)
+            reads = None if ranking is None else ranking.features.user.features
+            history = await self._histories.read(
+                request.user, request.history, versions.max_events, call.slot.outside, reads
+            )
+            read_at = time.monotonic()
+            if ranking is not None:
+                tokens = ranking.tokenize(history)
+                report = tokens.report
+                verdict = ranking.signal(request.user, tokens, request.num_candidates)
+            else:
+                events = history.events
+                report = HistoryReport(
+                    fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin
+                )
+            self._histories.remember(request.user, request.history, history)
+            if generation is not None:
+                generate_verdict = await generation.signal(request.user, history)
+        first = verdict or generate_verdict
+        model = ranking or generation
+        assert first is not None
+        assert model is not None
+        self._metrics.signal.decided(first)
+        return SignalAnswer(
+            verdict=first,
+            model_version=model.version,
+            history=report,
+            resident_for_s=model.relay.t_life_s if first in _PRODUCED else 0.0,
+            generate_verdict=generate_verdict,
+            stages_s={"history": read_at - call.arrived_at, "decide": time.monotonic() - read_at},
+        )
+
+
+class RankJob(_ModelJob):
+    """Ranks, each by the version of the ranker that its request names."""
+
+    async def run(self, request: RankRequest, call: Call) -> RankAnswer:
+        """Read the history, score, and keep the version in use meanwhile."""
+        ranking = self._versions.ranker(request.model_version)
+        if not len(request.candidates):
+            raise Unprocessable("candidates: needs at least one")
+        with ranking.use:
+            reads = ranking.features.user.features
+            history = await self._histories.read(
+                request.user, request.history, self._versions.max_events, call.slot.outside, reads
+            )
+            tokens = ranking.tokenize(history)
+            self._histories.remember(request.user, request.history, history)
+            answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)
+        self._metrics.rank.answered(answer)
+        return answer
+
+
+class GenerateJob(_ModelJob):
+    """Generates, each by the version of the generator that its request names."""
+
+    async def run(self, request: GenerateRequest, call: Call) -> GenerateAnswer:
+        """Read the history, search, and keep the version in use meanwhile."""
+        generation = self._versions.generator(request.model_version)
+        with generation.use:
+            history = await self._histories.read(
+                request.user, request.history, self._versions.max_events, call.slot.outside
+            )
+            events = history.events
+            # an empty prompt would blame the caller: 422
+            if events.origin.fault and not len(events):
+                raise StoreFailed(
+                    "the history store fails, and nothing is known of the user", events.origin.fault
+                )
+            self._histories.remember(request.user, request.history, history)
+            history_s = time.monotonic() - call.arrived_at
+            answer = await generation.generate(request, history, call, history_s)
+        answer = msgspec.structs.replace(
+            answer, history=msgspec.structs.replace(answer.history, origin=events.origin)
+        )
+        self._metrics.generate.answered(answer)
+        return answer

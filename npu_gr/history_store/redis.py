@@ -1,0 +1,434 @@
+"""The history store on Redis (6.2 or newer) or Valkey, for fleets: one string of packed events and one index a user.
+
+    npu_gr:{user}:log       CHECKED records, the newest last
+    npu_gr:{user}:first     events given up before them
+    npu_gr:{user}:features  stream of their features, see `redis_records`; missing if no event ever had any
+    npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum of both
+    npu_gr:{user}:order     idempotency keys by their time
+    npu_gr:actions          names of the actions by number: a list that only grows at its end
+    npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
+
+An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge
+reads, and writes unless somebody else wrote meanwhile. Durability is the server's own (`appendonly
+yes`); an append is acknowledged when the server has answered it. No command is sent twice, because
+an append that was not answered in time may have happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import logging
+import ssl
+from collections import defaultdict
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
+from npu_gr.core.tls import TlsFiles
+from npu_gr.history_store import redis_records as scripts
+from npu_gr.history_store.checksum import (
+    CHECKED,
+    Found,
+    count_bad,
+    damaged,
+    pack_checked,
+    unpack_checked,
+)
+from npu_gr.history_store.event_features import check_size
+from npu_gr.history_store.redis_records import (
+    FEATURES,
+    RunGroup,
+    count_bad_rows,
+    pack_entries,
+    unpack_groups,
+)
+from npu_gr.history_store.store import (
+    EVENT,
+    HistoryConfig,
+    IdempotencyKey,
+    StoredHistory,
+    checked,
+    key_bytes,
+    merge,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_SCHEME = "rediss"
+
+
+def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
+    """Return what redis-py needs for a URL.
+
+    The server's certificate and its name are always checked.
+
+    Args:
+        url: `rediss://` or another one, which needs nothing.
+        tls: None = the authorities that the system trusts, and no certificate of ours.
+    """
+    if urlsplit(url).scheme != _SCHEME:
+        return {}
+    tls = tls or TlsFiles()
+    return {
+        "ssl_ca_certs": tls.ca,
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }
+
+
+def is_in_clear(url: str) -> bool:
+    """Whether histories cross a network in clear: not over TLS, and not to this machine."""
+    parts = urlsplit(url)
+    if parts.scheme != "redis":
+        return False
+    host = parts.hostname or "localhost"
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def tls_trouble(error: BaseException) -> str:
+    """Return what TLS says in an error of a connection, or nothing.
+
+    It names no address and no password.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLError):
+            return f" ({seen.reason or type(seen).__name__})"
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
+log = logging.getLogger(__name__)
+
+_HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
+_ACTIONS = "npu_gr:actions"
+_ALL = 2**53  # bytes: more than a value has
+
+
+class RedisStore:
+    """A `HistoryStore` on a server that many instances share."""
+
+    def __init__(self, client: Redis, config: HistoryConfig) -> None:
+        self._client = client
+        self._config = config
+        self._max_events = config.max_events_per_user
+        self._append = client.register_script(scripts.APPEND)
+        self._read = client.register_script(scripts.READ)
+        self._put = client.register_script(scripts.PUT)
+        self._move = client.register_script(scripts.MOVE)
+        self._name = client.register_script(scripts.NAME_ACTIONS)
+        self.health = StoreHealth()
+
+    @classmethod
+    async def connect(cls, config: HistoryConfig) -> RedisStore:
+        """Connect and ping.
+
+        Raises:
+            ConfigError: the package is missing, or nobody answers at `features.url`.
+        """
+        try:
+            from redis.asyncio import BlockingConnectionPool, Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+        except ImportError as error:
+            raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
+        try:
+            pool = BlockingConnectionPool.from_url(
+                config.redis_url.reveal(),
+                # reads, and as many appends and erasures; others wait
+                max_connections=2 * config.max_calls,
+                timeout=config.timeout_s,
+                socket_timeout=config.timeout_s,
+                socket_connect_timeout=config.timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                **tls_options(str(config.redis_url), config.tls),
+                **_unnamed(),
+            )
+        except ValueError:  # its text may hold a piece of the password
+            raise ConfigError(
+                f"features.url: {config.redis_url} is no address of a Redis: {_HOW}"
+            ) from None
+        if is_in_clear(str(config.redis_url)):
+            log.warning("features.url: histories cross the network in clear; use rediss://")
+        store = cls(Redis.from_pool(pool), config)
+        try:
+            await _run(store._client.ping())
+        except StoreFailed as error:
+            await store.close()
+            raise ConfigError(f"features.url: no answer from {config.redis_url}: {error}") from None
+        return store
+
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+        return (await self._write(Write(user, events, Mode.APPEND, key))).num_events
+
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
+        """Do the writes of one user one after the other, and those of different users at once."""
+        turns: defaultdict[UserKey, list[int]] = defaultdict(list)
+        for place, one in enumerate(batch):
+            turns[one.user].append(place)
+        results: dict[int, Written | StoreFailed | Unprocessable] = {}
+        free = asyncio.Semaphore(self._config.max_calls)  # connections that a batch takes
+
+        async def work(places: list[int]) -> None:
+            for place in places:
+                async with free:
+                    try:
+                        results[place] = await self._write(batch[place])
+                    except (StoreFailed, Unprocessable) as error:
+                        results[place] = error
+
+        await asyncio.gather(*(work(places) for places in turns.values()))
+        return checked(results[place] for place in range(len(batch)))
+
+    async def _write(self, one: Write) -> Written:
+        check_size(one.events, self._config.max_feature_bytes_per_event)
+        match one.mode:
+            case Mode.APPEND:
+                return await self._append_once(one)
+            case Mode.REPLACE:
+                events = one.events[-self._max_events :]
+                await _run(self._put(_keys(one.user), _put_arguments(one.user, events, 0, "")))
+                return Written(len(events), len(events))
+            case Mode.MERGE:
+                while (written := await self._merge(one)) is None:
+                    pass
+                return written
+
+    async def _append_once(self, one: Write) -> Written:
+        key = key_bytes(one.user)
+        data = pack_checked(key, one.events)
+        arguments: list[Any] = [
+            data,
+            self._max_events * CHECKED.itemsize,
+            CHECKED.itemsize,
+            b"",
+            b"",
+            0,
+            0,
+        ]
+        if one.key is not None:
+            made = IdempotencyKey.make(one.key, one.events)
+            keep_s = max(1, round(self._config.idempotency_s))
+            arguments[3:] = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
+        for entry in pack_entries(key, one.events, data):
+            arguments += entry
+        while (done := await _run(self._append(_keys(one.user), arguments))) == scripts.OLD:
+            await self._move_old(one.user)
+        if done == scripts.OTHER:
+            raise Unprocessable("idempotency_key: it was used for other events")
+        if done == scripts.BAD:
+            raise damaged("a checksum is wrong")
+        if done == scripts.CUT:
+            raise damaged("its bytes are not whole records")
+        if done == scripts.STRAY:
+            raise damaged("it has features of events that are not there")
+        kept, is_new = done
+        return Written(int(kept), len(one.events) if is_new else 0)
+
+    async def _merge(self, one: Write) -> Written | None:
+        """Merge events into what is there; None = somebody else wrote meanwhile, and nothing was done."""
+        first, all_stored, state = await self._read_state(one.user, _ALL, "1")
+        stored = all_stored[-self._max_events :]
+        merged = merge(stored, one.events, self._max_events)
+        if not merged.changes:
+            return Written(len(stored), 0)
+        # a history that is written anew counts from 0
+        given_up = (
+            first + len(all_stored) + merged.num_added - len(merged.events)
+            if merged.is_append
+            else 0
+        )
+        arguments = _put_arguments(one.user, merged.events, given_up, state)
+        if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
+            return None
+        return Written(len(merged.events), merged.num_added, merged.num_filled)
+
+    async def read(self, user: UserKey, last: int) -> StoredHistory:
+        first, events, _ = await self._read_state(
+            user, min(last, self._max_events) * CHECKED.itemsize, ""
+        )
+        return StoredHistory(events, first)
+
+    async def _read_state(
+        self, user: UserKey, num_bytes: int, with_state: str
+    ) -> tuple[int, Events, str]:
+        """Read the newest events, the index of the first of them, and the state of all."""
+        keys, key = _keys(user), key_bytes(user)
+        while (
+            answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))
+        ) == scripts.OLD:
+            await self._move_old(user)
+        first, data, groups, state = answer
+        events = unpack_checked(key, data)
+        if groups:
+            features = unpack_groups(key, [RunGroup(*group) for group in groups], int(first), data)
+            events = replace(events, features=features)
+        return int(first), events, state.decode()
+
+    async def actions(self) -> tuple[str, ...]:
+        return _texts(await _run(self._client.lrange(_ACTIONS, 0, -1)))
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        raw = [name.encode("utf-8", "surrogatepass") for name in names]
+        return _texts(await _run(self._name([_ACTIONS], raw)))
+
+    async def erase(self, user: UserKey) -> bool:
+        await _run(self._client.unlink(*_keys(user)))
+        # there is no file of ours; what the server's own files keep until it rewrites them is its
+        # matter
+        return True
+
+    async def num_keys(self, user: UserKey) -> int:
+        """Count the keys that exist of a user."""
+        return int(await _run(self._client.exists(*_keys(user))))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _move_old(self, user: UserKey) -> None:
+        """Write the records of an older version again, with checksums.
+
+        Another instance may do it first.
+        """
+        keys = _keys(user)
+        data = await _run(self._client.get(keys[-1])) or b""
+        if len(data) % EVENT.itemsize:
+            raise damaged(f"{len(data)} bytes are not whole records")
+        await _run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
+
+
+async def _run(answer: Awaitable[Any]) -> Any:
+    """Wait for an answer of Redis. Raises StoreFailed."""
+    from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+    try:
+        return await answer
+    except (RedisError, OSError) as error:
+        name = type(error).__name__
+        # the server answered: say what; else the text may hold the address and its password
+        text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
+        full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
+        fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
+        raise StoreFailed(f"the history store does not answer: {text}", fault) from error
+
+
+def _unnamed() -> dict[str, Any]:
+    """Settings with which a connection does not name its library: newer ones look that up on the disk each time."""
+    try:
+        import redis.driver_info  # noqa: F401  (redis >= 7)
+    except ImportError:
+        return {}
+    return {"driver_info": None}
+
+
+def _texts(raw: list[bytes]) -> tuple[str, ...]:
+    return tuple(name.decode("utf-8", "surrogatepass") for name in raw)
+
+
+def _keys(user: UserKey) -> list[str]:
+    name = base64.urlsafe_b64encode(key_bytes(user)).decode()
+    # one hash slot for all
+    return [
+        f"npu_gr:{{{name}}}:{part}"
+        for part in ("log", "first", "keys", "order", "features", "events")
+    ]
+
+
+def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> list[Any]:
+    key = key_bytes(user)
+    data = pack_checked(key, events)
+    arguments: list[Any] = [data, given_up, state]
+    for end, layout, rows in pack_entries(key, events, data):
+        arguments += (given_up + end, layout, rows)
+    return arguments
+
+
+_READ_BYTES = 1 << 20  # at once, so that a long history does not hold the server up
+_RUNS = 256  # of features at once
+
+
+async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
+    """Read every user's records, and compare each with its checksum.
+
+    Users that change meanwhile are read as they are.
+
+    Args:
+        url: of the server.
+        tls: of a `rediss://` one.
+
+    Raises:
+        ConfigError: the package is missing, or nobody answers.
+    """
+    try:
+        from redis.asyncio import from_url
+        from redis.exceptions import RedisError
+    except ImportError as error:
+        raise ConfigError("redis:// needs pip install 'npu_gr[redis]'") from error
+    found = Found()
+    try:
+        async with from_url(url, **tls_options(url, tls)) as client:
+            async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
+                key = _user_key(name)
+                if key is None:
+                    found.damage.append(f"{name!r} is no name of ours")
+                    continue
+                found.num_entries += 1
+                bad = num = 0
+                while data := await client.getrange(name, num, num + _whole(_READ_BYTES) - 1):
+                    assert isinstance(data, bytes)  # the client decodes nothing
+                    bad += count_bad(key, data)
+                    num += len(data)
+                bad += await _count_bad_features(client, name, key)
+                found.num_events += max(0, num // CHECKED.itemsize - bad)
+                if bad:
+                    found.bad_users.add(key)
+                else:
+                    found.num_users += 1
+            async for name in client.scan_iter("npu_gr:{*}:events", count=1000):
+                found.num_entries += 1
+                found.num_unchecked += 1
+                found.num_events += await client.strlen(name) // EVENT.itemsize
+    except (RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"{type(error).__name__}: no answer from Redis") from error
+    return found
+
+
+async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:
+    """Read the features of a user piece by piece, each with the records of its events."""
+    names = [name.removesuffix(b"log") + part for part in (b"log", b"first", b"features")]
+    bad, after = 0, b"0"
+    while answer := await client.eval(FEATURES, 3, *names, after, _RUNS, CHECKED.itemsize):
+        after, first, records, runs = answer
+        groups = [
+            RunGroup(layout, end, str(len(rows)).encode(), rows) for end, layout, rows in runs
+        ]
+        bad += count_bad_rows(key, groups, int(first), records)
+    return bad
+
+
+def _whole(num_bytes: int) -> int:
+    return num_bytes // CHECKED.itemsize * CHECKED.itemsize
+
+
+def _user_key(name: bytes) -> bytes | None:
+    try:
+        return base64.urlsafe_b64decode(name.split(b"{", 1)[1].split(b"}", 1)[0])
+    except (IndexError, binascii.Error):
+        return None

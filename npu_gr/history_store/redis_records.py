@@ -1,0 +1,305 @@
+"""What is sent to Redis: the scripts of the history store, and the features of events.
+
+Each script is one step that nothing comes between. KEYS of all of them: log, first, keys, order,
+features, events; `redis.py` says what they hold.
+
+Features are a stream of runs, whose rows carry checksums, because an append cannot read there:
+
+    id `end-0`    the run is of the events before the index `end`, counted over everything the user ever did
+    one field     its layout -> its rows, each with a checksum of the user, the layout, the row, and its event's own
+
+So a row that stands beside another event than it came with is found: an instance of an older
+version, which does not know the stream, may have put other events there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from npu_gr.core.errors import StoreFailed
+from npu_gr.core.feature_schema.columns import Columns
+from npu_gr.core.history import Events
+from npu_gr.history_store.checksum import CHECKED, U64, damaged, mix
+from npu_gr.history_store.event_features import (
+    RunLayout,
+    pack_runs,
+    place_rows,
+    places_of,
+    read_layout,
+    read_rows,
+)
+
+U32 = npt.NDArray[np.uint32]
+
+
+class RunGroup(NamedTuple):
+    """Runs of one layout, as a script answers them."""
+
+    layout: bytes
+    ends: bytes  # index behind the last event of each run, as text, separated by blanks
+    sizes: bytes  # bytes of each run, the same
+    rows: bytes  # of all of them
+
+
+def pack_entries(key: bytes, events: Events, records: bytes) -> list[tuple[int, bytes, bytes]]:
+    """Pack the features of events as entries of the stream.
+
+    Args:
+        key: of the user.
+        events: with features.
+        records: the CHECKED records of these events.
+
+    Returns:
+        Of each run the place behind its last event, its layout, and its rows.
+    """
+    checks = np.frombuffer(records, CHECKED)["check"]
+    entries = []
+    for run in pack_runs(events.features, len(events)):
+        layout = read_layout(run.layout)
+        plain = np.frombuffer(run.rows, layout.dtype)
+        rows = np.empty(len(plain), layout.checked)
+        for name in layout.dtype.names or ():
+            rows[name] = plain[name]
+        end = run.start + len(rows)
+        rows["check"] = _row_checks(key, run.layout, checks[run.start : end], plain)
+        entries.append((end, run.layout, rows.tobytes()))
+    return entries
+
+
+def unpack_groups(
+    key: bytes, groups: Iterable[RunGroup], first_index: int, records: bytes
+) -> Columns:
+    """Read the features of events.
+
+    Args:
+        key: of the user.
+        groups: of the stream.
+        first_index: of the first of these events.
+        records: their CHECKED records, which are whole.
+
+    Raises:
+        StoreFailed: a row is damaged, or belongs to another event.
+    """
+    checks = np.frombuffer(records, CHECKED)["check"]
+    parts: list[tuple[RunLayout, Any, npt.NDArray[np.int64]]] = []
+    for group in groups:
+        layout, rows, places = _placed(group, first_index)
+        if bad := _num_bad(key, group.layout, layout, checks, rows, places):
+            raise damaged(f"{bad} checksums of features are wrong")
+        parts.append((layout, rows, places))
+    return place_rows(parts, len(checks))
+
+
+def count_bad_rows(key: bytes, groups: Iterable[RunGroup], first_index: int, records: bytes) -> int:
+    """Count the rows of these events that are damaged, as `unpack_groups` would find them."""
+    checks = np.frombuffer(records, CHECKED)["check"]
+    bad = 0
+    for group in groups:
+        try:
+            layout, rows, places = _placed(group, first_index)
+        except StoreFailed:
+            bad += 1
+        else:
+            bad += _num_bad(key, group.layout, layout, checks, rows, places)
+    return bad
+
+
+def _placed(group: RunGroup, first_index: int) -> tuple[RunLayout, Any, npt.NDArray[np.int64]]:
+    layout = read_layout(group.layout)
+    rows = read_rows(layout.checked, group.rows)
+    ends, sizes = (np.array(text.split(), np.int64) for text in (group.ends, group.sizes))
+    lengths = sizes // layout.checked.itemsize
+    if (lengths * layout.checked.itemsize != sizes).any():
+        raise damaged("features of its events are cut")
+    return layout, rows, places_of(ends - lengths - first_index, lengths)
+
+
+def _num_bad(
+    key: bytes, raw: bytes, layout: RunLayout, checks: U32, rows: Any, places: npt.NDArray[np.int64]
+) -> int:
+    """Count the rows whose checksum is wrong.
+
+    Those behind the last event are, those before the first are not read.
+    """
+    is_here = (places >= 0) & (places < len(checks))
+    here = rows[is_here]
+    plain = np.empty(len(here), layout.dtype)
+    for name in layout.dtype.names or ():
+        plain[name] = here[name]
+    is_wrong = here["check"] != _row_checks(key, raw, checks[places[is_here]], plain)
+    return int(np.count_nonzero(is_wrong)) + int(np.count_nonzero(places >= len(checks)))
+
+
+def _row_checks(key: bytes, layout: bytes, checks: U32, rows: Any) -> U32:
+    """One check a row, by whole columns: a sum of its words, each times its own odd number, mixed with all the rest."""
+    num_bytes = rows.dtype.itemsize
+    padded = np.zeros((len(rows), -(-num_bytes // 8) * 8), np.uint8)
+    padded[:, :num_bytes] = np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, num_bytes)
+    words: U64 = padded.view("<u8")
+    odd = mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    seed = np.uint64(xxhash.xxh3_64_intdigest(len(key).to_bytes(4, "little") + key + layout))
+    mixed = mix((words * odd).sum(1, dtype=np.uint64) ^ seed)
+    return (mix(mixed ^ checks.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+
+OLD = -1  # records of an older version are there: move them, then ask again
+OTHER = -2  # the idempotency key came with other events
+BAD = -3  # the idempotency key's entry is damaged
+# the records are: their bytes are not whole ones, and what was appended would be read across them
+CUT = -4
+CHANGED = -5  # somebody else wrote meanwhile: read again
+STRAY = -6  # features are there of events that are not: an older version put others in their place
+
+# ARGV: data, limit and size of a record in bytes, an idempotency key ("" = none), the digest of its
+# events, seconds to keep it, most keys of a user; then of each run of features the place behind its
+# last event, its layout, its rows.
+APPEND = """
+local log, first, keys, order, features = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
+local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
+local before = redis.call('STRLEN', log)
+if before % record ~= 0 then return -4 end
+local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
+if key ~= '' then
+  local time = redis.call('TIME')
+  now = time[1] * 1e6 + time[2]  -- microseconds, so that keys have an order
+  keep = ARGV[6] * 1e6
+  local known = redis.call('HGET', keys, key)
+  local at = tonumber(redis.call('ZSCORE', order, key) or 0)
+  if known and at + keep > now then
+    if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
+    if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
+    return {tonumber(string.sub(known, 41 + #digest)), 0}
+  end
+end
+if #ARGV > 7 then
+  local total = (tonumber(redis.call('GET', first)) or 0) + before / record
+  local newest = redis.call('XREVRANGE', features, '+', '-', 'COUNT', 1)[1]
+  if newest and tonumber(string.match(newest[1], '%d+')) > total then return -6 end
+  for at = 8, #ARGV, 3 do
+    redis.call('XADD', features, string.format('%.0f-0', total + ARGV[at]), ARGV[at + 1], ARGV[at + 2])
+  end
+end
+local size = redis.call('APPEND', log, ARGV[1])
+if size >= 2 * limit then  -- rewritten once in `limit` bytes: amortised, an append costs what it appends
+  redis.call('SET', log, redis.call('GETRANGE', log, size - limit, -1))
+  local now_first = redis.call('INCRBY', first, (size - limit) / record)
+  if redis.call('EXISTS', features) == 1 then
+    redis.call('XTRIM', features, 'MINID', string.format('%.0f', now_first + 1))
+  end
+  size = limit
+end
+local kept = math.floor(math.min(size, limit) / record)
+if key ~= '' then
+  local answer = digest .. string.format('%d', kept)
+  redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
+  redis.call('ZADD', order, string.format('%.0f', now), key)
+  local old = redis.call('ZRANGEBYSCORE', order, '-inf', string.format('%.0f', now - keep), 'LIMIT', 0, 8)
+  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then table.insert(old, redis.call('ZRANGE', order, 0, 0)[1]) end
+  for _, one in ipairs(old) do
+    redis.call('HDEL', keys, one)
+    redis.call('ZREM', order, one)
+  end
+  redis.call('EXPIRE', keys, ARGV[6])
+  redis.call('EXPIRE', order, ARGV[6])
+end
+return {kept, 1}
+"""
+# Answers the SHA-1 of all that is kept of a user's events, so that a change is found.
+_STATE = """
+local function state()
+  local parts = {redis.call('GET', KEYS[1]) or ''}
+  if redis.call('EXISTS', KEYS[5]) == 1 then
+    for _, entry in ipairs(redis.call('XRANGE', KEYS[5], '-', '+')) do
+      table.insert(parts, entry[1] .. entry[2][1] .. entry[2][2])
+    end
+  end
+  return redis.sha1hex(table.concat(parts))
+end
+"""
+# ARGV: bytes that are wanted, size of a record, and 1 to answer the state too. Runs of features are
+# answered by layout: the ends of all that have it, their sizes, their rows.
+READ = (
+    _STATE
+    + """
+if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
+local size, want = redis.call('STRLEN', KEYS[1]), tonumber(ARGV[1])
+local from = math.max(0, size - want)
+local index = tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2]
+local groups, by_layout = {}, {}
+if redis.call('EXISTS', KEYS[5]) == 1 then
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[5], string.format('%.0f', math.floor(index) + 1), '+')) do
+    local layout, rows = entry[2][1], entry[2][2]
+    local group = by_layout[layout]
+    if not group then
+      group = {{}, {}, {}}
+      by_layout[layout] = group
+      table.insert(groups, layout)
+    end
+    table.insert(group[1], string.match(entry[1], '%d+'))
+    table.insert(group[2], #rows)
+    table.insert(group[3], rows)
+  end
+end
+for at, layout in ipairs(groups) do
+  local group = by_layout[layout]
+  groups[at] = {layout, table.concat(group[1], ' '), table.concat(group[2], ' '), table.concat(group[3])}
+end
+return {index, redis.call('GETRANGE', KEYS[1], from, -1), groups, ARGV[3] == '1' and state() or ''}
+"""
+)
+# ARGV: new records, events given up before them, and the state of what they replace ("" = any);
+# then of each run of features the index behind its last event, its layout, its rows.
+PUT = (
+    _STATE
+    + """
+if ARGV[3] ~= '' then
+  if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
+  if state() ~= ARGV[3] then return -5 end
+end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], ARGV[2])
+redis.call('DEL', KEYS[5], KEYS[6])
+for at = 4, #ARGV, 3 do redis.call('XADD', KEYS[5], ARGV[at] .. '-0', ARGV[at + 1], ARGV[at + 2]) end
+return 1
+"""
+)
+# ARGV: the same records with checksums, and how many bytes they were without
+MOVE = """
+if redis.call('STRLEN', KEYS[6]) ~= tonumber(ARGV[2]) then return 0 end
+redis.call('APPEND', KEYS[1], ARGV[1])
+redis.call('DEL', KEYS[6])
+return 1
+"""
+# KEYS: log, first, features. ARGV: the index that an answer before ended at, most runs, size of a
+# record. Answers where these runs end, the index of the first of their events that is there, the
+# records from it on, and the runs.
+FEATURES = """
+if redis.call('EXISTS', KEYS[3]) == 0 then return nil end
+local after, record = tonumber(ARGV[1]), tonumber(ARGV[3])
+local runs = redis.call('XRANGE', KEYS[3], string.format('%.0f', after + 1), '+', 'COUNT', ARGV[2])
+if #runs == 0 then return nil end
+local first = tonumber(redis.call('GET', KEYS[2]) or 0)
+local from = math.max(after, first)
+for at, entry in ipairs(runs) do runs[at] = {string.match(entry[1], '%d+'), entry[2][1], entry[2][2]} end
+local last, records = runs[#runs][1], ''
+if tonumber(last) > from then
+  records = redis.call('GETRANGE', KEYS[1], (from - first) * record, (last - first) * record - 1)
+end
+return {last, string.format('%.0f', from), records, runs}
+"""
+# KEYS: the list. ARGV: names, from number 0 on. Returns the list as it is then.
+NAME_ACTIONS = """
+local kept = redis.call('LRANGE', KEYS[1], 0, -1)
+if #kept > #ARGV then return kept end
+for number, name in ipairs(kept) do
+  if ARGV[number] ~= name then return kept end
+end
+for number = #kept + 1, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[number]) end
+return redis.call('LRANGE', KEYS[1], 0, -1)
+"""

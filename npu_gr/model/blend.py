@@ -1,0 +1,475 @@
+"""The fitted order of a cascade: what a retrieved item's scores count, and which items follow which.
+
+    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i)
+
+    l      retrieval score of the shared encoder: u . e_i
+    r      logit of the task named `task`
+    m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
+           with .6 of the next newer one's
+    n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours; where they are
+           summed, log(1 + 10 x the sum of these similarities); where they are linear, this sum
+           itself
+    pop    log of the item's share of the events, smoothed
+    seen   1 if the item is in the history
+
+The weights are fitted by likelihood on validation. Of each item the most probable successors are
+kept; what probability they leave over is shared by all other items, in proportion to their
+popularity.
+
+n has the logarithm because similarities are as skewed as counts, and the 100 because a pair of rare
+items that one user has together has a similarity of about .01. The mean, not the sum: a similarity
+says less the more items it may be of. Of the next items of Amazon Beauty's validation the
+likelihood rises by .061 nats an event with this n, by .050 without the division, by .014 without
+the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062 (of the last
+20 events; of the last five .063).
+
+pop is a term of its own because m knows of it only what the last items leave over. Where an item
+has few events and their order says nothing, most of what can be known is in it.
+
+Of a new item, a row from `num_items` on, nothing was counted: its m, n and pop are the means of
+those that it stands among, which decide nothing. As part of a history it leads to what is popular,
+and has no neighbours.
+
+A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
+A file of format 1 has no neighbours, and one without a weight of the popularity does not count it:
+its order is that of the other terms. One whose scale is 10 has neighbours that are summed, and one
+whose scale is 0 has linear ones.
+
+`ScoreBlend` defines each term. `BlendSum` orders a request's candidates by the sum: by a kernel of
+the host where the device has one; without a kernel, or to compare, it computes the terms one after
+the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from npu_gr.backend.base import Backend
+from npu_gr.backend.calls import BlendCall, BlendTables
+from npu_gr.core.arrays import F32, I64
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model.item_similarity import I32, LAST_ITEMS, Neighbours, best_rows
+
+FILE = "order.safetensors"
+# a, b, c, f, p, e
+WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")
+MAX_SUCCESSORS = 100  # of an item
+# of an event's weight, with each newer event; and of a pair's count, with each event more between
+# the two
+DECAY = 0.6
+LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
+PRIOR = 10.0  # transitions that the popularity counts for
+SCALE = 100.0  # of a mean similarity
+SUM_SCALE = 10.0  # of a sum of similarities
+LINEAR = 0.0  # the scale of a sum that is in no logarithm
+MAX_POPULAR = 2000  # items that are found because they are popular, those in the history included
+_LEAST = 1e-12  # probability that rounding leaves to the rest of a row
+_ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
+_NO_ROWS: I32 = np.empty(0, np.int32)
+_NOTES = "npu_gr.order"  # key of the file's metadata
+_WITHOUT_NEIGHBOURS = 1  # format
+_WITH_NEIGHBOURS = 2
+# of every format
+_TENSORS = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}
+_OF_NEIGHBOURS = {"neighbours": np.int32, "similarity": np.float32}  # besides, of format 2
+
+
+class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = _WITHOUT_NEIGHBOURS
+    task: str
+    weights: dict[str, float]
+    decay: float = DECAY
+    prior: float = PRIOR
+    last_events: int = LAST_EVENTS
+    last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
+    # which says whether a mean or a sum is scaled, or none
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreBlend:
+    """Weights of the sum, the transitions, the neighbours, and the popularity.
+
+    I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`.
+    """
+
+    task: str  # whose logit is r
+    weights: Mapping[str, float]  # by the names of `WEIGHTS`
+    successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
+    log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
+    popularity: F32  # [I] log of each item's share of the events, smoothed: finite
+    neighbours: Neighbours | None = None  # None = none were counted: n is 0
+    # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one
+    # is that of new items
+    rest: F32 = field(init=False, repr=False)
+    # [I + 1] popularity; the last one is that of new items
+    shares: F32 = field(init=False, repr=False)
+    _popular: I64 = field(init=False, repr=False)  # rows of the most popular items, best first
+
+    def __post_init__(self) -> None:
+        """Check shapes and values.
+
+        Raises:
+            ValueError: they are no fitted order; the message names the field.
+        """
+        if set(self.weights) != set(WEIGHTS) or not all(map(math.isfinite, self.weights.values())):
+            raise ValueError(
+                f"weights: needs finite {', '.join(WEIGHTS)}, got {dict(self.weights)}"
+            )
+        num_items = len(self.popularity)
+        if self.popularity.ndim != 1 or not num_items or not np.isfinite(self.popularity).all():
+            raise ValueError("popularity: needs one finite number an item")
+        shape = self.successors.shape
+        if shape != self.log_prob.shape or len(shape) != 2 or len(self.successors) != num_items:
+            raise ValueError(
+                f"successors and log_prob: need {num_items} equal rows, got {shape}, "
+                f"{self.log_prob.shape}"
+            )
+        is_known = self.successors >= 0
+        rises = (np.diff(self.successors, axis=1) > 0) | ~is_known[:, :-1]
+        if (self.successors < -1).any() or (self.successors >= num_items).any() or not rises.all():
+            raise ValueError(
+                f"successors: need ascending item rows below {num_items}, -1 before them"
+            )
+        if (
+            np.isnan(self.log_prob).any()
+            or (self.log_prob > 0).any()
+            or not np.isfinite(self.log_prob[is_known]).all()
+        ):
+            raise ValueError("log_prob: needs logs of probabilities")
+        if self.neighbours is not None and len(self.neighbours.items) != num_items:
+            raise ValueError(
+                f"neighbours: needs {num_items} rows, got {len(self.neighbours.items)}"
+            )
+        share = np.exp(self.popularity.astype(np.float64))
+        object.__setattr__(
+            self, "rest", np.append(self._factors(share), np.float32(1 / share.sum()))
+        )
+        object.__setattr__(
+            self, "shares", np.append(self.popularity, np.float32(np.log(share.mean())))
+        )
+        popular = np.argsort(-self.popularity, kind="stable")[:MAX_POPULAR]
+        object.__setattr__(self, "_popular", popular)
+
+    def _factors(self, share: npt.NDArray[np.float64]) -> F32:
+        """Compute what an item's successors leave over, by the popularity of all others."""
+        total = share.sum()
+        rest = np.empty(self.num_items, np.float32)
+        for start in range(0, self.num_items, _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            is_known = self.successors[rows] >= 0
+            left = 1 - np.exp(self.log_prob[rows].astype(np.float64)).sum(1, where=is_known)
+            others = total - share[self.successors[rows]].sum(1, where=is_known)
+            rest[rows] = np.maximum(left, _LEAST) / np.maximum(others, _LEAST)
+        return rest
+
+    @property
+    def scale(self) -> float:
+        """Factor of the mean similarity, or of the sum, within the logarithm; 0 = there is none."""
+        if self.neighbours is None or not self.neighbours.is_summed:
+            return SCALE
+        return LINEAR if self.neighbours.is_linear else SUM_SCALE
+
+    @property
+    def num_items(self) -> int:
+        """Items of the catalogue that the transitions were counted over."""
+        return len(self.popularity)
+
+    def transitions(self, history: I64, candidates: I64) -> F32:
+        """Compute m: the log of the probability that each candidate follows.
+
+        Args:
+            history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may
+                be given.
+            candidates: int64 [c] item rows; new ones too, as in the history.
+
+        Returns:
+            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean
+            item.
+        """
+        log_share = self._log_share(candidates)
+        if not len(history):
+            return self._neutral(log_share, candidates)
+        newest_first = history[-LAST_EVENTS:][::-1]
+        weights = DECAY ** np.arange(len(newest_first))
+        weights /= weights.sum()
+        share = np.exp(log_share.astype(np.float64))
+        mixed = np.zeros(len(candidates))
+        for weight, item in zip(weights, np.minimum(newest_first, self.num_items), strict=True):
+            known = self.successors[item] if item < self.num_items else _NO_ROWS
+            place = np.minimum(np.searchsorted(known, candidates), max(len(known) - 1, 0))
+            probability = self.rest[item] * share
+            if len(known):
+                kept = known[place] == candidates
+                probability[kept] = np.exp(self.log_prob[item, place[kept]].astype(np.float64))
+            mixed += weight * probability
+        return self._neutral(np.log(mixed).astype(np.float32), candidates)
+
+    def alike(self, history: I64, candidates: I64) -> F32:
+        """Compute n: how much each candidate has in common with the history.
+
+        Args:
+            history: int64 [n] item rows, oldest first; those that the neighbours read count, and
+                more may be given.
+            candidates: int64 [c] item rows; new ones too, as in the history.
+
+        Returns:
+            float32 [c], finite, 0 or more, of linear ones also below it; without neighbours, and of
+            a history that has none, 0.
+        """
+        if self.neighbours is None:
+            return np.zeros(len(candidates), np.float32)
+        count = self.neighbours.sums if self.neighbours.is_summed else self.neighbours.means
+        similarity = count(history, candidates)
+        alike = similarity if self.neighbours.is_linear else np.log1p(self.scale * similarity)
+        return self._neutral(alike.astype(np.float32), candidates)
+
+    def popular(self, candidates: I64) -> F32:
+        """Look up pop, int64 [c] item rows -> float32 [c].
+
+        Of new items that of a mean one, or of those among them.
+        """
+        return self._neutral(self._log_share(candidates), candidates)
+
+    def _log_share(self, candidates: I64) -> F32:
+        found: F32 = self.shares[np.minimum(candidates, self.num_items)]
+        return found
+
+    def _neutral(self, term: F32, candidates: I64) -> F32:
+        """Give new candidates the mean of the others, in place."""
+        is_new = candidates >= self.num_items
+        if is_new.any() and not is_new.all():
+            term[is_new] = term[~is_new].mean()
+        return term
+
+    def top(self, history: I64, k: int) -> I64:
+        """Retrieve what most probably follows the last events: of their kept successors, and of what is popular.
+
+        What is no kept successor follows in proportion to its popularity, so the most popular k are
+        all that can be among the best of these.
+
+        Args:
+            history: as of `transitions`.
+            k: most items.
+
+        Returns:
+            int64 [<= k] item rows, best first, of equals the lower row; fewer only where
+            `MAX_POPULAR` is less than k.
+        """
+        recent = history[-LAST_EVENTS:]
+        kept = self.successors[recent[recent < self.num_items]].ravel()
+        found: I64 = np.union1d(kept[kept >= 0].astype(np.int64), self._popular[:k])
+        best: I64 = found[np.argsort(-self.transitions(history, found), kind="stable")[:k]]
+        return best
+
+    def nearest(self, history: I64, k: int) -> I64:
+        """Retrieve what has most in common with the history; nothing without neighbours.
+
+        Linear neighbours are counted together with the popularity, by the order's weights: so what
+        is best by these two terms of all items is found, even if it has nothing in common.
+
+        Args:
+            history: as of `alike`.
+            k: most items.
+
+        Returns:
+            int64 [<= k] item rows, best first, of equals the lower row.
+        """
+        if self.neighbours is None:
+            return np.empty(0, np.int64)
+        alike, sums, _ = self.neighbours.found(history)
+        return self.best_alike(alike, sums, k)
+
+    def best_alike(self, alike: I64, sums: npt.NDArray[np.float64], k: int) -> I64:
+        """Choose what `nearest` retrieves.
+
+        Args:
+            alike: int64 [n] what has something in common with the history, ascending.
+            sums: float64 [n] how much.
+            k: most items.
+        """
+        if self.neighbours is None or not self.neighbours.is_linear:
+            return best_rows(alike, sums, k)
+        popular = self._popular[:k]
+        place = np.searchsorted(alike[:-1], popular)
+        found = np.concatenate([alike, popular[alike[place] != popular] if len(alike) else popular])
+        scores = self.weights["popularity"] * self.popularity[found].astype(np.float64)
+        scores[: len(alike)] += self.weights["neighbours"] * sums
+        return best_rows(found, scores, k)
+
+    def scores(
+        self,
+        retrieval: F32,
+        click: F32,
+        transitions: F32,
+        neighbours: F32,
+        popularity: F32,
+        seen: F32,
+    ) -> F32:
+        """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
+        a, b, c, f, p, e = (np.float32(self.weights[name]) for name in WEIGHTS)
+        total: F32 = a * retrieval + b * click + c * transitions + e * seen
+        total += f * neighbours + p * popularity
+        return total
+
+
+def save_blend(order: ScoreBlend, folder: Path) -> None:
+    """Write the order into a checkpoint's folder, in the place of one that is there.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = folder / FILE
+    notes = _Notes(task=order.task, weights=dict(order.weights))
+    tensors = {name: getattr(order, name) for name in _TENSORS}
+    if order.neighbours is not None:
+        last_items = order.neighbours.last_items
+        notes = msgspec.structs.replace(
+            notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=order.scale
+        )
+        tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
+    else:  # as an older version writes and reads it
+        del notes.weights["neighbours"]
+    if not order.weights["popularity"]:
+        del notes.weights["popularity"]
+    try:
+        save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
+        path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
+        os.replace(path.with_suffix(".tmp"), path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"order {path}: cannot be written: {error}") from error
+
+
+def load_blend(folder: Path) -> ScoreBlend | None:
+    """Read the order of a checkpoint's folder; None = it has none.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another format.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            notes = msgspec.json.decode((file.metadata() or {}).get(_NOTES, "{}"), type=_Notes)
+            has_neighbours = notes.format == _WITH_NEIGHBOURS
+            kinds = _TENSORS | (_OF_NEIGHBOURS if has_neighbours else {})
+            tensors = {name: file.get_tensor(name) for name in kinds}
+        if notes != _of_this_version(notes):
+            raise ValueError(f"{notes} is not of this version")
+        if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
+            raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
+        weights = {"popularity": 0.0} | notes.weights
+        if not has_neighbours:
+            return ScoreBlend(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
+        assert notes.last_items is not msgspec.UNSET, "of this version"
+        neighbours = Neighbours(
+            tensors.pop("neighbours"),
+            tensors.pop("similarity"),
+            notes.last_items,
+            is_summed=notes.scale != SCALE,
+            is_linear=notes.scale == LINEAR,
+        )
+        return ScoreBlend(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
+    except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"order {path}: {error}") from error
+
+
+def _of_this_version(notes: _Notes) -> _Notes:
+    """Make the notes that this version writes of the same task, weights and events that the neighbours read."""
+    found = _Notes(task=notes.task, weights=notes.weights)
+    if notes.format != _WITH_NEIGHBOURS:
+        return found
+    last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
+    scale = notes.scale if notes.scale in (SUM_SCALE, LINEAR) else SCALE
+    return msgspec.structs.replace(
+        found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale
+    )
+
+
+class BlendSum:
+    """The sums of one order. Any thread may call."""
+
+    def __init__(self, order: ScoreBlend, backend: Backend | None = None) -> None:
+        """Prepare them.
+
+        Args:
+            order: whose terms and weights.
+            backend: whose kernel computes them, if it has one; None = numpy.
+        """
+        self.order = order
+        self._kernel = None if backend is None else backend.blend_sums(_tables(order))
+        # events, at most
+        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items
+
+    def __call__(
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+    ) -> F32:
+        """Sum the terms of each candidate: float32 [c].
+
+        Args:
+            history: int64 [n] item rows, oldest first.
+            candidates: int64 [c] item rows; new ones too, as in the history.
+            retrieval: [c]; None = without u the other terms decide.
+            click: [c] logits of the order's task.
+            seen: [c] 1 for an item of the history, else 0; None = none is one.
+        """
+        if self._kernel is None:
+            return self._defined(history, candidates, retrieval, click, seen)
+        recent = history[-max(LAST_EVENTS, self._num_liked) :]
+        num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
+        return self._kernel(
+            BlendCall(recent, num_followed, num_liked, candidates, retrieval, click, seen)
+        )
+
+    def nearest(self, history: I64, k: int) -> I64:
+        """Retrieve as `ScoreBlend.nearest` does: by sums of all items from the kernel, where the pairs are not few."""
+        neighbours = self.order.neighbours
+        if self._kernel is None or neighbours is None or not neighbours.are_many(history):
+            return self.order.nearest(history, k)
+        sums = self._kernel.alike(history[-neighbours.last_items :])
+        alike = np.flatnonzero(sums)
+        return self.order.best_alike(alike, sums[alike], k)
+
+    def _defined(
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+    ) -> F32:
+        nothing = np.zeros(len(candidates), np.float32)
+        return self.order.scores(
+            nothing if retrieval is None else retrieval,
+            click,
+            self.order.transitions(history, candidates),
+            self.order.alike(history, candidates),
+            self.order.popular(candidates),
+            nothing if seen is None else seen,
+        )
+
+
+def _tables(order: ScoreBlend) -> BlendTables:
+    neighbours = order.neighbours
+    none = order.num_items, 0
+    retrieval, click, transitions, alike, popularity, seen = (
+        order.weights[name] for name in WEIGHTS
+    )
+    return BlendTables(
+        order.successors,
+        order.log_prob,
+        order.rest,
+        order.shares,
+        np.empty(none, np.int32) if neighbours is None else neighbours.items,
+        np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
+        DECAY,
+        order.scale,
+        neighbours is not None and neighbours.is_summed,
+        (retrieval, click, transitions, alike, popularity, seen),
+    )

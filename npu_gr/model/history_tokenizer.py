@@ -1,0 +1,336 @@
+"""Turn a user's history into model input: known items only, cut to the window, with a fingerprint of every prefix.
+
+`ItemVocabulary` maps external item ids to the rows of the model's item table and back.
+
+The length rule: at most `max_tokens` of the newest events remain, and the window starts at an event
+whose index in the user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and
+cut_step_tokens 2:
+
+    events 0 1 2 3              start 0
+    events 0 1 2 3 4            start 2: 0 and 1 are cut
+    events 0 1 2 3 4 5          start 2
+    events 0 1 2 3 4 5 6        start 4
+
+Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two
+tokens each, and everything that counts behind this module counts tokens.
+
+Dropping the oldest token at every new event would change every score and make every cached prefix
+useless (rule E9 of docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
+both.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import field
+from msgspec.structs import replace
+
+from npu_gr.core.arrays import I64, largest, smallest
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
+from npu_gr.core.feature_schema.encode import Encoded
+from npu_gr.core.history import Events, HistoryReport
+
+UNKNOWN = -1
+_DIRECT = 8  # slots that a direct table may have for each item; sparser ids use a binary search
+
+
+class ItemVocabulary:
+    """The items that the model knows: those that it was trained with, and new ones.
+
+    Never changed in place.
+
+    Nearly dense ids (from the smallest to the largest there are at most about `_DIRECT` times as
+    many as items) use one table look-up, others a binary search: 16 k ids take tens of microseconds
+    with the table, about a millisecond among ten million sparse ids.
+    """
+
+    def __init__(self, ids: I64) -> None:
+        """Keep the trained items: int64 [num_items], the id of each row, distinct, not negative."""
+        self.ids = ids
+        order = np.argsort(ids)
+        self._sorted = ids[order]
+        # one more, which an id beyond the largest finds
+        self._order = np.append(order, UNKNOWN)
+        self._found = np.append(self._sorted, UNKNOWN)
+        self._table: I64 | None = None
+        if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
+            # one slot an id from the smallest to the largest, and one at each end that ids beyond
+            # them look up
+            self._before = int(self._sorted[0]) - 1  # id of the first slot
+            self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
+            self._table[ids - self._before] = np.arange(len(ids))
+        self.new_ids: I64 = np.empty(0, np.int64)  # id of each row behind the trained ones
+        self._new_rows: I64 = self.new_ids  # of the new items, by ascending id
+        self._new_sorted: I64 = self.new_ids
+
+    def __len__(self) -> int:
+        """Number of rows, the trained and the new ones."""
+        return len(self.ids) + len(self.new_ids)
+
+    def with_new(self, ids: I64) -> ItemVocabulary:
+        """Return this vocabulary with new items on the rows behind its last one.
+
+        The tables of trained ids are shared.
+
+        Args:
+            ids: int64 [n], none of a trained item, each once. One that is new already moves to its
+                later row.
+        """
+        made = copy.copy(self)
+        made.new_ids = np.concatenate([self.new_ids, ids])
+        newest_first = made.new_ids[::-1]
+        # the first of equals is the newest row
+        made._new_sorted, place = np.unique(newest_first, return_index=True)
+        made._new_rows = len(made) - 1 - place
+        return made
+
+    def rows(self, ids: I64) -> I64:
+        """Look up the row of each id, `UNKNOWN` if the model does not know it. [n] -> [n]."""
+        found = self.trained_rows(ids)
+        if len(self._new_sorted) and len(left := np.flatnonzero(found == UNKNOWN)):
+            at = np.searchsorted(self._new_sorted, ids[left]).clip(max=len(self._new_sorted) - 1)
+            found[left] = np.where(self._new_sorted[at] == ids[left], self._new_rows[at], UNKNOWN)
+        return found
+
+    def trained_rows(self, ids: I64) -> I64:
+        """Look up the row of each id, `UNKNOWN` if the model was not trained with it. [n] -> [n]."""
+        if self._table is not None:
+            return self._table.take(ids - self._before, mode="clip")
+        at = self._sorted.searchsorted(ids)
+        found = self._order[at]
+        found[self._found[at] != ids] = UNKNOWN
+        return found
+
+    def ids_of(self, rows: I64) -> I64:
+        """Look up the id of each row, [n] -> [n]."""
+        if not len(self.new_ids):
+            return self.ids[rows]
+        is_new = rows >= len(self.ids)
+        found = self.ids[np.where(is_new, 0, rows)]
+        found[is_new] = self.new_ids[rows[is_new] - len(self.ids)]
+        return found
+
+
+NO_FEATURES = ModelFeatures()
+NO_NEW_ROW = 1 << 62  # beyond every row
+
+
+class Tokens(msgspec.Struct, frozen=True, eq=False):
+    """The model's input for one user. e = events.
+
+    N = tokens: the user's, where the model has any, then the events'.
+    """
+
+    events: Events  # [e] with external item ids; the action of an item's own token is -1
+    rows: I64  # [e] row of each item in the model
+    report: HistoryReport
+    # [1] the user's features; None = none of these tokens is the user's
+    user: Encoded | None = None
+    features: Encoded | None = None  # [e] of the events; None = the model has none
+    # rows from this one on are of items that the model was not trained with
+    first_new_row: int = NO_NEW_ROW
+    user_tokens: int = 1  # that the user's features are; they are never parted
+    plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
+    # of the tokens alone; `report` names what was sent
+    _fingerprints: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def num_user(self) -> int:
+        """Tokens of the user."""
+        return 0 if self.user is None else self.user_tokens
+
+    @property
+    def is_divisible(self) -> bool:
+        """Always: a behaviour's keys and values depend on it and what came before."""
+        return True
+
+    def __len__(self) -> int:
+        return len(self.rows) + (0 if self.user is None else self.user_tokens)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        """Return some of the tokens; of the user's all or none.
+
+        The report stays that of the whole history.
+        """
+        start, stop, _ = part.indices(len(self))
+        own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
+        user = self.user if start == 0 < stop else None
+        return self._of(own, user)
+
+    def newest(self, num_tokens: int) -> Tokens:
+        """Return the newest events and the user's tokens: `num_tokens` together, at least one of them an event's."""
+        return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
+
+    def _of(self, own: slice, user: Encoded | None) -> Tokens:
+        features = _some(self.features, own)
+        new = self.first_new_row
+        return Tokens(
+            self.events[own], self.rows[own], self.report, user, features, new, self.user_tokens
+        )
+
+    @property
+    def timestamps(self) -> I64:
+        """Unix seconds of each token, int64 [n]; the user's have those of the first event."""
+        times = self.events.timestamps
+        if not self.num_user:
+            return times
+        return np.concatenate(
+            (np.full(self.num_user, times[0] if len(times) else 0, np.int64), times)
+        )
+
+    def fingerprint(self, num_tokens: int) -> str:
+        """Fingerprint the first `num_tokens` tokens; each length is computed once.
+
+        The rows of new items belong to it: one that is withdrawn and added again, with other
+        features, has another row.
+        """
+        known = self._fingerprints.get(num_tokens)
+        if known is None:
+            known = self._fingerprints[num_tokens] = self._fingerprint(num_tokens)
+        return known
+
+    def _fingerprint(self, num_tokens: int) -> str:
+        """Features count as the model reads them: what it does not know of them is the same as what is missing."""
+        num_events = max(num_tokens - self.num_user, 0)
+        plain = self.plain if num_events == len(self.events) else ""
+        if not plain:
+            events = self.events[:num_events]
+            plain = (
+                replace(events, features=NO_COLUMNS) if events.features else events
+            ).fingerprint()
+        rows = self.rows[:num_events]
+        if self.first_new_row != NO_NEW_ROW and len(new := rows[rows >= self.first_new_row]):
+            plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
+        if self.user is None and self.features is None:
+            return plain
+        digest = xxhash.xxh3_128(plain.encode())
+        for encoded in (self.user, _some(self.features, slice(num_events))):
+            for array in encoded or ():
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def _some(features: Encoded | None, rows: Any) -> Encoded | None:
+    return None if features is None else Encoded(features.codes[rows], features.numbers[rows])
+
+
+def window_start(first_index: int, num_events: int, max_tokens: int, step: int) -> int:
+    """Compute how many of the oldest given events to cut. Pure.
+
+    Args:
+        first_index: index of the first given event in the user's whole history.
+        num_events: number of given events.
+        max_tokens: most events that may remain.
+        step: once anything is cut, the index of the first remaining event in the whole history is a
+            multiple of this.
+
+    Returns:
+        0 .. num_events: all of them if no multiple of `step` lies within the newest `max_tokens`
+        events.
+    """
+    if num_events <= max_tokens and first_index == 0:
+        return 0
+    earliest = first_index + max(0, num_events - max_tokens)
+    aligned = -(-earliest // step) * step
+    return min(aligned - first_index, num_events)
+
+
+def tokenize(
+    events: Events,
+    vocabulary: ItemVocabulary,
+    num_actions: int,
+    *,
+    max_tokens: int,
+    cut_step_tokens: int,
+    reject_unknown: bool,
+    first_index: int = 0,
+    name: str = "",
+    plain: str = "",
+    tokens_per_event: int = 1,
+    features: ModelFeatures = NO_FEATURES,
+    user_features: OneRow | None = None,
+) -> Tokens:
+    """Check a history, cut it and map its items to rows.
+
+    Args:
+        events: with external item ids, oldest first.
+        vocabulary: the items that the model knows.
+        num_actions: actions that the model knows: 0 .. num_actions - 1.
+        max_tokens: longest history that the model reads.
+        cut_step_tokens: the window's start moves in steps of this many events.
+        reject_unknown: raise for an unknown item; False: drop it.
+        first_index: index of the first event in the user's whole history, of which a caller may
+            send the end alone.
+        name: fingerprint of the history, for the report.
+        plain: `Events.fingerprint` of the events without features, where it is known.
+        tokens_per_event: 2 = a token of the item, then one of the action.
+        features: of the model.
+        user_features: values of those of the user.
+
+    Raises:
+        Unprocessable: an action the model does not know, an unknown item with `reject_unknown`, or
+            a feature of the user that is none of the model's or does not fit.
+    """
+    # unsigned, a negative one is large
+    if len(events) and largest(events.actions.view(np.uint16)) >= num_actions:
+        least = smallest(events.actions)
+        worst = least if least < 0 else largest(events.actions)
+        raise Unprocessable(
+            f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}"
+        )
+    given = events
+    step = -(-cut_step_tokens // tokens_per_event)
+    cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
+    if cut:
+        events = events[cut:]
+    rows = vocabulary.rows(events.items)
+    unknown = 0
+    if len(rows) and smallest(rows) == UNKNOWN:
+        known = rows != UNKNOWN
+        unknown = len(rows) - int(np.count_nonzero(known))
+        if reject_unknown:
+            raise Unprocessable(
+                f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}"
+            )
+        events = events.take(known)
+        rows = rows[known]
+    if tokens_per_event == 2:
+        actions = np.repeat(events.actions, 2)
+        actions[::2] = -1
+        events = Events(
+            np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin
+        )
+        rows = np.repeat(rows, 2)
+    user = of_events = None
+    missing: tuple[str, ...] = ()
+    if features.features:
+        try:
+            user = features.row(features.user, user_features)
+        except ValueError as error:
+            raise Unprocessable(f"features.user.{error}") from None
+        missing = features.missing(user=user_features or {}, event=events.features.given)
+        of_events = features.rows(features.event, events.features, len(rows))
+    report = HistoryReport(
+        fingerprint=name,
+        num_tokens=len(rows) + features.num_user_tokens,
+        cut_tokens=first_index + cut,
+        unknown_items=unknown,
+        missing_features=missing,
+        origin=events.origin,
+    )
+    return Tokens(
+        events,
+        rows,
+        report,
+        user,
+        of_events,
+        len(vocabulary.ids) if len(vocabulary.new_ids) else NO_NEW_ROW,
+        features.num_user_tokens,
+        plain if events is given else "",
+    )

@@ -1,0 +1,183 @@
+"""One gRPC call from its metadata to its status: the course of a request over HTTP (`server/middleware.py`).
+
+    metadata -> key -> message -> rate of the key -> work -> status
+
+A caller without a key is rejected before its message is read. Who cancels, or whose deadline is
+over, gives up everything that the call holds: gRPC cancels the coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from multidict import CIMultiDict
+
+from npu_gr.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotTaken,
+    NpuGrError,
+    Overloaded,
+    Rejection,
+)
+from npu_gr.core.kinds import Scope
+from npu_gr.server import http
+from npu_gr.server.access_log import ServerCall
+from npu_gr.server.middleware import ABANDONED, Course
+
+log = logging.getLogger(__name__)
+
+STATUS = "npu-gr-status"  # trailing metadata of an error: its status over HTTP, which says more
+# clients heed it, where their service config lets them retry
+PUSHBACK_MS = "grpc-retry-pushback-ms"
+CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,  # it fails again as it is: send the history whole
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+Metadata = tuple[tuple[str, str], ...]
+Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
+
+
+async def unary(
+    course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any
+) -> bytes:
+    """Serve a call with one message.
+
+    Args:
+        course: of every request.
+        path: "/package.Service/Method".
+        scope: that its key needs; None = it needs no key.
+        work: makes the answer of the message.
+        context: gRPC's, which has the message too.
+    """
+    call = begin(course, path, context)
+    try:
+        answer = await counted(course, call, scope, work, context)
+    except Exception as error:
+        await context.abort(*status_of(error, call))
+        raise AssertionError("gRPC's abort raises") from error
+    context.set_trailing_metadata(_about(call))
+    return answer
+
+
+async def stream(
+    course: Course,
+    path: str,
+    scope: Scope | None,
+    answer: Callable[[Any], Awaitable[None]],
+    _: Any,
+    context: Any,
+) -> None:
+    """Reject the stream of a caller without a key before it is read.
+
+    Each message is looked at again.
+    """
+    call = begin(course, path, context)
+    try:
+        if scope is not None:
+            await course.find_key(call, scope)
+        await answer(context)
+    except NpuGrError as error:
+        await context.abort(*status_of(error, call))
+
+
+def begin(course: Course, path: str, context: Any) -> ServerCall:
+    """Begin a call, or one message of a stream; `counted` ends it."""
+    headers: CIMultiDict[str] = CIMultiDict()
+    for name, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            headers.add(name, value)
+    if len(headers.getall("authorization", ())) > 1:
+        headers["authorization"] = ""  # of two keys neither
+    return course.begin("POST", path, headers)
+
+
+async def counted(
+    course: Course,
+    call: ServerCall,
+    scope: Scope | None,
+    work: Work,
+    context: Any,
+    body: bytes | None = None,
+) -> bytes:
+    """Run a call, and count, trace and log it however it ends.
+
+    Args:
+        course: of every request.
+        call: that has begun.
+        scope, work, context: as of `unary`.
+        body: one message of a stream; None = the call's is read.
+
+    Raises:
+        NpuGrError: what the key, the time limit or the message is rejected for. What `work` raises.
+    """
+    status = ABANDONED
+    failure: Exception | None = None
+    course.metrics.requests.in_flight.inc()
+    try:
+        if scope is not None:
+            await course.find_key(call, scope)
+        course.limit(call, context.time_remaining())
+        sent = await _read(course, call, context) if body is None else body
+        course.keys.spend(call.key)
+        answer = await work(call, sent)
+        status = 200
+        return answer
+    except asyncio.CancelledError:
+        if time.monotonic() >= call.until_at:  # gRPC cancels what is over its deadline
+            status = DeadlineExceeded.status
+        raise
+    except Exception as error:
+        failure = error
+        status = error.status if isinstance(error, NpuGrError) else 500
+        if not isinstance(error, NpuGrError):
+            log.error("request %s failed", call.request_id, exc_info=error)
+        raise
+    finally:
+        course.metrics.requests.in_flight.dec()
+        course.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
+        failure = None  # its traceback holds this frame: a cycle would wait for the collector
+
+
+async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
+    left_s = min(call.until_at - time.monotonic(), course.config.body_timeout_s)
+    try:
+        async with asyncio.timeout(left_s):
+            body = await context.read()
+    except TimeoutError:
+        late = "the message did not arrive within its time or server.body_timeout_s"
+        raise DeadlineExceeded(late) from None
+    if not isinstance(body, bytes):
+        raise BadRequest("the call has no message")
+    call.whole_at = time.monotonic()
+    return body
+
+
+def _about(call: ServerCall) -> Metadata:
+    """Trailing metadata of every answer."""
+    return (http.REQUEST_ID.lower(), call.request_id), ("traceparent", call.trace.header)
+
+
+def status_of(error: Exception, call: ServerCall) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Translate an error: code, text, trailing metadata."""
+    if not isinstance(error, NpuGrError):
+        return grpc.StatusCode.INTERNAL, http.UNEXPECTED, (*_about(call), (STATUS, "500"))
+    is_callers = error.status < 500
+    other = grpc.StatusCode.INVALID_ARGUMENT if is_callers else grpc.StatusCode.INTERNAL
+    about = (*_about(call), (STATUS, str(error.status)))
+    if isinstance(error, Overloaded) and error.reason is not Rejection.RATE:
+        about = (*about, (PUSHBACK_MS, str(random.choice(http.RETRY_MS))))  # noqa: S311  (spread)
+    elif isinstance(error, NotTaken):
+        about = (*about, (http.NOT_TAKEN.lower(), "1"))
+    return CODES.get(error.status, other), str(error), about

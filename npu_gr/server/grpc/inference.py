@@ -1,0 +1,280 @@
+"""The Open Inference Protocol v2 over gRPC, `inference.GRPCInferenceService`, and gRPC's own health service.
+
+The models are those of `server/oip`. Messages are the public protocols' (`protos/`). What protoc
+makes of them, `compiled.binpb` (`make proto`), is read into a pool of descriptors of its own: in a
+process that has other copies of these protocols, a client of Triton's for one, the two do not meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from npu_gr import __version__
+from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
+from npu_gr.core.kinds import Scope
+from npu_gr.core.text_format import cut, quoted
+from npu_gr.server.access_log import ServerCall
+from npu_gr.server.grpc.calls import Work, begin, counted, status_of
+from npu_gr.server.oip.models import (
+    BYTES,
+    MOST_TENSORS,
+    InferAnswer,
+    InferRequest,
+    Parameter,
+    Tensor,
+    pack,
+)
+from npu_gr.server.oip.routes import EXTENSIONS, NAME, Inference
+from npu_gr.server.schemas.fields import MOST_NAMES
+from npu_gr.server.service_protocol import ServiceProtocol
+
+INFERENCE = "inference.GRPCInferenceService"
+HEALTH = "grpc.health.v1.Health"
+LOOK_S = 0.25  # between two looks whether health has changed
+SERVING = 1
+NOT_SERVING = 2
+SERVICE_UNKNOWN = 3
+_CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
+    "BOOL": "bool_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+
+
+@cache
+def message(name: str) -> Any:
+    """Return the class of a message by its full name. Raises KeyError where there is none."""
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
+
+
+def _pool() -> Any:
+    compiled = (
+        resources.files("npu_gr.server.grpc").joinpath("protos", "compiled.binpb").read_bytes()
+    )
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
+        pool.Add(file)
+    return pool
+
+
+_POOL = _pool()  # at import: reading the file would block the event loop
+
+
+def _read(name: str, body: bytes) -> Any:
+    try:
+        return message(name).FromString(body)
+    except DecodeError:
+        raise BadRequest("the message cannot be parsed") from None
+
+
+def _written(name: str, /, **fields: Any) -> bytes:
+    made: bytes = message(name)(**fields).SerializeToString()
+    return made
+
+
+class InferenceService:
+    """The methods of the Open Inference Protocol."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._course = inference.course
+
+    def unary(self) -> dict[str, tuple[Scope | None, Work]]:
+        """Name the methods with one message: the scope that each needs, and its work."""
+        return {
+            "ServerLive": (None, self._live),
+            "ServerReady": (None, self._server_ready),
+            "ServerMetadata": (Scope.INFER, self._server),
+            "ModelReady": (Scope.INFER, self._model_ready),
+            "ModelMetadata": (Scope.INFER, self._metadata),
+            "ModelInfer": (Scope.INFER, self.infer),
+            "ModelStatistics": (Scope.OBSERVE, self._statistics),
+        }
+
+    async def _live(self, _call: ServerCall, _body: bytes) -> bytes:
+        return _written("inference.ServerLiveResponse", live=True)
+
+    async def _server_ready(self, _call: ServerCall, _body: bytes) -> bytes:
+        return _written(
+            "inference.ServerReadyResponse", ready=self._inference.service.is_ready()[0]
+        )
+
+    async def _server(self, _call: ServerCall, _body: bytes) -> bytes:
+        about = {"name": NAME, "version": __version__, "extensions": EXTENSIONS[1:]}
+        return _written("inference.ServerMetadataResponse", **about)
+
+    async def _model_ready(self, _call: ServerCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelReadyRequest", body)
+        self._inference.find(asked.name, asked.version or None)
+        return _written("inference.ModelReadyResponse", ready=self._inference.service.is_ready()[0])
+
+    async def _metadata(self, _call: ServerCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelMetadataRequest", body)
+        about = self._inference.metadata(asked.name, asked.version or None)
+        return _written("inference.ModelMetadataResponse", **about)
+
+    async def _statistics(self, _call: ServerCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelStatisticsRequest", body)
+        found = await self._inference.statistics(asked.name, asked.version or None)
+        return _written("inference.ModelStatisticsResponse", model_stats=found)
+
+    async def infer(self, call: ServerCall, body: bytes) -> bytes:
+        """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
+
+        Admission is the service's: it asks the door itself, with what is left of the caller's time.
+        """
+        message = _read("inference.ModelInferRequest", body)
+        version = message.model_version or None
+        model, _ = self._inference.find(message.model_name, version)
+        call.kind = model.kind
+        asked, answer = await self._inference.infer(call, model, version, lambda: asked_by(message))
+        return _response(model.kind.name, asked.id, answer)
+
+    async def stream(self, context: Any) -> None:
+        """Answer the messages of a ModelStreamInfer in their order, several of them under way at once.
+
+        An error is a message, too, and the stream goes on.
+        """
+        under_way: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_UNDER_WAY)
+
+        async def read(group: asyncio.TaskGroup) -> None:
+            while isinstance(body := await context.read(), bytes):
+                await under_way.put(group.create_task(self._streamed(context, body)))
+            await under_way.put(None)
+
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(read(group))
+            while (answer := await under_way.get()) is not None:
+                await context.write(await answer)
+            await reading
+
+    async def _streamed(self, context: Any, body: bytes) -> bytes:
+        path = f"/{INFERENCE}/ModelStreamInfer"
+        name = "inference.ModelStreamInferResponse"
+        call = begin(self._course, path, context)
+        try:
+            made = await counted(self._course, call, Scope.INFER, self.infer, context, body)
+        except Exception as error:  # noqa: BLE001  (counted and logged)
+            return _written(name, error_message=status_of(error, call)[1])
+        return _written(
+            name, infer_response=message("inference.ModelInferResponse").FromString(made)
+        )
+
+
+# messages of a stream: the caller waits for the oldest before another one is read
+MOST_UNDER_WAY = 32
+
+
+def asked_by(message: Any) -> InferRequest:
+    """Make an infer of a ModelInferRequest; the contents of its inputs are not read yet.
+
+    Raises:
+        TooLarge, Unprocessable: with the tensor or the parameter.
+    """
+    for name, given, most in (
+        ("inputs", message.inputs, MOST_TENSORS),
+        ("outputs", message.outputs, MOST_TENSORS),
+        ("parameters", message.parameters, MOST_NAMES),
+    ):
+        if len(given) > most:
+            raise TooLarge(f"{name}: {len(given)} entries, the limit is {most}")
+    for one in message.outputs:
+        if any(name != "binary_data" for name in one.parameters):  # contents are raw anyway
+            raise Unprocessable(f"outputs: {cut(one.name)}: parameters: an output has none here")
+    parameters: dict[str, Parameter] = {}
+    for name, value in message.parameters.items():
+        which = value.WhichOneof("parameter_choice")
+        if which is None:
+            raise Unprocessable(f"parameters: {quoted(name)} has no value")
+        parameters[name] = getattr(value, which)
+    wanted = {one.name: True for one in message.outputs}
+    return InferRequest(message.id, _tensors(message), parameters, wanted)
+
+
+def _tensors(message: Any) -> list[Tensor]:
+    raws = message.raw_input_contents
+    if raws and len(raws) != len(message.inputs):
+        both = f"{len(raws)}, and there are {len(message.inputs)} inputs"
+        raise Unprocessable(f"raw_input_contents: {both}: all are raw, or none is")
+    tensors = []
+    for index, one in enumerate(message.inputs):
+        # KServe's client sends it here, too
+        if any(name != "binary_data_size" for name in one.parameters):
+            raise Unprocessable(
+                f"{cut(one.name)}: parameters: an input has none here (no shared memory)"
+            )
+        if raws and one.HasField("contents"):
+            raise Unprocessable(f"{cut(one.name)}: has contents, and raw_input_contents too")
+        if len(one.shape) > 8:
+            raise Unprocessable(f"{cut(one.name)}: shape has {len(one.shape)} dimensions; takes 1")
+        # a datatype that nothing takes is rejected by its name
+        field = _CONTENTS.get(one.datatype, "bytes_contents")
+        values = raws[index] if raws else getattr(one.contents, field)
+        tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values))
+    return tensors
+
+
+def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    return _written(
+        "inference.ModelInferResponse",
+        model_name=name,
+        model_version=answer.version,
+        id=sent_id,
+        parameters={
+            name: message("inference.InferParameter")(**{fields[type(value)]: value})
+            for name, value in answer.parameters.items()
+        },
+        outputs=[
+            {"name": one.name, "datatype": one.datatype, "shape": one.shape}
+            for one in answer.outputs
+        ],
+        raw_output_contents=[
+            pack(one.values) if one.datatype == BYTES else one.values for one in answer.outputs
+        ],
+    )
+
+
+class HealthService:
+    """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing.
+
+    No key.
+    """
+
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
+
+    async def check(self, _call: ServerCall, body: bytes) -> bytes:
+        """Answer with the status. Raises NotFound where there is no such service."""
+        status = self._status(_read("grpc.health.v1.HealthCheckRequest", body).service)
+        if status == SERVICE_UNKNOWN:
+            raise NotFound(f"service: there is no such one here; {INFERENCE}, {HEALTH} are")
+        return _written("grpc.health.v1.HealthCheckResponse", status=status)
+
+    async def watch(self, context: Any) -> None:
+        """Write the status now, and again whenever it changes, until the caller leaves."""
+        body = await context.read()
+        name = _read(
+            "grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b""
+        ).service
+        last = None
+        while True:
+            if (status := self._status(name)) != last:
+                await context.write(_written("grpc.health.v1.HealthCheckResponse", status=status))
+                last = status
+            await asyncio.sleep(LOOK_S)
+
+    def _status(self, service: str) -> int:
+        if service not in ("", INFERENCE, HEALTH):
+            return SERVICE_UNKNOWN
+        return SERVING if self._service.is_ready()[0] else NOT_SERVING

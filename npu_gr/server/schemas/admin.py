@@ -1,0 +1,119 @@
+"""Bodies and answers of the routes that administer the catalogue and the vectors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.names import FIRST_HASHED, item_id
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
+
+MAX_TITLE = 1024  # characters
+MAX_VALUE = 256  # characters of a feature's value
+MOST_VALUES = 64  # of one feature of an item
+MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
+CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are entries of maps
+
+
+FeatureValue = Annotated[str, msgspec.Meta(max_length=MAX_VALUE)] | int | float
+FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUES)]
+
+
+class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """An item for the catalogue, as in its file: order score and attributes if the others have them.
+
+    `features`, by name, are what the ranker was trained to read of an item; with the semantic ID
+    they make its score. Without `sid` they make its semantic ID too.
+    """
+
+    item_id: Item  # its name
+    title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
+    sid: (  # null: made of its features
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]],
+            msgspec.Meta(min_length=1, max_length=16),
+        ]
+        | None
+    ) = None
+    order: float | None = None
+    attributes: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = {}
+    features: Annotated[
+        dict[Name, FeatureValue | FeatureValues], msgspec.Meta(max_length=MOST_NAMES)
+    ] = {}
+
+
+class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
+
+    add: Annotated[list[NewItemBody], msgspec.Meta(max_length=MOST_ADDED)] = []
+    withdraw: Items | None = None
+    restore: Items | None = None
+
+
+class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The version of the catalogue that is served, and the one that a rollback would serve.
+
+    `sids` are the semantic IDs that a change made, by item.
+    """
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
+    sids: dict[str, list[int]] = {}
+
+
+class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the vectors that is served, and the one that a rollback would serve."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
+
+
+def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
+    """Read a change of the catalogue.
+
+    Raises:
+        TooLarge, Unprocessable: names the field and the limit.
+    """
+    return CatalogueChange(
+        add=tuple(_new_item(place, new) for place, new in enumerate(body.add)),
+        withdraw=optional_items(body.withdraw, "withdraw", config.max_history_events),
+        restore=optional_items(body.restore, "restore", config.max_history_events),
+    )
+
+
+def _new_item(place: int, new: NewItemBody) -> NewItem:
+    try:
+        found = item_id(new.item_id)
+    except ValueError as error:
+        raise Unprocessable(f"add[{place}].item_id: {error}") from None
+    return NewItem(
+        item_id=found,
+        name=str(new.item_id) if found >= FIRST_HASHED else "",
+        title=new.title,
+        sid=tuple(new.sid or ()),
+        order=new.order,
+        attributes=new.attributes,
+        features=new.features,
+    )
+
+
+def render_catalogue(info: CatalogueInfo) -> CatalogueOut:
+    """Write the state of the catalogue."""
+    return CatalogueOut(**asdict(info))
+
+
+def render_vectors(info: VectorsInfo) -> VectorsOut:
+    """Write the state of the vectors."""
+    return VectorsOut(**asdict(info))

@@ -1,0 +1,91 @@
+"""The codec of events: POST /v1/events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec.structs import replace
+
+from npu_gr.core.errors import BadRequest
+from npu_gr.core.names import Names
+from npu_gr.core.request import EventsAnswer, EventsRequest
+from npu_gr.core.text_format import whole
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.fields import Codec, History, ResponseFields, UserBody, stored_events
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY = 128  # characters
+PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
+Key = Annotated[str, msgspec.Meta(pattern=whole(PRINTABLE), max_length=MAX_KEY)]
+_KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[ -~]+$"}
+_PARAMETER = {
+    "name": IDEMPOTENCY_KEY,
+    "in": "header",
+    "required": False,
+    "description": "The events that come with one key of a user are appended once.",
+    "schema": _KEY_SCHEMA,
+}
+
+
+class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """New behaviours of a user."""
+
+    events: History
+    # in the place of the header: events that come with one key of a user are appended once
+    idempotency_key: Key | None = None
+
+
+class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How many events the store now keeps for the user."""
+
+    request_id: str
+    num_events: int
+    # of these, stood later than newer ones, and were sorted (`service.unsorted_history`)
+    sorted_events: int
+
+
+def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest:
+    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    return EventsRequest(
+        user=body.user,
+        events=stored_events(body.events, config, names),
+        idempotency_key=body.idempotency_key,
+    )
+
+
+def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRequest:
+    """Add the key of the header.
+
+    Raises BadRequest where it cannot be one, or the body has another.
+    """
+    key = headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return request
+    if not re.fullmatch(PRINTABLE, key):
+        raise BadRequest(
+            f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} "
+            "printable ASCII characters"
+        )
+    if request.idempotency_key not in (None, key):
+        raise BadRequest(f"{IDEMPOTENCY_KEY}: the body's idempotency_key is another one")
+    return replace(request, idempotency_key=key)
+
+
+def render(answer: EventsAnswer, request_id: str, _media: str, _shown: ResponseFields) -> EventsOut:
+    """Write how many events the store keeps."""
+    return EventsOut(
+        request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events
+    )
+
+
+CODEC = Codec(
+    body=EventsBody,
+    answer=EventsOut,
+    parse=parse,
+    render=render,
+    read_headers=read_headers,
+    parameters=(_PARAMETER,),
+)

@@ -1,0 +1,527 @@
+"""`Codec`: the body of one kind of request, its answer on the wire, and the two translations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.core.arrays import F32, I16, I64, largest, smallest
+from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, known
+from npu_gr.core.feature_schema.encode import Values as ColumnValues
+from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
+from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
+from npu_gr.core.kinds import A, Q
+from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
+from npu_gr.core.text_format import quoted
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas import bulk
+
+
+class NamesUser(Protocol):
+    """A body that names its user.
+
+    The access log needs the user even of a request that is rejected after decoding.
+    """
+
+    @property
+    def user(self) -> UserKey:
+        """The user that the request is about."""
+        ...
+
+
+B = TypeVar("B", bound=NamesUser)
+
+
+class UrlParts(NamedTuple):
+    """The URL of a request without a body: variables of its path, and its query, each decoded once."""
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+
+    @property
+    def user(self) -> UserKey:
+        """The user that the path names; the tenant is in the query."""
+        return UserKey(self.query.get("tenant", ""), self.path["user_id"])
+
+
+class ResponseFields(NamedTuple):
+    """What an answer says of its items."""
+
+    names: Names
+    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `codec/fields.py`
+
+    def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
+        """Return the titles of items where the request asks for them; null = one has none."""
+        return (
+            self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec(Generic[B, Q, A]):
+    """One kind of request on the wire. B = body, Q = request, A = answer of the service.
+
+    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with
+    the field and the limit; `read_headers` raises BadRequest. `render` gets the answer, the
+    request's id, the media type and what is shown of items: msgpack carries raw columns where JSON
+    has lists.
+    """
+
+    # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
+    body: type[B] | None
+    # the Struct that `render` makes; None: an answer without content
+    answer: type[msgspec.Struct] | None
+    # the Struct of an answer with status 202: done, but not to the end
+    begun: type[msgspec.Struct] | None = None
+    parse: Callable[[B, ServerConfig, Names], Q]
+    render: Callable[[A, str, str, ResponseFields], msgspec.Struct | None]
+    loose_bytes: int = bulk.LOOSE_BYTES  # that a body may have beside its columns
+    # what the HTTP headers add; None = nothing
+    read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None
+    operation: str | None = None  # OpenAPI's operationId; None = the kind's name
+    # OpenAPI's, beside those of the path and the time limit
+    parameters: tuple[dict[str, Any], ...] = ()
+    done: str = "Done."  # OpenAPI's description of a good answer
+
+
+MOST_ITEMS = 1000  # of one request
+
+
+class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An item: raw columns hold its id, lists its name. null: no table that is served knows it."""
+
+    id: int
+    name: str | int | None
+    title: str | None
+
+
+Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Item = (  # a name of an item
+    Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+    | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
+)
+Action = (
+    Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+    | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    | float
+)
+
+
+def _a_column(what: str, raw: str, dtype: str, limit: str) -> msgspec.Meta:
+    """Describe a column: its raw elements, and the setting of `server` that bounds it (`bulk.py` reads both)."""
+    name = np.dtype(dtype).name
+    text = f"{what}, or {raw} as raw little-endian {name} (base64 in JSON). At most server.{limit}."
+    return msgspec.Meta(
+        description=text, extra={"limit": limit, "element_bytes": np.dtype(dtype).itemsize}
+    )
+
+
+Items = Annotated[
+    list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_history_events")
+]
+Actions = Annotated[
+    list[Action] | bytes,
+    _a_column(
+        "Names of actions", "indices in the model's list of actions", "<i2", "max_history_events"
+    ),
+]
+Times = Annotated[
+    list[Int] | bytes, _a_column("Unix seconds", "the same", "<i8", "max_history_events")
+]
+Candidates = Annotated[
+    list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_candidates")
+]
+LAST_S = 10**11  # unix seconds (the year 5138): a larger number counts something shorter
+MAX_NAME = 128  # characters of a user id, a tenant, a version
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
+Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # any of them
+MOST_NAMES = 100  # of attributes of one item or one filter
+ITEM_FIELDS = ("title",)  # what an answer can say of its items beside their names
+ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
+# of each item; absent: the request did not ask for them
+Titles = list[str | None] | msgspec.UnsetType
+
+
+UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Behaviours, oldest first, as columns of the same length."""
+
+    items: Items
+    actions: Actions
+    timestamps: Times
+    features: ColumnMap | msgspec.UnsetType = msgspec.UNSET  # of each event
+
+
+class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body that names its user."""
+
+    user_id: UserId
+    tenant: Tenant = ""
+
+    @property
+    def user(self) -> UserKey:
+        """The user within the tenant."""
+        return UserKey(self.tenant, str(self.user_id))
+
+
+class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body that brings the user's history or names a known prefix of it.
+
+    With neither, the history store is read.
+    """
+
+    history: History | None = None  # absent: from the history store
+    base: Name | None = None  # fingerprint of a known prefix that `history` continues
+    model_version: Name | None = None
+
+
+class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source.
+
+    `sorted_events` of them stood later than newer ones, and were sorted
+    (`service.unsorted_history`). `features_source` and `features_fault` are there if the user's
+    features came from `features.source`.
+    """
+
+    fingerprint: str
+    num_tokens: int
+    cut_tokens: int
+    unknown_items: int
+    source: str  # request | store | last_known | nothing; the last two: the history store failed
+    fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
+    sorted_events: int
+    # source | remembered | last_known | nothing
+    features_source: str | msgspec.UnsetType = msgspec.UNSET
+    # of the source, as `fault` of the store; "" = none
+    features_fault: str | msgspec.UnsetType = msgspec.UNSET
+
+
+# ---- reading
+
+
+def optional_items(values: list[str | int] | bytes | None, field: str, limit: int) -> I64 | None:
+    """Read a column of items that may be absent. Raises as `parse_items` does."""
+    return None if values is None else parse_items(values, field, limit)
+
+
+def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
+    """Read a column of items.
+
+    Args:
+        values: names, or raw ids.
+        field: its name in messages.
+        limit: elements at most.
+
+    Raises:
+        TooLarge: more than `limit` elements. Unprocessable: raw bytes that are no ids, or a name
+            that is no item's.
+    """
+    ids: I64 = _column(values, field, "<i8", limit, item_ids)
+    return ids
+
+
+def check_item_fields(fields: list[str]) -> None:
+    """Check what an answer is to say of its items.
+
+    Raises Unprocessable where that is none of `ITEM_FIELDS`.
+    """
+    for field in fields:
+        if field not in ITEM_FIELDS:
+            raise Unprocessable(
+                f"fields: {quoted(field)} is none; there is {', '.join(ITEM_FIELDS)}"
+            )
+
+
+def shown_at(timestamp: int | None) -> int | None:
+    """Check the instant that items are shown at.
+
+    Raises Unprocessable where it is not in seconds.
+    """
+    if timestamp is not None and timestamp > LAST_S:
+        raise Unprocessable(f"timestamp: {timestamp} {_unit(timestamp)}")
+    return timestamp
+
+
+def parse_events(
+    history: History,
+    field: str,
+    limit: int,
+    names: Names,
+    version: str | None = None,
+    *,
+    continues: bool = False,
+) -> Events:
+    """Make arrays of the three columns of a history.
+
+    Args:
+        history: as it was decoded.
+        field: its name in messages.
+        limit: events at most.
+        names: of actions, and what becomes of rows that run backwards.
+        version: of the ranker whose actions these are; None = the current one.
+        continues: they continue a base. Where rows that run backwards are sorted, whoever has the
+            base sorts them.
+
+    Raises:
+        TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none
+            of the model's, a timestamp is not in seconds, rows run backwards, or the columns differ
+            in length.
+        NotFound: the version is not served.
+    """
+    ids = parse_items(history.items, f"{field}.items", limit)
+    known = names.actions(version)
+    read = _indices if known is None else known.indices
+    actions: I16 = _column(history.actions, f"{field}.actions", "<i2", limit, read)
+    times: I64 = _column(
+        history.timestamps, f"{field}.timestamps", "<i8", limit, partial(np.array, dtype=np.int64)
+    )
+    if not len(ids) == len(actions) == len(times):
+        raise Unprocessable(
+            f"{field}: items, actions and timestamps have {len(ids)}, {len(actions)} and "
+            f"{len(times)} entries"
+        )
+    if len(times) and (last := largest(times)) > LAST_S:
+        raise Unprocessable(
+            f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}"
+        )
+    given = history.features or {}
+    of_event = names.features(version).event.features if given else {}
+    events = Events(
+        ids, actions, times, features=parse_columns(given, of_event, len(ids), f"{field}.features")
+    )
+    policy = names.unsorted_history
+    return events if continues and policy == "sort" else oldest_first(events, policy, field)
+
+
+def stored_events(history: History, config: ServerConfig, names: Names) -> Events:
+    """Read behaviours for the history store. Raises as `parse_events` does."""
+    return parse_events(history, "events", config.max_history_events, names)
+
+
+def parse_history(
+    body: HistoryBody,
+    config: ServerConfig,
+    names: Names,
+    version: str | None = None,
+    of_user: Row | None = None,
+) -> HistoryRef:
+    """Read where a request's behaviours come from, and the user's features.
+
+    Raises as `parse_events` does.
+    """
+    user = (
+        None
+        if of_user is None
+        else parse_row(of_user, names.features(version).user.features, "features.user")
+    )
+    if body.history is None:
+        return HistoryRef(base=body.base, user_features=user)
+    continues = body.base is not None
+    events = parse_events(
+        body.history, "history", config.max_history_events, names, version, continues=continues
+    )
+    return HistoryRef(events=events, base=body.base, user_features=user)
+
+
+def _column(
+    values: list[Any] | bytes,
+    field: str,
+    dtype: str,
+    limit: int,
+    read: Callable[[list[Any]], npt.NDArray[Any]],
+) -> npt.NDArray[Any]:
+    """Make an array of a list by `read`, or of raw bytes, which are read in place, without a copy."""
+    dt = np.dtype(dtype)
+    if isinstance(values, bytes):
+        if len(values) % dt.itemsize:
+            raise Unprocessable(
+                f"{field}: {len(values)} bytes are not whole little-endian {dt.name} values"
+            )
+        count = len(values) // dt.itemsize
+    else:
+        count = len(values)
+    if count > limit:
+        raise TooLarge(f"{field}: {count} entries, the limit is {limit}")
+    if not isinstance(values, bytes):
+        try:
+            return read(values)
+        except ValueError as error:
+            raise Unprocessable(f"{field}: {error}") from None
+    array = np.frombuffer(values, dt)
+    if count and (least := smallest(array)) < 0:
+        raise Unprocessable(f"{field}: {least} at index {int(array.argmin())} is negative")
+    return array
+
+
+def _indices(actions: Sequence[str | float]) -> I16:
+    """Take actions for indices where no model names them."""
+    for place, action in enumerate(actions):
+        is_digits = (
+            isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
+        )
+        number = float(action) if is_digits or not isinstance(action, str) else -1.0
+        if not (0 <= number < 2**15 and number.is_integer()):
+            raise ValueError(
+                f"{quoted(action)} at index {place}: no model names actions here; "
+                f"send 0 to {2**15 - 1}"
+            )
+    return np.array(actions, np.float64).astype(np.int16)
+
+
+def _unit(timestamp: int) -> str:
+    """Say what a time that is too large for seconds looks like, and the remedy."""
+    for divisor, unit in ((10**3, "milliseconds"), (10**6, "microseconds"), (10**9, "nanoseconds")):
+        if timestamp <= LAST_S * divisor:
+            return f"looks like {unit}: divide by {divisor} for unix seconds"
+    return "is no unix time in seconds"
+
+
+# ---- writing
+
+
+def render_history(report: HistoryReport) -> HistoryOut:
+    """Write how the model read the behaviours."""
+    of_user = report.user_features
+    return HistoryOut(
+        fingerprint=report.fingerprint,
+        num_tokens=report.num_tokens,
+        cut_tokens=report.cut_tokens,
+        unknown_items=report.unknown_items,
+        source=report.origin.source.value,
+        fault=report.origin.fault or "",
+        sorted_events=report.origin.sorted_events,
+        features_source=msgspec.UNSET if of_user is None else of_user.source.value,
+        features_fault=msgspec.UNSET if of_user is None else of_user.fault or "",
+    )
+
+
+def render_items(ids: I64, names: Names, is_raw: bool) -> list[str | int] | bytes:
+    """Write items as raw ids if `is_raw`, or else by their names."""
+    return ids.astype("<i8", copy=False).tobytes() if is_raw else names.items(ids)
+
+
+def render_column(values: npt.NDArray[Any], dtype: str, is_raw: bool) -> Any:
+    """Write an array as one flat column: raw bytes of the little-endian `dtype` if `is_raw`, or else a list."""
+    return values.astype(dtype, copy=False).tobytes() if is_raw else values.ravel().tolist()
+
+
+def render_scores(values: F32, is_raw: bool) -> list[float | None] | bytes:
+    """Write scores as raw float32 if `is_raw`, or else as a list, in which msgspec writes NaN (unknown) as null."""
+    scores: list[float | None] | bytes = render_column(values, "<f4", is_raw)
+    return scores
+
+
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+FeatureName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Several = Annotated[list[bool | int | float | Text], msgspec.Meta(max_length=MOST_VALUES)]
+Cell = bool | int | float | Text | Several | None  # null = missing
+Row = Annotated[dict[FeatureName, Cell], msgspec.Meta(max_length=MOST_FEATURES)]
+ColumnMap = Annotated[
+    dict[FeatureName, list[Cell] | bytes],
+    msgspec.Meta(
+        description="Features, each a list with a value a row, or raw little-endian float32 of a "
+        "number and uint64 "
+        "hashes of names (base64 in JSON). At most server.max_feature_values together.",
+        max_length=MOST_FEATURES,
+        extra={"limit": "max_feature_values", "element_bytes": 4, "most_entries": MOST_FEATURES},
+    ),
+]
+
+
+class SignalFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user before the signal; a part of the prefix."""
+
+    user: Row | None = None  # absent: those of `base`
+
+
+class RequestFeatures(SignalFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user, and of this request: hour, page, device."""
+
+    request: Row = msgspec.field(default_factory=dict)
+
+
+class RankFeatures(RequestFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user, of this request, and of the user with each candidate."""
+
+    cross: ColumnMap = msgspec.field(default_factory=dict)
+
+
+def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: str) -> OneRow:
+    """Check the features of one user or request.
+
+    Raises Unprocessable, with the feature and the limit.
+    """
+    try:
+        for name, value in row.items():
+            as_column(known(features, name), [value], 1)
+    except ValueError as error:
+        raise Unprocessable(f"{field}.{error}") from None
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in row.items()
+        if value is not None and value != []
+    }
+
+
+def parse_columns(
+    columns: Mapping[str, list[Cell] | bytes],
+    features: Mapping[str, Feature],
+    num_rows: int,
+    field: str,
+) -> Columns:
+    """Read the features of n candidates or events.
+
+    Raises Unprocessable, with the feature, the row and the limit.
+    """
+    if not columns:
+        return Columns()
+    try:
+        if (numbers := _raw_numbers(columns, features, num_rows)) is not None:
+            return Columns(numbers)
+        return as_columns(
+            features,
+            {name: _values(known(features, name), values) for name, values in columns.items()},
+            num_rows,
+        )
+    except ValueError as error:
+        raise Unprocessable(f"{field}.{error}") from None
+
+
+def _raw_numbers(
+    columns: Mapping[str, list[Cell] | bytes], features: Mapping[str, Feature], num_rows: int
+) -> Mapping[str, F32] | None:
+    """Read columns that are all raw numbers, none of them missing, at once; None = they are something else."""
+    for name, values in columns.items():
+        feature = features.get(name)
+        if feature is None or feature.kind != "number" or feature.computed:
+            return None
+        if type(values) is not bytes or len(values) != 4 * num_rows:
+            return None
+    read: F32 = np.frombuffer(b"".join(columns.values()), "<f4").reshape(-1, num_rows)  # type: ignore[arg-type]
+    return dict(zip(columns, read, strict=True)) if np.isfinite(read).all() else None
+
+
+def _values(feature: Feature, values: list[Any] | bytes) -> ColumnValues:
+    if not isinstance(values, bytes):
+        return values
+    dtype, width = (
+        (np.dtype("<f4"), 1) if feature.kind == "number" else (np.dtype("<u8"), feature.max_values)
+    )
+    if len(values) % (dtype.itemsize * width):
+        raise ValueError(
+            f"{feature.name}: {len(values)} bytes are no whole rows of {width} {dtype.name}"
+        )
+    read = np.frombuffer(values, dtype)
+    return read if feature.kind == "number" else read.reshape(-1, width)

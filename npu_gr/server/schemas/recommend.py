@@ -1,0 +1,164 @@
+"""The codec of recommends: POST /v1/recommend."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from npu_gr.core.names import Names
+from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.fields import (
+    MOST_NAMES,
+    Candidates,
+    Codec,
+    HistoryBody,
+    HistoryOut,
+    Int,
+    ItemFields,
+    Name,
+    RequestFeatures,
+    ResponseFields,
+    Titles,
+    Value,
+    check_item_fields,
+    optional_items,
+    parse_history,
+    parse_row,
+    render_history,
+    render_items,
+    render_scores,
+    shown_at,
+)
+from npu_gr.server.schemas.media import MSGPACK
+
+
+class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to show a user: signal, retrieval, pre-processing and rank in one."""
+
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
+    # ranked at most, up to the config's
+    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
+    # last: items that the ranker does not know come after all others, without a score; drop: not;
+    # absent: as configured
+    unknown_items: Literal["last", "drop"] | None = None
+    deny_items: Candidates | None = None
+    timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
+    fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
+    context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
+        default_factory=dict
+    )  # for the service's hook
+    features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
+    # only these of the configured ones; absent: all
+    sources: (
+        Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None
+    ) = None
+    order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
+
+
+class StageOut(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: how it ended, from when on (after the cascade began), for how long, and how many items it had."""
+
+    stage: str
+    result: str
+    began_s: float
+    took_s: float
+    num_items: int
+
+
+class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first, as flat columns, and how they came to be.
+
+    Scores: the ranker's; null = not ranked.
+    """
+
+    request_id: str
+    model_version: str
+    verdict: str | None  # null: no signal, because the shared encoder got the prefix itself
+    # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
+    outcome: str | None
+    reason: str
+    order: str  # that the items are in: fitted, rank, fused or retrieval
+    items: list[str | int] | bytes
+    titles: Titles = msgspec.UNSET
+    scores: list[float | None] | bytes
+    origins: list[str]  # the source of each item
+    num_candidates: int  # that were ranked
+    # that were found too, and that the ranker does not know: the last ones, or dropped
+    num_unknown: int
+    degraded: list[str]  # stages that did not do their part
+    stages: list[StageOut]
+    prefix_tokens: int
+    missing_features: list[str] = []  # of.name: features of the ranker that nothing was said of
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
+def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
+    """Make a request of a body.
+
+    Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
+    """
+    check_item_fields(body.fields)
+    given = body.features or RequestFeatures()
+    known = names.features(body.model_version)
+    denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
+    return RecommendRequest(
+        user=body.user,
+        history=parse_history(body, config, names, body.model_version, given.user),
+        num_items=body.num_items,
+        num_candidates=body.num_candidates,
+        exclude_seen=body.exclude_seen,
+        unknown_items=body.unknown_items,
+        deny_items=denied,
+        timestamp=shown_at(body.timestamp),
+        context=body.context,
+        request_features=parse_row(given.request, known.request.features, "features.request"),
+        sources=None if body.sources is None else tuple(body.sources),
+        order=body.order,
+        model_version=body.model_version,
+    )
+
+
+def render(
+    answer: RecommendAnswer, request_id: str, media: str, shown: ResponseFields
+) -> RecommendOut:
+    """Write the answer of a recommend.
+
+    In msgpack items are raw int64 and scores float32 (NaN = not ranked).
+    """
+    is_raw = media == MSGPACK
+    return RecommendOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        verdict=answer.verdict.value if answer.verdict else None,
+        outcome=answer.outcome.value if answer.outcome else None,
+        reason=answer.reason.value,
+        order=answer.order,
+        items=render_items(answer.item_ids, shown.names, is_raw),
+        titles=shown.titles(answer.item_ids),
+        scores=render_scores(answer.scores, is_raw),
+        origins=list(answer.origins),
+        num_candidates=answer.num_candidates,
+        num_unknown=answer.num_unknown,
+        degraded=list(answer.degraded),
+        stages=[
+            StageOut(
+                stage=report.stage,
+                result=report.result,
+                began_s=report.began_s,
+                took_s=report.took_s,
+                num_items=report.num_items,
+            )
+            for report in answer.stages
+        ],
+        prefix_tokens=answer.prefix_tokens,
+        missing_features=list(answer.missing_features),
+        history=render_history(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+CODEC = Codec(body=RecommendBody, answer=RecommendOut, parse=parse, render=render)

@@ -1,0 +1,328 @@
+"""Read events from topics of Kafka into the history store, each once, however often this process dies.
+
+    read a round ─> write it, until the store has acknowledged ─> dead letters ─> commit ─> next
+
+A message that is read again, because its offset was not committed, has the idempotency key that it
+had: topic, partition, offset and time. So it counts once as long as the store remembers the key. It
+remembers 256 of a user for a day (`features.max_idempotency_keys`, `idempotency_s`), so a round has
+`MOST_OF_USER` messages of a user at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import prometheus_client
+
+from npu_gr.core.calling import calling_context
+from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.file_permissions import open_private
+from npu_gr.core.history import Write, Written
+from npu_gr.tools.consume_message import Fields, Poison, read_event
+from npu_gr.tools.ingest import Target
+
+log = logging.getLogger(__name__)
+
+PASSWORD = "NPU_GR_KAFKA_PASSWORD"  # the variable, not the password  # noqa: S105  # nosec B105
+MOST, MOST_OF_USER = 500, 64  # messages in a round, and of one user
+LINGER_MS = 500  # to wait for messages
+RETRY_FIRST_S, RETRY_MOST_S = 0.2, 10.0
+TRIES = 5  # of a user whose write fails while those of others are done; then it is a dead letter
+DRAIN_S = 10.0  # that a round may take after SIGTERM
+MOST_AWAY_MS = 3_600_000  # of the store; then the group takes the partitions from us
+
+
+class ConsumeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where messages come from."""
+
+    brokers: str  # host:port, separated by commas
+    topics: tuple[str, ...]
+    group: str = "npu_gr"
+    security: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: str = "PLAIN"
+    sasl_username: str | None = None
+    fields: Fields = Fields()
+    tenant: str = ""  # of all users
+    dead_letters: Path  # a file
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+
+
+class _Round(NamedTuple):
+    """Messages between two commits."""
+
+    pairs: list[tuple[Any, Write]]  # that are not written yet
+    dead: list[tuple[Any, str]]  # and why
+    users: Counter[str]
+    offsets: dict[Any, int]  # partition -> the next offset
+
+
+class EventConsumer:
+    """Consumes until it is told to stop. Event loop only."""
+
+    def __init__(self, consumer: Any, target: Target, config: ConsumeConfig) -> None:
+        """Consume nothing yet. The consumer is started, with automatic commits off.
+
+        Raises:
+            ConfigError: there is no action, so nothing is an event; a feature that is told is not
+                there; the file of dead letters cannot be written.
+        """
+        self._consumer = consumer
+        self._target = target
+        self._config = config
+        about, there = (
+            target.about,
+            [one.name for one in target.model.features if one.of == "event"],
+        )
+        if not target.model.actions:
+            raise ConfigError(
+                f"{about}: its model has no actions, so nothing is an event; serve a ranker"
+            )
+        if lost := [name for name in config.fields.features if name not in there]:
+            known = ", ".join(there) or "none"
+            raise ConfigError(
+                f"--feature {lost[0]}: no feature of events of {about}; it has {known}"
+            )
+        try:
+            os.close(open_private(config.dead_letters))
+        except OSError as error:
+            raise ConfigError(f"--dead-letters: {config.dead_letters}: {error.strerror}") from error
+        self.registry = prometheus_client.CollectorRegistry()
+
+        def metric(kind: Any, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+            return kind(f"npu_gr_consume_{name}", text, labels, registry=self.registry)
+
+        text = "Messages: written, known (read again, and counted before), dead."
+        messages = metric(prometheus_client.Counter, "messages", text, ("result",))
+        self.counts = {result: messages.labels(result) for result in ("written", "known", "dead")}
+        self._retries = metric(
+            prometheus_client.Counter, "retries", "Rounds that were tried again."
+        )
+        text = "Messages of a partition that are not committed yet."
+        self._lag = metric(prometheus_client.Gauge, "lag_messages", text, ("topic", "partition"))
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Consume until `stop` is set; then finish the round, unless the store is away.
+
+        Raises:
+            ConfigError: the service does not let us in.
+        """
+        while not stop.is_set():
+            batches = await self._consumer.getmany(timeout_ms=LINGER_MS, max_records=MOST)
+            current = _Round([], [], Counter(), {})
+            for partition, messages in batches.items():
+                for message in messages:
+                    current.offsets[partition] = message.offset + 1
+                    if self._is_full_with(message, current):
+                        if not await self._finish(current, stop):
+                            return
+                        current = _Round([], [], Counter(), {})
+            if current.offsets and not await self._finish(current, stop):
+                return
+
+    def _is_full_with(self, message: Any, current: _Round) -> bool:
+        try:
+            write = read_event(
+                message, self._config.fields, self._target.model, self._config.tenant
+            )
+        except Poison as poison:
+            current.dead.append((message, str(poison)))
+            return False
+        current.pairs.append((message, write))
+        current.users[write.user.user] += 1
+        return current.users[write.user.user] >= MOST_OF_USER
+
+    async def _finish(self, current: _Round, stop: asyncio.Event) -> bool:
+        """Write a round and commit it. False: told to stop before the store had acknowledged."""
+        pause_s, tries = RETRY_FIRST_S, 0
+        while current.pairs or current.dead:
+            try:
+                if current.pairs:
+                    results = await self._write([write for _, write in current.pairs])
+                    tries += 1
+                    current.pairs[:] = self._sort(current, results, is_last=tries >= TRIES)
+                if current.dead and not current.pairs:
+                    await asyncio.to_thread(self._bury, current.dead)
+                    self.counts["dead"].inc(len(current.dead))
+                    current.dead.clear()
+            except (Unavailable, OSError) as error:
+                log.warning("paused, and tried again in %.1f s: %s", pause_s, error)
+            if current.pairs or current.dead:
+                self._retries.inc()
+                if await _stopped_within(stop, pause_s):
+                    return False
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        await self._commit(current.offsets)
+        return True
+
+    async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
+        """Write; where the form of one is rejected, which fails all of its call, each alone."""
+        try:
+            return list(await self._target.store.write_many(writes))
+        except Unprocessable as error:
+            if len(writes) == 1:
+                return [error]
+            return [one for each in writes for one in await self._write([each])]
+
+    def _sort(
+        self, current: _Round, results: list[Any], *, is_last: bool
+    ) -> list[tuple[Any, Write]]:
+        """Count what was written, add what cannot be to the dead; return what is tried again."""
+        again = []
+        for pair, result in zip(current.pairs, results, strict=True):
+            if isinstance(result, Written):
+                self.counts["written" if result.num_added else "known"].inc()
+            elif isinstance(result, StoreFailed) and not is_last:
+                again.append(pair)
+            else:
+                current.dead.append((pair[0], str(result)))
+        return again
+
+    def _bury(self, letters: list[tuple[Any, str]]) -> None:
+        """Append a JSON line a message: one may be there twice after a crash, or half of it.
+
+        Others may move the file away at any time; the next letter begins a new one.
+        """
+        with os.fdopen(open_private(self._config.dead_letters, appends=True), "r+b") as file:
+            if (
+                file.seek(0, os.SEEK_END)
+                and file.seek(-1, os.SEEK_END) >= 0
+                and file.read(1) != b"\n"
+            ):
+                file.write(b"\n")
+            for message, reason in letters:
+                names = ("topic", "partition", "offset", "headers", "key", "value")  # in base64
+                line = {name: getattr(message, name) for name in names}
+                line |= {"timestamp_ms": message.timestamp, "reason": reason}
+                file.write(msgspec.json.encode(line) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        message, reason = letters[0]
+        place = f"{message.topic}/{message.partition}/{message.offset}"
+        log.warning("%s is no event: %s (of %d dead letters)", place, reason, len(letters))
+
+    async def _commit(self, read: dict[Any, int]) -> None:
+        """Commit. What cannot be is read again by whoever has the partition then, and known."""
+        from aiokafka.errors import KafkaError
+
+        mine = self._consumer.assignment()
+        offsets = {partition: offset for partition, offset in read.items() if partition in mine}
+        try:
+            if offsets:
+                await self._consumer.commit(offsets)
+        except KafkaError as error:
+            log.warning("offsets not committed, so these messages are read again: %s", error)
+        mine = self._consumer.assignment()  # another one perhaps, after a rebalance
+        for partition, offset in offsets.items():
+            if partition in mine and (end := self._consumer.highwater(partition)) is not None:
+                self._lag.labels(partition.topic, str(partition.partition)).set(
+                    max(0, end - offset)
+                )
+
+
+async def _stopped_within(stop: asyncio.Event, pause_s: float) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), pause_s)
+    return stop.is_set()
+
+
+async def consume(
+    config: ConsumeConfig, opened: Callable[[], AbstractAsyncContextManager[Target]]
+) -> dict[str, int]:
+    """Consume until SIGTERM or SIGINT; then the round that is being written may end.
+
+    Args:
+        config: where messages come from.
+        opened: opens where the events go; a service that is not there yet is waited for.
+
+    Returns:
+        Messages by what became of them.
+
+    Raises:
+        ConfigError: something cannot be used, or the brokers or the service do not let us in.
+    """
+    try:
+        from aiokafka import AIOKafkaConsumer
+        from aiokafka.errors import KafkaError
+    except ImportError as error:
+        raise ConfigError("consume needs pip install 'npu_gr[kafka]'") from error
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    options: dict[str, Any] = {
+        "bootstrap_servers": config.brokers,
+        "security_protocol": config.security,
+    }
+    if config.security.endswith("SSL"):
+        options["ssl_context"] = calling_context()
+    if config.security.startswith("SASL"):
+        password = os.environ.get(PASSWORD)
+        if not (config.sasl_username and password):
+            raise ConfigError(
+                f"--sasl-username and the variable {PASSWORD}: {config.security} needs both"
+            )
+        options |= {"sasl_mechanism": config.sasl_mechanism, "sasl_plain_password": password}
+        options["sasl_plain_username"] = config.sasl_username
+    async with AsyncExitStack() as stack:
+        pause_s, target = RETRY_FIRST_S, None
+        while target is None:
+            try:
+                target = await stack.enter_async_context(opened())
+            except Unavailable as error:
+                log.warning("tried again in %.1f s: %s", pause_s, error)
+                if await _stopped_within(stop, pause_s):
+                    return dict.fromkeys(("written", "known", "dead"), 0)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        consumer = AIOKafkaConsumer(
+            *config.topics,
+            group_id=config.group,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
+            max_poll_interval_ms=MOST_AWAY_MS,
+            **options,
+        )
+        events = EventConsumer(consumer, target, config)
+        try:
+            if config.metrics_port is not None:
+                prometheus_client.start_http_server(
+                    config.metrics_port, config.metrics_host, events.registry
+                )
+            stack.push_async_callback(consumer.stop)
+            await consumer.start()
+            log.info(
+                "consuming %s as %s into %s", ", ".join(config.topics), config.group, target.about
+            )
+            await _until_stopped(events, stop)
+        except KafkaError as error:
+            raise ConfigError(
+                f"kafka: {config.brokers}: {type(error).__name__}: {error}"
+            ) from error
+        except OSError as error:
+            where = f"{config.metrics_host}:{config.metrics_port}"
+            raise ConfigError(f"--metrics-port: {where}: {error.strerror}") from error
+    return {result: int(count._value.get()) for result, count in events.counts.items()}
+
+
+async def _until_stopped(events: EventConsumer, stop: asyncio.Event) -> None:
+    running, told = asyncio.create_task(events.run(stop)), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait_for(running, DRAIN_S)
+    except TimeoutError:
+        log.warning(
+            "not drained within %.0f s: what was not committed is read again, and counts once",
+            DRAIN_S,
+        )
+    finally:
+        told.cancel()
+        running.cancel()
