@@ -99,8 +99,9 @@ class CascadeChoice(NamedTuple):
     def lines(self) -> list[str]:
         """Say it in words."""
         return [
-            f"chosen by {self.num_users} users: {self.way.name}; evaluated by the others, NDCG@10 "
-            "of it less the row's:",
+            f"recommend asks {self.way.name}: the best of all sources and orders for "
+            f"{self.num_users} users. For the other users (in brackets: its NDCG@{TOP} less that "
+            "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]

@@ -131,13 +131,13 @@ def warning_of_ranker(found: Evaluation) -> str:
 
 
 def ranker_words(found: Evaluation) -> tuple[str, ...]:
-    """Say how the fitted order, which a recommend uses, stands beside the strongest baseline and Markov counts."""
+    """Compare the fitted order, which a recommend uses, with the best baseline and Markov counts."""
     beside = filter(None, (found.comparison(), found.beside(Markov.name)))
     rows = {each.baseline: each.differences for each in beside}
     return tuple(
-        f"ranker in its fitted order less {name}: "
+        f"ranker against {name}: "
         + ", ".join(
-            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+            f"{figure} {gap.mean:+.4f} (95 %: {gap.low:+.4f} to {gap.high:+.4f})"
             for figure, gap in list(gaps.items())[:2]
         )
         for name, gaps in rows.items()
