@@ -168,6 +168,14 @@ def test_every_room_has_its_place_on_the_map() -> None:
     assert [rooms for rooms in drawn if rooms][: len(floors)] == floors
 
 
+def test_the_readme_is_read_in_a_minute() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert 60 <= len(readme.splitlines()) <= 80
+    figures = readme.partition("## Five figures\n")[2].partition("\n\nOn ")[0]
+    assert len([line for line in figures.splitlines() if line.startswith("| [")]) == 5
+    assert len(LINK.findall(readme.partition("## More\n")[2])) == 6
+
+
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:
