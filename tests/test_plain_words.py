@@ -38,7 +38,7 @@ FORBIDDEN = {
     r"whoever": "the client, the operator, the caller of a function",
     r"aside": "temporary",
 }
-# What these words also are: a kernel's answer, values of the wire, names of files and of others' settings.
+# Also a kernel's answer, values on the wire, names of files and of others' settings.
 ALLOWED = re.compile(
     r"connections? (is |are |was |were )?refused|connection_refused|connectionrefused\w*"
     r"|econnrefused|[\"'`=: ]refuse[\"'`]|refuse$|(unknown_items|unsorted_history)[:=] ?refuse"
