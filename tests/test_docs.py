@@ -198,7 +198,7 @@ COMMAND = re.compile(r"(?:`|^|bin/)npu-gr((?: +[^\s`|&;#)\\]+)+)", re.M)
 
 
 def _unknown_options(words_after: list[str]) -> list[str]:
-    """Words of a command line that `npu-gr` would reject: a command or an option that there is not."""
+    """List the words of a command line that are no command and no option of `npu-gr`."""
     command: click.Command = main
     while isinstance(command, click.Group):
         if not words_after or words_after[0].startswith("-") or words_after[0].isupper():
