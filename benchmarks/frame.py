@@ -46,6 +46,7 @@ BENCHES = {
     "quality": "benchmarks.quality",
     "match-train": "benchmarks.match_train",
 }
+OLD_NAMES = {"trunk": "shared_encoder", "twin": "emulator"}  # that still work
 LEAST_WIDTH = 100
 FILE_WIDTH = 200  # where nothing says how wide a line may be
 CASE_WIDTH = 30
@@ -118,6 +119,9 @@ class Benches(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a bench and make its command; None = there is none of that name."""
+        if cmd_name in OLD_NAMES:
+            click.echo(f"{cmd_name} is now {OLD_NAMES[cmd_name]}", err=True)
+            cmd_name = OLD_NAMES[cmd_name]
         if cmd_name not in BENCHES:
             return None
         module = importlib.import_module(BENCHES[cmd_name])

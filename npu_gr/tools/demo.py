@@ -228,10 +228,10 @@ async def prepare_traffic(
     ]
     write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
-        f"features.path={made.folder / 'replayed.db'}",
+        f"history_store.path={made.folder / 'replayed.db'}",
         f"server.port={port}",
         f"server.admin_port={admin_port}",
-        f"kv.hbm_bytes={HBM_BYTES}",
+        f"kv_cache.hbm_bytes={HBM_BYTES}",
     ]
     instance = Instance(made.folder / "evaluated.yaml", overrides, made.folder / "service.log")
     prepared = PreparedDemo(made, instance, records, made.log[trained])
@@ -252,9 +252,9 @@ def longest_users(history: Interactions, num: int) -> set[str]:
 
 async def fill(config: Config, events: Interactions) -> None:
     """Load events into the history store of a configuration."""
-    store = await open_store(config.features)
+    store = await open_store(config.history_store)
     if store is None:
-        raise ConfigError("features.kind: the demo needs a history store")
+        raise ConfigError("history_store.kind: the demo needs a history store")
     checkpoint = load_checkpoint(Path(str(config.checkpoint)))
     try:
         await load_interactions(store, events, checkpoint.action_names)
@@ -265,7 +265,7 @@ async def fill(config: Config, events: Interactions) -> None:
 async def refill(prepared: PreparedDemo) -> None:
     """Put the events before the traffic into a fresh history store: earlier traffic has changed the old one."""
     config = prepared.instance.config
-    await asyncio.to_thread(_forget, Path(config.features.path))
+    await asyncio.to_thread(_forget, Path(config.history_store.path))
     await fill(config, prepared.history)
 
 

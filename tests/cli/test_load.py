@@ -188,7 +188,7 @@ def test_killed_in_the_middle_and_run_again_is_one_copy(
     users = histories(1500, 12)
     log = write_log(tmp_path / "log.jsonl", users)
     with store(tmp_path) as (features, count):
-        config = write(tmp_path, features=features)
+        config = write(tmp_path, history_store=features)
         command = [sys.executable, "-m", "npu_gr", "load", str(log), "--config", str(config), *mode]
         with subprocess.Popen(command) as process:
             while not count():
