@@ -87,7 +87,12 @@ def sections(
         "hbm_bytes": 4_000_000,
     }
     recommend = {"sources": {"generate": 100}, "order": "rank", "min_coverage": 0.5}
-    return {"generate": generate, "recommend": recommend, "features": {"kind": "none"}, **changes}
+    return {
+        "generate": generate,
+        "recommend": recommend,
+        "history_store": {"kind": "none"},
+        **changes,
+    }
 
 
 class ByHand:

@@ -364,7 +364,7 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
 
     interactions, features = dataset.interactions(), dataset.item_features()
     # Features say more of a new item than codes that come of neighbours, which it has not: see
-    # docs/measured.md.
+    # docs/history/README.md.
     codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = (
