@@ -107,7 +107,7 @@ def with_new_names(table: Mapping[str, Any], known: Collection[str], where: str)
     Raises:
         ConfigError: a key is given under both names.
     """
-    made = _copy(table)
+    made: dict[str, Any] = _copy(table)
     for old, new in KEYS.items():
         if not _counts(old, new, known) or (found := _section(made, old)) is None:
             continue

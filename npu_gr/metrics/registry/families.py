@@ -111,7 +111,7 @@ class OldName(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Name the family without values: registering reads none."""
-        return [Metric(self._name, "", self._family._type)]
+        return [Metric(self._name, "", str(self._family._type))]
 
     def collect(self) -> Iterable[Metric]:
         """Copy the samples, with the name replaced."""
