@@ -309,7 +309,7 @@ def erase_check(
     async def search() -> list[Searched]:
         found = await asyncio.to_thread(search_files, config, key, logs)
         if config.history_store.kind == "redis":
-            found += await search_redis(config.features, key)
+            found += await search_redis(config.history_store, key)
         return found + await search_memory(key, urls, api_key)
 
     found = asyncio.run(search())

@@ -59,7 +59,7 @@ def write_log(path: Path, users: Histories) -> Path:
 
 def stored(config: Path, users: Histories, tenant: str = "") -> Histories:
     async def read() -> Histories:
-        store = await open_store(load_config(config).features)
+        store = await open_store(load_config(config).history_store)
         assert store is not None
         found = {
             user: rows_of((await store.read(UserKey(tenant, user), 9999)).events) for user in users
