@@ -53,7 +53,7 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
     found = choose_way(ways, whole)
     assert found.way == best
     assert [row.way for row in found.rows[:2]] == [best, whole]
-    assert {row.way.name for row in found.rows[2:]} == {"shared_encoder alone", "match alone"}
+    assert {row.way.name for row in found.rows[2:]} == {"shared encoder alone", "match alone"}
     assert found.rows[0].less is None
     for row in found.rows[1:]:
         assert row.less is not None
@@ -64,7 +64,7 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
     # those who chose do not evaluate
     assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)
     assert json.loads(json.dumps(found.as_dict()))["sources"] == ["shared_encoder"]
-    assert "shared_encoder, blended" in "\n".join(found.lines())
+    assert "shared encoder, blended" in "\n".join(found.lines())
 
 
 def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
@@ -97,7 +97,7 @@ def test_a_stage_that_makes_answers_worse_is_named_and_no_other_is() -> None:
     hurts = choose_way(ways, whole).hurts
     assert "set recommend.sources without match in serve.yaml" in hurts[1]
     assert [line.partition(" makes the answers worse")[0] for line in hurts] == [
-        "source shared_encoder",
+        "source shared encoder",
         "source match",
         "order rank",
     ]
