@@ -430,7 +430,7 @@ class RankEngine(PageJobs):
             return None
         wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
         hidden = [work.hidden for work in works]
-        found = self.model.whole.find(
+        found = self.model.fused.find(
             self.backend,
             told,
             partial(self._batches.tensors, self.backend, passes, is_next=True),
@@ -502,7 +502,7 @@ class RankEngine(PageJobs):
         told = self._batches.told(passes, is_next=is_next)
         if told is None:
             return None
-        return self.model.whole.run(
+        return self.model.fused.run(
             self.backend,
             told,
             is_next,
