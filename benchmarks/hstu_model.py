@@ -9,7 +9,7 @@ dispatch, for passes that are not one graph.
 
 Each case is computed with two columns of public constants: Huawei's operator generator (autofuse),
 and counts that pto-isa calibrated on a 910B3; if the second has no figure, the first is used for
-both. `docs/measured.md` has the results.
+both. `docs/measured/ascend.md` has the results.
 """
 
 from __future__ import annotations

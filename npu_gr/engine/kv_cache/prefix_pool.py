@@ -360,7 +360,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Bytes of the entries that wait for their rank, are leased, are dropped but leased, or are overwritten."""
         return self.budget_bytes - self.free_bytes - self.reserved_bytes - self.evictable_bytes
 
-    # ---- production
+    # ---- filling entries
 
     def room(self, tenant: str, num_tokens: int) -> Room:
         """Say how much of the pool a tenant can get for a prefix that it signals.
@@ -392,7 +392,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         Raises:
             PoolExhausted: there is no such room for this tenant; nothing was evicted.
         """
-        assert key not in self._reserved, "one producer a key"
+        assert key not in self._reserved, "a key has at most one prefill job"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
         holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)

@@ -58,7 +58,7 @@ def filled(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random interleavings of producers, ranks, expiry and erasure, against a plain model of what must be found.
+    """Random interleavings of prefill jobs, ranks, expiry and erasure, against a plain model of what must be found.
 
     Users "a" and "b" are of one tenant each, "c" of a third that has twice their weight.
     """
@@ -234,7 +234,7 @@ def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
     made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = made.reserve(key(), 5)
     made.erase_user(key().user)
-    other = made.reserve(key(), 5)  # a new producer of the same prefix, before the old one is done
+    other = made.reserve(key(), 5)  # a new job for the same prefix, before the old one is done
     assert not set(entry.runs) & set(other.runs)
     assert not erased
     if end == "publish":
