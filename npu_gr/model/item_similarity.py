@@ -3,7 +3,7 @@
     mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
 Each item stores its most similar items, its neighbours; all others have a similarity of 0. Training
-chooses the measure of similarity, and n, for each log: see `train/rank/neighbours.py`.
+chooses the measure of similarity, and n, for each log: see `train/rank/item_similarity.py`.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """
