@@ -26,8 +26,8 @@ from benchmarks.frame import (
 from npu_gr.core.errors import ConfigError
 
 LONG = (
-    "closed loop of 256: 1427 in time, 3349 rejected, 92 late, 0 lost a second, P99 67 ms; off "
-    "140 in time"
+    "closed loop of 256: 1427 within SLO, 3349 rejected, 92 late, 0 lost a second, P99 67 ms; off "
+    "140 within SLO"
 )
 
 
@@ -37,7 +37,7 @@ def line(
     ratio: float = 0.764,
     target: float | None = 0.95,
 ) -> Line:
-    return compared("door", case, 1427.0, "in time/s", baseline, 1868.0, ratio, target)
+    return compared("door", case, 1427.0, "within SLO/s", baseline, 1868.0, ratio, target)
 
 
 def text(*lines: Line, width: int = 200) -> str:
@@ -51,7 +51,7 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     assert LONG in " ".join(shown.split())
     for cell in (
         "bench door",
-        "1.87e+03 in time/s",
+        "1.87e+03 within SLO/s",
         "0.764x",
         "0.95x",
         "baseline: admission off; 2 x a CPU",
