@@ -30,8 +30,8 @@ FailurePolicy = Literal["fail", "last_known", "nothing"]
 Option = bool | int | float | str | list[str] | dict[str, str]
 
 
-class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the features of users come from that requests do not bring."""
+class FeatureStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The source of user features that requests do not bring."""
 
     entry: str  # feast, or package.module:name of a function or a class
     # keyword arguments: of the class, of feast, of each call of the function
@@ -73,7 +73,6 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
     max_idempotency_keys: Count = 256  # for each user; then the oldest is forgotten
     check_s: SecondsOrZero = 1.0  # embedded: time for the damage check at start; 0 = no check
-    source: SourceConfig | None = None  # source of user features; None = requests bring them
 
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):
