@@ -102,7 +102,7 @@ async def test_an_unknown_certificate_on_either_side_is_rejected(
         {"certificate": own.certificate, "key": own.key},  # the system does not know this authority
     ]
     for files in wrong:
-        with pytest.raises(ConfigError, match=r"features\.url: no answer from "):
+        with pytest.raises(ConfigError, match=r"history_store\.url: no answer from "):
             await open_store(config(port, **files))
 
 

@@ -216,14 +216,14 @@ async def test_one_process_a_file(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"features\.path: .*file"):
+    with pytest.raises(ConfigError, match=r"history_store\.path: .*file"):
         await open_store(HistoryConfig(path=str(tmp_path / "file" / "h.db")))
     (tmp_path / "bad.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=r"features\.path: .*bad\.db"):
+    with pytest.raises(ConfigError, match=r"history_store\.path: .*bad\.db"):
         await open_store(HistoryConfig(path=str(tmp_path / "bad.db")))
-    with pytest.raises(ConfigError, match=r"features\.url"):
+    with pytest.raises(ConfigError, match=r"history_store\.url"):
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://{tmp_path}/none.sock")))
-    with pytest.raises(ConfigError, match=r"features\.url"):
+    with pytest.raises(ConfigError, match=r"history_store\.url"):
         await open_store(HistoryConfig(kind="redis", url=SecretUrl("nonsense")))
     assert await open_store(HistoryConfig(kind="none")) is None
 

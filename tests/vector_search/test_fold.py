@@ -1,6 +1,6 @@
 """Users with new items are matched by a folded vector.
 
-Tests/train/match/test_model.py checks the vector itself.
+The vector itself is checked by tests/train/match/test_model.py.
 """
 
 from __future__ import annotations
