@@ -60,7 +60,7 @@ from npu_gr.replay.run import replay
 from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
 from npu_gr.tools.evaluate import EvaluationClient, ServiceEvaluation, evaluate
-from npu_gr.train.cascade import JUDGED_USERS, next_events
+from npu_gr.train.cascade import EVALUATION_USERS, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.folder import asked_at, examples, known_user, recommend
@@ -392,7 +392,7 @@ async def evaluated(url: str, admin_url: str, log: Interactions) -> ServiceEvalu
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
     return await evaluate(
-        url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist()
+        url, admin_url, next_events(log, known, EVALUATION_USERS), np.unique(log.items).tolist()
     )
 
 

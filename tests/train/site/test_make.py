@@ -1,4 +1,4 @@
-"""`train all` makes what is not made yet, keeps what somebody changed, and leaves the old site where it fails."""
+"""`train all` reuses models, keeps an operator's changes, and keeps the old site on errors."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
 def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(
     tmp_path: Path, trainings: Trainings
 ) -> None:
-    """Every option that decides the site, and paths and values that need quotes: also one of two lines."""
+    """All options that decide a site, with values that need quotes, also of two lines."""
     folder = tmp_path / "it's a log"
     folder.mkdir()
     data, site = dataset(folder), folder / "site"
