@@ -50,8 +50,8 @@ class CascadeWay(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in reports, e.g. "shared_encoder + match, fitted"."""
-        found = " + ".join(self.sources)
+        """Name in reports, e.g. "shared encoder + match, fitted"."""
+        found = " + ".join(map(_words, self.sources))
         return (
             f"{found} alone"
             if self.order == "retrieval" and len(self.sources) == 1
@@ -188,7 +188,7 @@ def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[st
     """Describe the stages without which the configured way is significantly better."""
     for source in whole.sources if len(whole.sources) > 1 else ():
         without = CascadeWay(tuple(name for name in whole.sources if name != source), whole.order)
-        yield from _hurt(places, whole, without, f"source {source}")
+        yield from _hurt(places, whole, without, f"source {_words(source)}")
     for order in ORDERS[1:]:
         way = CascadeWay(whole.sources, order)
         if way in places:
@@ -207,6 +207,10 @@ def _hurt(
                 f"{stage} makes recommendations worse: NDCG@{TOP} of {whole.name} minus "
                 f"{without.name} is {_interval(gap)}"
             )
+
+
+def _words(source: str) -> str:
+    return source.replace("_", " ")
 
 
 def _row_text(row: CascadeRow) -> str:
