@@ -51,7 +51,7 @@ class CascadeWay(NamedTuple):
     @property
     def name(self) -> str:
         """Name in reports, e.g. "shared encoder + match, fitted"."""
-        found = " + ".join(map(_words, self.sources))
+        found = " + ".join(self.sources).replace("_", " ")
         return (
             f"{found} alone"
             if self.order == "retrieval" and len(self.sources) == 1
@@ -100,8 +100,9 @@ class CascadeChoice(NamedTuple):
     def lines(self) -> list[str]:
         """Explain the choice, a line each."""
         return [
-            f"Recommend uses {self.way.name}, chosen on {self.num_users} users. Compared on the "
-            "other users (last column: NDCG@10 of the choice minus that of the row, 95 %):",
+            f"recommend uses {self.way.name}: the best of all sources and orders for "
+            f"{self.num_users} users. For the other users (in brackets: its NDCG@{TOP} minus that "
+            "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]
@@ -188,29 +189,33 @@ def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[st
     """Describe the stages without which the configured way is significantly better."""
     for source in whole.sources if len(whole.sources) > 1 else ():
         without = CascadeWay(tuple(name for name in whole.sources if name != source), whole.order)
-        yield from _hurt(places, whole, without, f"source {_words(source)}")
+        name = source.replace("_", " ")
+        yield from _hurt(
+            places, whole, without, f"source {name}", f"recommend.sources without {source}"
+        )
     for order in ORDERS[1:]:
         way = CascadeWay(whole.sources, order)
         if way in places:
-            yield from _hurt(places, way, CascadeWay(whole.sources, "retrieval"), f"order {order}")
+            without = CascadeWay(whole.sources, "retrieval")
+            yield from _hurt(places, way, without, f"order {order}", "recommend.order: retrieval")
 
 
 def _hurt(
-    places: Mapping[CascadeWay, F64], whole: CascadeWay, without: CascadeWay, stage: str
+    places: Mapping[CascadeWay, F64],
+    whole: CascadeWay,
+    without: CascadeWay,
+    stage: str,
+    setting: str,
 ) -> Iterator[str]:
     if whole in places and without in places:
         gap = difference_of_users(
             ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP)
         )
-        if gap.high < 0:
+        if gap.mean < 0 and gap.p * len(places) <= CHANCE:
             yield (
-                f"{stage} makes recommendations worse: NDCG@{TOP} of {whole.name} minus "
-                f"{without.name} is {_interval(gap)}"
+                f"{stage} makes the answers worse: NDCG@{TOP} {_interval(gap)} against the same "
+                f"cascade without it; set {setting} in serve.yaml"
             )
-
-
-def _words(source: str) -> str:
-    return source.replace("_", " ")
 
 
 def _row_text(row: CascadeRow) -> str:

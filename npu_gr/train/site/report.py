@@ -15,6 +15,7 @@ from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+_SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
@@ -96,8 +97,19 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         return [*own, *(self.cascade.words if self.cascade else ())]
 
     def warnings(self) -> list[str]:
-        """List the warnings of models that are not shown to be better than a baseline."""
-        return [part.warning for part in self.parts.values() if part.warning]
+        """List the warnings of models that are not shown to be better than a baseline.
+
+        For a model that recommend does not use, it is a note, not a warning.
+        """
+        used = self.cascade.sources if self.cascade else None
+        found = []
+        for name, part in self.parts.items():
+            text = part.warning
+            source = _SOURCE_OF.get(name)
+            if text and source and used is not None and source not in used:
+                text = f"{text} recommend does not use this model.".replace("WARNING", "Note")
+            found.append(text)
+        return [text for text in found if text]
 
 
 def warning_of(comparison: BaselineComparison | None) -> str:
@@ -105,9 +117,8 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model} is not shown to predict the next item better than "
-        f"{comparison.baseline}, {comparison.grounds}. More events, more epochs or other settings "
-        "may help."
+        f"WARNING: {comparison.model} is not shown to be better than {comparison.baseline} at the "
+        f"next item ({comparison.grounds}). More events or more epochs may help."
     )
 
 
@@ -126,9 +137,9 @@ def ranker_words(found: Evaluation) -> tuple[str, ...]:
     comparisons = filter(None, (found.comparison(), found.compared_with(Markov.name)))
     rows = {each.baseline: each.differences for each in comparisons}
     return tuple(
-        f"ranker (order fitted) minus {name}: "
+        f"ranker against {name}: "
         + ", ".join(
-            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+            f"{figure} {gap.mean:+.4f} (95 %: {gap.low:+.4f} to {gap.high:+.4f})"
             for figure, gap in list(gaps.items())[:2]
         )
         for name, gaps in rows.items()
