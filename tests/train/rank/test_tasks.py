@@ -53,7 +53,7 @@ def test_one_action_is_the_next_item_alone() -> None:
 def test_another_scale_takes_its_median_and_says_so() -> None:
     chosen = choose_tasks(build_log(valued(1, 8, 9, 7, 10, 2, 8, 9, 5, 8), [], "user-time"))
     assert chosen.tasks == (CLICK, Task(name="like", at_least=8.0))
-    assert "at least 8, which is the median of 1 .. 10" in chosen.reason
+    assert "at least 8, the median of 1 .. 10" in chosen.reason
     codes = choose_tasks(build_log(valued(1, 1, 1, 2), [], "user-time"))
     assert codes.tasks[1].at_least == 2.0  # the median would give every event the same label
 
