@@ -50,7 +50,7 @@ class CascadeWay(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in reports, e.g. "shared encoder + match, fitted"."""
+        """Name in reports, e.g. "shared encoder + match, blended"."""
         found = " + ".join(self.sources).replace("_", " ")
         return (
             f"{found} alone"
@@ -65,7 +65,7 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
     Args:
         sources: Configured sources. Up to three, every set of them is tried; of more, each alone,
             each pair, the first three, and all (17 sets of five sources).
-        has_blend: Whether the ranker has a fitted score blend (order `fitted`).
+        has_blend: Whether the ranker has a fitted score blend (order `blended`).
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
@@ -75,7 +75,7 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
         CascadeWay(chosen, order)
         for chosen in sets
         for order in ORDERS
-        if order != "fitted" or has_blend
+        if order != "blended" or has_blend
     ]
 
 

@@ -97,7 +97,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     learning_rate: Annotated[
         Positive, Meta(description="learning rate of the embedding tables")
     ] = 2e-2
-    pacing_looks: Annotated[
+    curriculum_validations: Annotated[
         Count,
         Meta(description="with curriculum: validations after which every negative may be drawn"),
     ] = 4
@@ -289,7 +289,7 @@ class Trainer:
         The second one needs target edges of users who are in both domains; without any it is 0.
         """
         options = self.options
-        done = min(1.0, step / (options.pacing_looks * options.evaluate_every))
+        done = min(1.0, step / (options.curriculum_validations * options.evaluate_every))
         easiest = share(done) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
         users, matches = self._bridge.users(*size, easiest, self._generator)

@@ -335,7 +335,7 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     vector_dropout: Annotated[
         DropoutRatio, Meta(description="share of the user's vector that is dropped")
     ] = 0.15
-    item_length: Annotated[
+    item_init_norm: Annotated[
         Weight,
         Meta(
             description="length of the initial item embeddings, made from item co-occurrence; "

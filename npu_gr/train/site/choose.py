@@ -45,7 +45,7 @@ BUDGET_S = 60.0  # deadline of each request, long enough for any machine
 LEAST_USERS = 50  # fewest users who choose, and who evaluate
 # the ranker's own sources, on whose lists its score blend is fitted
 OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")
-SCORED_ORDERS: tuple[OrderName, ...] = ("fitted", "rank")  # all orders follow from their scores
+SCORED_ORDERS: tuple[OrderName, ...] = ("blended", "rank")  # all orders follow from their scores
 
 
 def choose_for_site(
@@ -62,7 +62,7 @@ def choose_for_site(
         overrides: `section.key=value` of that configuration.
         log: All events; the models were trained without each user's last event.
         sources: Source -> items to request, the ranker's own sources first. These with the order
-            `fitted` stay, unless another choice is significantly better.
+            `blended` stay, unless another choice is significantly better.
         most_users: Most users; half of them choose, the others evaluate.
 
     Returns:
@@ -99,7 +99,7 @@ async def _choose(
     config = msgspec.structs.replace(
         config,
         recommend=recommend,
-        features=HistoryConfig(kind="none"),
+        history_store=HistoryConfig(kind="none"),
         # all requests should be answered, however long it takes
         admission=msgspec.structs.replace(config.admission, enabled=False),
     )
@@ -127,7 +127,7 @@ async def _choose(
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
     return choose_way(
-        places, CascadeWay(tuple(source for source in sources if source in OWN), "fitted")
+        places, CascadeWay(tuple(source for source in sources if source in OWN), "blended")
     )
 
 
@@ -150,7 +150,7 @@ class _Found:
             : self._max_candidates
         ]
         if way.order != "retrieval":
-            known = self._scores["fitted" if way.order == "fitted" else "rank"]
+            known = self._scores["blended" if way.order == "blended" else "rank"]
             scores = np.array([known[item] for item in merged.tolist()], np.float32)
             merged = merged[(by_both if way.order == "fused" else best_first)(scores)]
         best: list[int] = merged[:TOP].tolist()

@@ -98,7 +98,7 @@ def configuration(
         ),
         _line("  min_prefix_tokens", 16, "shorter histories are not pre-inferred"),
         "",
-        "kv:",
+        "kv_cache:",
         _line(
             "  hbm_bytes",
             268_435_456,
@@ -106,7 +106,7 @@ def configuration(
         ),
         _line("  dram_bytes", 268_435_456, "host memory for KV evicted from device memory"),
         "",
-        "features:",
+        "history_store:",
         _line("  kind", "embedded", "the history store: embedded | redis | none"),
         _line(
             "  path",
@@ -130,7 +130,7 @@ def configuration(
         _line(
             "  order",
             cascade.order,
-            "fitted: by the ranker's fitted score blend; or rank, fused, retrieval",
+            "blended: by the ranker's fitted score blend; or rank, fused, retrieval",
         ),
     ]
     if not is_evaluated:  # popularity was counted over all events, also the held-out ones
@@ -177,10 +177,10 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rank: ranking.TrainOptions = msgspec.structs.replace(ranking.DEMO, split=SPLIT)
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
-    num_found: Annotated[
+    num_retrieved: Annotated[
         Count, Meta(description="items that recommend retrieves by the ranker's shared encoder")
     ] = 200
-    num_following: Annotated[
+    num_transitions: Annotated[
         Count, Meta(description="items that recommend retrieves by transitions, if chosen")
     ] = 100
     num_neighbours: Annotated[
@@ -193,7 +193,7 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Count, Meta(description="items that recommend retrieves by the vectors, if chosen")
     ] = 100
     max_candidates: Annotated[Count, Meta(description="most items that recommend ranks")] = 200
-    choosing_users: Annotated[
+    selection_users: Annotated[
         Count,
         Meta(
             description="most users on whom the sources and the order of recommend are chosen "

@@ -249,18 +249,18 @@ def _cascade(
     An earlier choice by the same models and options is reused.
     """
     sources: dict[SourceName, int] = {
-        "shared_encoder": options.num_found,
-        "transitions": options.num_following,
+        "shared_encoder": options.num_retrieved,
+        "transitions": options.num_transitions,
         "neighbours": options.num_neighbours,
         "generate": options.num_generated,
         "match": options.num_matched,
     }
-    numbers = msgspec.json.encode([list(sources.items()), options.choosing_users]).decode()
+    numbers = msgspec.json.encode([list(sources.items()), options.selection_users]).decode()
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
     own = {name: sources[name] for name in OWN}
-    usual = SiteCascade(made_from=made_from, sources=own, order="fitted")
+    usual = SiteCascade(made_from=made_from, sources=own, order="blended")
     path = folder.write(
         EVALUATED_CONFIG,
         configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
@@ -274,7 +274,7 @@ def _cascade(
         f"match.vectors={lies['vectors']}",
     ]
     try:
-        choice = choose_for_site(path, overrides, log, sources, options.choosing_users)
+        choice = choose_for_site(path, overrides, log, sources, options.selection_users)
     except NpuGrError as error:  # the ranker's own sources can be served all the same
         return msgspec.structs.replace(
             usual,
