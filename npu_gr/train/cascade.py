@@ -227,7 +227,7 @@ def _interval(gap: Difference) -> str:
     return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
 
 
-EVALUATION_USERS = 300  # users who evaluate a site's cascade; other users choose it
+EVALUATED_USERS = 300  # users who evaluate a site's cascade; other users choose it
 MISSED = float("inf")  # the rank of an item that was not answered
 
 

@@ -27,7 +27,7 @@ from npu_gr.history_store.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.cascade import (
-    EVALUATION_USERS,
+    EVALUATED_USERS,
     MISSED,
     TOP,
     CascadeChoice,
@@ -73,7 +73,7 @@ def choose_for_site(
         NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluated = {case.user for case in next_events(log, known, EVALUATION_USERS)}
+    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
     cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
     if len(cases) < 2 * LEAST_USERS:
         return None

@@ -149,7 +149,7 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(
         ]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
-        odd = {**new, "title": "New", "history_store": {"kind": "odd"}}
+        odd = {**new, "title": "New", "features": {"kind": "odd"}}
         made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
         assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
