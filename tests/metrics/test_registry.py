@@ -18,7 +18,7 @@ from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
-from npu_gr.metrics.registry.requests import DOOR, AdmissionResult
+from npu_gr.metrics.registry.requests import HTTP_STAGE, AdmissionResult
 from npu_gr.metrics.slo import Objective
 
 
@@ -138,7 +138,7 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     attained = {"kind": "rank", "slo": "latency", "window": "5m"}
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
     door = registry.get_sample_value(
-        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR}
+        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": HTTP_STAGE}
     )
     assert door == 7
     assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
@@ -257,7 +257,7 @@ def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
     for label_value in kind.labels or ("",):
         label = {} if kind.label is None else {kind.label: label_value}
         assert value(f"{kind.name}_duration_seconds_bucket", le=str(threshold_s), **label) == 0
-    for stage in (*kind.stages, DOOR):
+    for stage in (*kind.stages, HTTP_STAGE):
         assert value("stage_duration_seconds_count", kind=kind.name, stage=stage) is not None
 
 

@@ -37,7 +37,7 @@ from npu_gr.metrics.slo import (
 )
 
 EVALUATED = "slo_requests_total"
-DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
+HTTP_STAGE = "http"  # the stage that HTTP adds: reading, parsing and writing
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
@@ -128,7 +128,7 @@ class RequestMetrics:
         self._stage_s = {
             (kind.name, stage): stages.labels(kind.name, stage)
             for kind in KINDS.values()
-            for stage in (*kind.stages, DOOR)
+            for stage in (*kind.stages, HTTP_STAGE)
         }
         self._service_s = {name: self._durations(make, kind) for name, kind in KINDS.items()}
         self._outcome_families = {
@@ -228,7 +228,7 @@ class RequestMetrics:
         if rejection is not None:
             self._rejections[kind, rejection].inc()
         if stages_s:
-            self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
+            self._stage_s[kind, HTTP_STAGE].observe(max(took_s - sum(stages_s.values()), 0.0))
         is_evaluated = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
         result = evaluate(status, took_s, threshold_s, has_s) if is_evaluated else None
         if result is not None:
