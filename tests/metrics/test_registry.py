@@ -50,8 +50,8 @@ def test_objectives_are_edges() -> None:
     metrics, registry = made()
     metrics.requests.answered(RANK, answer(Outcome.HBM_HIT, Reason.NONE), 0.0421)
     metrics.requests.done("rank", "/v1/rank", 200, 0.0421)
-    at_the_door = {"kind": "rank", "le": "0.0421"}
-    assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", at_the_door) == 1
+    labels = {"kind": "rank", "le": "0.0421"}
+    assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", labels) == 1
     labels = {"outcome": "hbm_hit", "le": "0.0421"}
     assert registry.get_sample_value("npu_gr_rank_duration_seconds_bucket", labels) == 1
     assert registry.get_sample_value("npu_gr_signal_duration_seconds_bucket", {"le": "0.0123"}) == 0
@@ -237,7 +237,7 @@ async def test_the_text_made_in_parts_is_the_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
-    """Admissions, a request histogram and a histogram of its own with the objective as an edge, stages, promises."""
+    """Every kind has admissions, histograms with the objective as an edge, and stages."""
     threshold_s = 0.01234
     registry = CollectorRegistry()
     objectives = [Objective(kind=name, threshold_s=threshold_s) for name in KINDS]
@@ -261,7 +261,7 @@ def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
         assert value("stage_duration_seconds_count", kind=kind.name, stage=stage) is not None
 
 
-def test_a_gauge_reads_what_is_in_force() -> None:
+def test_a_gauge_reads_the_current_value() -> None:
     metrics, registry = made()
     limit = 512
     metrics.process.observe_limits({"inflight_requests": lambda: limit})
