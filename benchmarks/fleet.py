@@ -73,7 +73,7 @@ def lines(
 
         def reloaded() -> None:
             file = folder / "fleet.yaml"
-            file.write_text(json.dumps({**json.loads(file.read_text()), "idle_s": 74.0}))
+            file.write_text(json.dumps({**json.loads(file.read_text()), "idle_timeout_s": 74.0}))
             front.signal(signal.SIGHUP)
 
         events: list[tuple[str, Callable[[], None]]] = [

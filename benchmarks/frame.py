@@ -46,6 +46,7 @@ BENCHES = {
     "quality": "benchmarks.quality",
     "match-train": "benchmarks.match_train",
 }
+OLD_NAMES = {"trunk": "shared_encoder", "twin": "emulator"}  # that still work
 LEAST_WIDTH = 100
 FILE_WIDTH = 200  # width of a line if the output is no terminal
 CASE_WIDTH = 30
@@ -115,6 +116,9 @@ class Benches(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a benchmark and make its command; None = unknown name."""
+        if cmd_name in OLD_NAMES:
+            click.echo(f"{cmd_name} is now {OLD_NAMES[cmd_name]}", err=True)
+            cmd_name = OLD_NAMES[cmd_name]
         if cmd_name not in BENCHES:
             return None
         module = importlib.import_module(BENCHES[cmd_name])

@@ -309,7 +309,7 @@ def instance(
         f"server.port={port}",
         "server.admin_port=0",
         f"checkpoint={checkpoint}",
-        f"features.path={folder / f'{slug(name)}.db'}",
+        f"history_store.path={folder / f'{slug(name)}.db'}",
         *overrides,
     ]
     file = (config or root / "configs" / "cpu.yaml").absolute()

@@ -147,7 +147,7 @@ def _both(config: Config) -> Config:
     }
     recommend = msgspec.structs.replace(config.recommend, sources=sources, hook=None, popular=None)
     return msgspec.structs.replace(
-        config, recommend=recommend, features=HistoryConfig(kind="none"), record=None
+        config, recommend=recommend, history_store=HistoryConfig(kind="none"), record=None
     )
 
 

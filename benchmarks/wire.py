@@ -41,7 +41,7 @@ RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
 class IdNames:
     """Names of a service whose actions are named by indices, and items by ids."""
 
-    unsorted_history: Literal["refuse", "sort"] = "refuse"
+    unsorted_history: Literal["reject", "sort"] = "reject"
 
     def actions(self, _version: str | None) -> ActionNames:
         return _ACTIONS

@@ -125,7 +125,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
     brownout: BrownoutConfig = BrownoutConfig()
-    kv: KVConfig = KVConfig()
+    kv_cache: KVConfig = KVConfig()
 
     def __post_init__(self) -> None:
         if self.warmup_s >= self.duration_s:

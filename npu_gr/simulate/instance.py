@@ -64,8 +64,8 @@ class SimulatedInstance:
         self.scheduler.weigh(config.admission.tenant_weights)
         self.engine = SimulatedEngine(profile, self.scheduler, times, config.slo_s)
         self.tiers = open_tiers(
-            config.kv,
-            _layout(profile, config.kv.page_tokens),
+            config.kv_cache,
+            _layout(profile, config.kv_cache.page_tokens),
             None,
             t_life_s=config.relay.t_life_s,
             clock=clock,

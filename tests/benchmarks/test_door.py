@@ -88,8 +88,8 @@ def test_an_instance_is_checked_and_its_prefixes_are_found(
 
 def test_a_server_that_does_not_start_says_why(checkpoint: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(Unavailable, match=r"ours did not start: npu-gr: .*kv\.hbm_bytes"),
-        running("ours", instance("ours", checkpoint, tmp_path, ["kv.hbm_bytes=1"])),
+        pytest.raises(Unavailable, match=r"ours did not start: npu-gr: .*kv_cache\.hbm_bytes"),
+        running("ours", instance("ours", checkpoint, tmp_path, ["kv_cache.hbm_bytes=1"])),
     ):
         pass
 

@@ -12,7 +12,17 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from benchmarks import store
-from benchmarks.frame import BENCHES, Line, bench, compared, show, table, timed, timed_in_turn
+from benchmarks.frame import (
+    BENCHES,
+    OLD_NAMES,
+    Line,
+    bench,
+    compared,
+    show,
+    table,
+    timed,
+    timed_in_turn,
+)
 from npu_gr.core.errors import ConfigError
 
 LONG = (
@@ -107,3 +117,11 @@ def test_a_time_is_compared_by_its_medians() -> None:
     found = timed("x", "case", [0.001, 0.002, 0.003], "other", [0.004] * 3, 1.5, floor=4.0)
     assert (found.ours, found.baseline_value, found.ratio, found.ok) == (2.0, 4.0, 2.0, True)
     assert found.of_floor == 0.5
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_old_name_of_a_bench_works_with_a_word(old: str, new: str) -> None:
+    done = CliRunner().invoke(bench, [old, "--help"])
+    assert done.exit_code == 0
+    assert new in BENCHES
+    assert f"{old} is now {new}" in done.stderr
