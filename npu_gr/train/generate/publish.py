@@ -49,7 +49,7 @@ FILES = (
     CONFIGURATION,
 )
 OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
-# most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
+# most items by which a prompt is shorter than it could be, see `model/history_tokenizer.py`
 MAX_CUT_ITEMS = 8
 
 
