@@ -485,8 +485,7 @@ def sum_up(
         f"trained   {', '.join(site.parts)} on {site.num_events:,} events of "
         f"{site.num_users:,} users",
         f"in time   {found.attainment_ratio:.1%} of {found.num_ranks} ranks within "
-        f"{found.slo_s * 1e3:g} ms; "
-        f"objective {latency_ratio:.0%}: {kept}{late}",
+        f"{found.slo_s * 1e3:g} ms; objective {latency_ratio:.0%}: {kept}{late}",
         f"latency   {_times(found)}; without the relay {_times(without)} (the first "
         f"{without.num_ranks} of them)",
         f"relay     {hits:.1%} of the ranks found the user's KV ready, "
@@ -499,9 +498,8 @@ def sum_up(
         f"{folder / 'report.html'} has the plots",
         f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
-        f"more      {folder / 'README.md'} has calls for a new user and a new item; "
-        "long histories, where the relay pays: npu-gr demo --longest 100, python -m "
-        "benchmarks relay",
+        f"more      {folder / 'README.md'} has calls for a new user and a new item; long "
+        "histories, where the relay pays: npu-gr demo --longest 100, python -m benchmarks relay",
     ]
 
 
