@@ -1,8 +1,8 @@
 """`npu-gr doctor --acceptance`: compare operators and requests with the CPU's, and time them.
 
 `doctor` compares single ops on small inputs. This module compares whole requests, with random
-weights and prefix KV in both tiers: small ones in fp32, which must be equal up to rounding, and ones
-of production size in bf16. The findings are packed into a bundle for a report.
+weights and prefix KV in both tiers: small ones in fp32, which must be equal up to rounding, and
+ones of production size in bf16. The findings are packed into a bundle for a report.
 
 Each step (an operator, a kind of request) runs in its own process with a time limit (`npu-gr doctor
 --backend NAME --step STEP`). A step that hangs is killed and reported with the last kernel that it
@@ -275,7 +275,7 @@ def _history(num_tokens: int) -> Tokens:
 def accept(
     name: BackendName, sizes: Sizes = EXACT, kinds: Sequence[str] = ("rank", "generate")
 ) -> list[Finding]:
-    """Compare requests on the backend with the same requests on plain torch ops on the CPU (fp32)."""
+    """Compare requests on the backend with the same ones on the CPU (plain torch ops, fp32)."""
     ours = AcceptanceRig(choose(name), sizes)
     cpu = AcceptanceRig(CPUBackend("off"), sizes._replace(dtype=torch.float32))
     # graphs are not captured on the default stream, so use another one, as a device thread does

@@ -67,20 +67,23 @@ _HEAD = """# Configuration
 <!-- Written by `npu-gr config --reference`: change the comments in configs/ or a trainer's
 options, not this page. -->
 
-Every key of a process and of a trainer. `npu-gr check-config --config FILE` checks a file and what it
-names, and shows where each value comes from.
+Every key of a process and of a trainer. `npu-gr check-config --config FILE` checks a file and what
+it names, and shows where each value comes from.
 
-- **Precedence.** The file, then the environment, then `--set section.key=value`; the later one wins.
-  A key that is in none of them has its default.
+- **Precedence.** The file, then the environment, then `--set section.key=value`; the later one
+  wins. A key that is in none of them has its default.
 - **Environment.** `NPU_GR_`, the section, two underscores, the key: `NPU_GR_SERVER__PORT=9000` is
-  `server.port`, `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a key
-  outside of sections. The value is YAML. An unknown name with two underscores is an error; other
-  unknown names that begin with `NPU_GR_` are ignored, with a warning if one resembles a setting.
-- **Sizes** are bytes: `1073741824`, `1GiB`, `512 MiB`, `64MB` (KiB, MiB, GiB, TiB by 1024; kB, MB, GB, TB by 1000).
+  `server.port`, `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a
+  key outside of sections. The value is YAML. An unknown name with two underscores is an error;
+  other unknown names that begin with `NPU_GR_` are ignored, with a warning if one resembles a
+  setting.
+- **Sizes** are bytes: `1073741824`, `1GiB`, `512 MiB`, `64MB` (KiB, MiB, GiB, TiB by 1024; kB, MB,
+  GB, TB by 1000).
 - **Times** are seconds: `0.05`, `50ms`, `2s`, `10min`, `1h` (us, ms, s, min, h, d).
 - **Secrets** are the text itself, `{file: PATH}` or `{env: NAME}`; they are shown as `***`.
-- **Editors** complete and check a file whose first line names a schema, as in the files of `configs/`.
-  `npu-gr config --schema` prints the schema, and `npu-gr config > serve.yaml` writes that line.
+- **Editors** complete and check a file whose first line names a schema, as in the files of
+  `configs/`. `npu-gr config --schema` prints the schema, and `npu-gr config > serve.yaml` writes
+  that line.
 """
 _PROCESSES = {
     "instance": (
@@ -160,7 +163,7 @@ def _schema_of(kind: type) -> dict[str, Any]:
 
 
 def _extras(kind: str) -> dict[str, dict[str, Any]]:
-    """Return what msgspec's schema lacks, by path: descriptions, computed defaults, names of tables."""
+    """Return what msgspec's schema lacks by path: descriptions, defaults, names of tables."""
     found: dict[str, dict[str, Any]] = {}
     for path, setting in settings_of(KINDS[kind][0]).items():
         extra = found[path] = {}

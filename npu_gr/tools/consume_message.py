@@ -104,7 +104,7 @@ def _action(name: str | None, model: EventModel) -> int:
 
 
 def _at(table: dict[str, Any], path: str) -> Any:
-    """Find the value at a path such as `payload.user.id`; a field with that full name has priority."""
+    """Find the value at a path such as `payload.user.id`; a field of that full name comes first."""
     if path in table:
         return table[path]
     first, _, rest = path.partition(".")

@@ -1,7 +1,8 @@
 """`npu-gr doctor --security`: list what a configuration exposes, and to whom.
 
-Each line is one entry point: an address, a key, a store, a file, or an outgoing call. It says who can
-use it, and for what. The configuration and the files that it names are read; no address is called.
+Each line is one entry point: an address, a key, a store, a file, or an outgoing call. It says who
+can use it, and for what. The configuration and the files that it names are read; no address is
+called.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
 
 # Names (without the section) of settings that are files or folders.
-_FILE = "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular|hstu_library"
+_FILE = (
+    "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
+    "|hstu_library"
+)
 # The beginning of the line about a setting, where it is not the setting's name; None if the line of
 # another setting covers it.
 LINES: dict[str, str | None] = {

@@ -48,7 +48,7 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Searched]:
-    """Search the files that the configuration names, and logs; read-only, also of a running instance.
+    """Search the files that a configuration names, and logs; also of a running instance.
 
     Args:
         config: Configuration of the instance whose files are on this machine.

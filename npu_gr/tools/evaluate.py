@@ -1,8 +1,8 @@
 """`npu-gr evaluate`: next-item metrics of a running service, for the cascade and each stage.
 
-Protocol: one case per user. The events before one of the user's events are the history; that event's
-item is the target. All items are candidates (no sampled negatives), without those of the history
-unless most of the next items are repeats. Each case is sent in several ways:
+Protocol: one case per user. The events before one of the user's events are the history; that
+event's item is the target. All items are candidates (no sampled negatives), without those of the
+history unless most of the next items are repeats. Each case is sent in several ways:
 
     generate         POST /v1/generate, if configured; as many items as the cascade requests from it
     match            POST /v1/match, likewise
@@ -11,8 +11,8 @@ unless most of the next items are repeats. Each case is sent in several ways:
     rank             POST /v1/rank of all candidates (too slow for production on a large catalogue)
     recommend        POST /v1/recommend: the retrieved items, ranked
 
-`retrieved` is the share of the users whose target was retrieved: an upper bound of the cascade's hit
-ratio.
+`retrieved` is the share of the users whose target was retrieved: an upper bound of the cascade's
+hit ratio.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ async def evaluate(
         cases: Cases, at least one.
         catalogue: Ids of the candidates of `rank`.
         done: Callback with (finished cases, all cases).
-        api_key: Key for all tenants with the scopes infer and admin; None if the service needs none.
+        api_key: Key for all tenants with the scopes infer and admin; None if the service needs
+            none.
 
     Raises:
         Unavailable: a request failed.

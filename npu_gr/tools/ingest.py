@@ -217,7 +217,7 @@ async def open_target(
             store, events go to the service at the configured address.
         url: Base URL of a service to write through.
         api_key: Key of that service with the scopes `ingest` and `infer`.
-        patience_s: As in `ServiceWriter`.
+        patience_s: Time for retries of a call, see `ServiceWriter`.
 
     Raises:
         ConfigError: neither is given, or the store or service cannot be used.

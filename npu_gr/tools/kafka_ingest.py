@@ -4,8 +4,8 @@
 
 A message that is read again, because its offset was not committed, has the same idempotency key
 (topic, partition, offset and time). Therefore it counts once while the store remembers the key: 256
-per user for a day (`features.max_idempotency_keys`, `idempotency_s`). For this reason a round has at
-most `MOST_OF_USER` messages of a user.
+per user for a day (`features.max_idempotency_keys`, `idempotency_s`). For this reason a round has
+at most `MOST_OF_USER` messages of a user.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class EventConsumer:
         """Prepare the consumer, which must have automatic commits off.
 
         Raises:
-            ConfigError: the model has no actions or lacks a configured feature, or the file of dead
-                letters cannot be written.
+            ConfigError: the model has no actions or lacks a configured feature, or the file of
+                dead letters cannot be written.
         """
         self._consumer = consumer
         self._target = target
@@ -174,7 +174,7 @@ class EventConsumer:
     def _sort(
         self, current: _Round, results: list[Any], *, is_last: bool
     ) -> list[tuple[Any, Write]]:
-        """Count written messages, add invalid ones to the dead letters, and return those to retry."""
+        """Count written messages, add failed ones to the dead letters, return those to retry."""
         again = []
         for pair, result in zip(current.pairs, results, strict=True):
             if isinstance(result, Written):
@@ -209,7 +209,7 @@ class EventConsumer:
         log.warning("%s is a dead letter: %s (first of %d)", place, reason, len(letters))
 
     async def _commit(self, read: dict[Any, int]) -> None:
-        """Commit offsets; if that fails, the messages are read again and recognised as duplicates."""
+        """Commit offsets; if that fails, the messages are read again and count as known."""
         from aiokafka.errors import KafkaError
 
         mine = self._consumer.assignment()

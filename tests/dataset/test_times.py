@@ -195,7 +195,7 @@ def test_an_unknown_format_is_an_error() -> None:
         [NOW - 20, 0],
         [None, RejectReason.UNREADABLE_TIME],
     )
-    with pytest.raises(DataError, match="looks like a date; --time-format %Y%m%d"):
+    with pytest.raises(DataError, match="looks like a date; give --time-format %Y%m%d"):
         recognise(pa.array([20231114, 20231115]), "log: t")
     assert read(pa.array([20231114]), pattern="%Y%m%d")[0] == [1_699_920_000]
     with pytest.raises(DataError, match="every time of the first rows is missing; --time"):

@@ -154,9 +154,8 @@ def test_the_schema_takes_what_a_start_takes(
 
 def test_what_a_comment_is_and_whose() -> None:
     text = (
-        "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n "
-        "  "
-        " f: '#'\n"
+        "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n    "
+        "f: '#'\n"
     )
     assert read(f"{text}# Prose: no key\n") == {
         "a": "first",
