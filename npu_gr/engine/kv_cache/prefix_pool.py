@@ -190,7 +190,7 @@ class _TenantRoom:
 
         Its first prefix always is.
         """
-        if holding is self._shares.nobody:
+        if holding is self._shares.own_work:
             return False
         return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
 
@@ -201,7 +201,7 @@ class _TenantRoom:
     def _obtainable(
         self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool
     ) -> int:
-        if other is taker or taker is self._shares.nobody:
+        if other is taker or taker is self._shares.own_work:
             return other.evictable.num_pages
         over = self._over(other, ratios)
         return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
@@ -213,7 +213,7 @@ class _TenantRoom:
         for number, other in enumerate(self._shares.accounts):
             if (
                 other is not taker
-                and taker is not self._shares.nobody
+                and taker is not self._shares.own_work
                 and not self._over(other, ratios)
             ):
                 continue
@@ -395,7 +395,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         assert key not in self._reserved, "one producer a key"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
-        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
+        holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
         room = self._tenant_room.of(holding, need, is_signalled=is_signalled)
         if need > room.num_pages:
             raise PoolExhausted(

@@ -311,7 +311,7 @@ class DramStore(PageTier[DramEntry]):
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
             raise PoolExhausted(f"need {need} pages, the DRAM tier has {self.arena.num_pages}")
-        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
+        holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
         while self._pages.num_free < need and (victim := self._victim(holding)) is not None:
             self.drop(victim)
         self._epoch += 1
@@ -327,7 +327,7 @@ class DramStore(PageTier[DramEntry]):
         A tenant within its share gives up its own only if nobody is over his.
         """
         ratios = self.shares.ratios()
-        is_nobody = taker is self.shares.nobody
+        is_nobody = taker is self.shares.own_work
         num_pages = self.arena.num_pages
         over = [
             one

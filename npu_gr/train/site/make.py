@@ -1,6 +1,7 @@
 """`npu-gr train all`: from a dataset to a folder that an instance serves.
 
-    dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md, report.json
+    dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md,
+    report.json
             -> everything into its place at once
 
 What an earlier or an interrupted run made from the same dataset and the same options is not made

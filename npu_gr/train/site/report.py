@@ -109,8 +109,7 @@ def warning_of(comparison: BaselineComparison | None) -> str:
         return ""
     return (
         f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the "
-        "next item, "
-        f"{comparison.grounds}. More events, more epochs or other settings may help."
+        f"next item, {comparison.grounds}. More events, more epochs or other settings may help."
     )
 
 
