@@ -30,7 +30,7 @@ from npu_gr.feature_store.user_features import open_source
 from npu_gr.handlers.cascade_plan import load_hook
 from npu_gr.handlers.config import GenerateConfig
 from npu_gr.history_store.store import HistoryConfig
-from npu_gr.relay.config import beside
+from npu_gr.relay.config import calibration_path
 from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.config import load as load_router
@@ -83,8 +83,15 @@ def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = 
     table = settings.to_table(config)
     gathered, origins = settings.gather(path, type(config), overrides, os.environ)
     if table.get("calibration") and gathered.get("calibration") is None:
+<<<<<<< HEAD
         origins.pop("calibration", None)  # the file has `calibration:` without a value
         origins |= {f"calibration.{key}": str(beside(path)) for key in table["calibration"]}
+=======
+        origins.pop("calibration", None)  # `calibration:` without a value
+        origins |= {
+            f"calibration.{key}": str(calibration_path(path)) for key in table["calibration"]
+        }
+>>>>>>> main
     return "".join(_lines(table, origins, "", ""))
 
 

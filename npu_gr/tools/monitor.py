@@ -23,6 +23,7 @@ from npu_gr.core.kinds import EVENTS
 from npu_gr.metrics.dashboards import write
 from npu_gr.replay.run import replay, stop_on_interrupt
 from npu_gr.tools import demo
+from npu_gr.tools.demo_instance import served, started
 
 SCRAPE_S = 2.0
 EVALUATE_S = 5.0  # between evaluations of the rules
@@ -39,10 +40,16 @@ async def monitor(
 
     Args:
         made: The demo's site; its folder is absolute.
+<<<<<<< HEAD
         console: Output.
         port: Port of the service.
         admin_port: Port of its admin address.
         prometheus_port: Port of Prometheus.
+=======
+        console: Output for people.
+        port, admin_port: Ports of the service.
+        prometheus_port: Port of the Prometheus.
+>>>>>>> main
 
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`; also if Prometheus is not installed.
@@ -52,7 +59,7 @@ async def monitor(
     await asyncio.to_thread(write, boards, prepared.instance.config.slo.objectives())
     admin_url = prepared.instance.admin_url
     async with (
-        demo.served(prepared.instance) as url,
+        served(prepared.instance) as url,
         prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
@@ -107,11 +114,19 @@ async def prometheus(
     """Run Prometheus for the block, and yield its URL.
 
     Args:
+<<<<<<< HEAD
         folder: Folder with `rules.yml`; receives the configuration, data and log.
         target: Scraped address, as host:port.
         port: Port of Prometheus.
         scrape_s: Interval of scrapes.
         evaluate_s: Interval of evaluations of the rules.
+=======
+        folder: Folder with `rules.yml`, for the configuration, data and log of Prometheus.
+        target: host:port to scrape.
+        port: Port on loopback.
+        scrape_s: Seconds between two scrapes.
+        evaluate_s: Seconds between two evaluations of the rules.
+>>>>>>> main
 
     Raises:
         ConfigError: Prometheus is not installed. Unavailable: it did not start.
@@ -139,7 +154,7 @@ async def prometheus(
         f"--web.listen-address=127.0.0.1:{port}",
         "--enable-feature=exemplar-storage",
     ]
-    process = await demo.started("prometheus", command, f"{url}/-/ready", folder / "prometheus.log")
+    process = await started("prometheus", command, f"{url}/-/ready", folder / "prometheus.log")
     try:
         yield url
     finally:

@@ -206,8 +206,8 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     )
     return f"""# A recommender of {report.num_events:,} events
 
-Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with
-{report.num_items:,} items by
+Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with {report.num_items:,} items
+by
 
 ```
 {report.made_by}
@@ -219,8 +219,8 @@ Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} 
 {serve(site / SERVE)}
 ```
 
-In the folder in which it was made: the paths in `serve.yaml` are relative to it. What is changed in
-`serve.yaml` stays when the site is made again.
+In the folder in which it was made: the paths in `serve.yaml` are relative to it. What is changed in `serve.yaml` stays
+when the site is made again.
 
 ## Ask it
 
@@ -243,8 +243,8 @@ Tell it what that user did, and ask again:
 {curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
 ```
 
-A history in the request, which ends with an item that no model has seen (`{NEW_ITEM}`): the rest of
-the history counts, and the answer says how many items were unknown.
+A history in the request, which ends with an item that no model has seen (`{NEW_ITEM}`): the rest of the history counts,
+and the answer says how many items were unknown.
 
 ```
 {curl("/v1/recommend", with_new_item(found))}
@@ -256,9 +256,9 @@ the history counts, and the answer says how many items were unknown.
 |---|---|---|---|---|
 {chr(10).join([*rows, *warnings])}{cascade}
 
-Each model was first trained without the events that it was asked for, and these figures are of that
-one: `{serve(site / EVALUATED_CONFIG)}` serves it. Then it was trained again on all
-{report.num_events:,} events, the newest included, and that one is served.
+Each model was first trained without the events that it was asked for, and these figures are of that one:
+`{serve(site / EVALUATED_CONFIG)}` serves it.
+Then it was trained again on all {report.num_events:,} events, the newest included, and that one is served.
 
 ## What is here
 
@@ -273,8 +273,7 @@ one: `{serve(site / EVALUATED_CONFIG)}` serves it. Then it was trained again on 
 | `evaluated.yaml` | the same over the evaluated models, which lie in `evaluated` of each folder |
 | `report.json` | the figures above, and what every model was made from |
 
-The history store and the vectors hold data of users: whoever may not read the log may not read this
-folder.
+The history store and the vectors hold data of users: whoever may not read the log may not read this folder.
 """
 
 
