@@ -68,11 +68,7 @@ class Shares(Generic[A]):
 
     @cached_property
     def own_work(self) -> A:
-<<<<<<< HEAD
         """The account of the instance's own work, which does not affect shares."""
-=======
-        """The account of the instance's own work: it has no share, and no tenant's share is smaller for it."""
->>>>>>> main
         return self._make("")
 
     @property

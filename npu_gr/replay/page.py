@@ -116,13 +116,8 @@ _WORDS = {
 }
 
 
-<<<<<<< HEAD
-def page(study: Study, title: str) -> str:
-    """Return the HTML document of a study."""
-=======
 def page(study: Study, title: str, first: str = "") -> str:
     """Write the HTML document of a study; `first` is a figure that stands before its tables."""
->>>>>>> main
     head = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     )

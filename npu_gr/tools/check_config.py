@@ -83,15 +83,10 @@ def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = 
     table = settings.to_table(config)
     gathered, origins = settings.gather(path, type(config), overrides, os.environ)
     if table.get("calibration") and gathered.get("calibration") is None:
-<<<<<<< HEAD
         origins.pop("calibration", None)  # the file has `calibration:` without a value
-        origins |= {f"calibration.{key}": str(beside(path)) for key in table["calibration"]}
-=======
-        origins.pop("calibration", None)  # `calibration:` without a value
         origins |= {
             f"calibration.{key}": str(calibration_path(path)) for key in table["calibration"]
         }
->>>>>>> main
     return "".join(_lines(table, origins, "", ""))
 
 

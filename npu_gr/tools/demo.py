@@ -382,26 +382,6 @@ def sum_up(
         relay = [f"relay     without it {_times(without)}{_device_times(found, without)}"]
     return [
         "",
-<<<<<<< HEAD
-        f"trained   {', '.join(site.parts)} on {site.num_events:,} events of "
-        f"{site.num_users:,} users",
-        f"in time   {found.attainment_ratio:.1%} of {found.num_ranks} ranks within "
-        f"{found.slo_s * 1e3:g} ms; objective {latency_ratio:.0%}: {kept}{late}",
-        f"latency   {_times(found)}; without the relay {_times(without)} (the first "
-        f"{without.num_ranks} of them)",
-        f"relay     {hits:.1%} of the ranks found the user's KV ready, "
-        f"{found.prefix_tokens_ratio:.1%} of the history "
-        f"tokens were read from it{_device_times(found, without)}",
-        f"quality   HR@10 of the last event of {len(evaluation.ranks['rank'])} users: recommend "
-        f"{ways['recommend']['hr_at_10']:.3f}; {others} (evaluated models, which had not seen it)",
-        f"          {evaluation.why}",
-        f"left      {folder}: models of all events, {folder / 'serve.yaml'}; "
-        f"{folder / 'report.html'} has the plots",
-        f"serve     {serve(folder / 'serve.yaml')}",
-        f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
-        f"more      {folder / 'README.md'} has calls for a new user and a new item; long "
-        "histories, where the relay pays: npu-gr demo --longest 100, python -m benchmarks relay",
-=======
         f"trained   {', '.join(made.site.parts)} on {made.site.num_events:,} events of "
         f"{made.site.num_users:,} users",
         f"latency   {_times(found)}: {found.attainment_ratio:.1%} of {found.num_ranks} ranks "
@@ -414,7 +394,6 @@ def sum_up(
         f"report    {folder / 'report.html'} has the plots, {folder / 'README.md'} more calls",
         f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(made.log, made.dataset.names)))}",
->>>>>>> main
     ]
 
 

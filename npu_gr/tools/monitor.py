@@ -40,16 +40,10 @@ async def monitor(
 
     Args:
         made: The demo's site; its folder is absolute.
-<<<<<<< HEAD
         console: Output.
         port: Port of the service.
         admin_port: Port of its admin address.
         prometheus_port: Port of Prometheus.
-=======
-        console: Output for people.
-        port, admin_port: Ports of the service.
-        prometheus_port: Port of the Prometheus.
->>>>>>> main
 
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`; also if Prometheus is not installed.
@@ -114,19 +108,11 @@ async def prometheus(
     """Run Prometheus for the block, and yield its URL.
 
     Args:
-<<<<<<< HEAD
         folder: Folder with `rules.yml`; receives the configuration, data and log.
         target: Scraped address, as host:port.
         port: Port of Prometheus.
         scrape_s: Interval of scrapes.
         evaluate_s: Interval of evaluations of the rules.
-=======
-        folder: Folder with `rules.yml`, for the configuration, data and log of Prometheus.
-        target: host:port to scrape.
-        port: Port on loopback.
-        scrape_s: Seconds between two scrapes.
-        evaluate_s: Seconds between two evaluations of the rules.
->>>>>>> main
 
     Raises:
         ConfigError: Prometheus is not installed. Unavailable: it did not start.

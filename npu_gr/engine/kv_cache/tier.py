@@ -318,11 +318,7 @@ class DramStore(PageTier[DramEntry]):
         the least recently used copy of the tenant itself.
         """
         ratios = self.shares.ratios()
-<<<<<<< HEAD
-        is_nobody = taker is self.shares.own_work
-=======
         is_own_work = taker is self.shares.own_work
->>>>>>> main
         num_pages = self.arena.num_pages
         over = [
             one

@@ -22,7 +22,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import (
     NEVER,
     OF_TIME,
-    Alike,
+    MatchCounts,
     CrossFeatures,
     ItemCodes,
     time_column,
@@ -114,7 +114,7 @@ class LoggedCross:
                 num_counted, newest = self._before(rule.by, counts, events, values)
             before = np.concatenate([[0], np.cumsum(counts[log.actions])])
             first = self._first[events]
-            columns[name] = Alike(
+            columns[name] = MatchCounts(
                 num_all,
                 num_counted,
                 newest,
