@@ -310,7 +310,7 @@ async def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature())
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         one = Asked(every_feature(), 9, 0)
-        with pytest.raises(Unprocessable, match=r"features\.user\.colour: no feature of the model"):
+        with pytest.raises(Unprocessable, match=r"features\.user\.colour: unknown feature"):
             await ranked(service, one.request("u", one.history(user_features={"colour": 1})))
         with pytest.raises(Unprocessable, match=r"features\.request\.age: row 0 is a text"):
             await ranked(

@@ -178,7 +178,7 @@ def test_a_missing_file_and_an_unknown_suffix_are_data_errors(tmp_path: Path) ->
     with pytest.raises(DataError, match="No such file"):
         list(read(tmp_path / "log.jsonl"))
     (tmp_path / "log.csv").write_text("")
-    with pytest.raises(DataError, match=r"expected a name in \.jsonl"):
+    with pytest.raises(DataError, match=r"the suffix must be one of \.jsonl"):
         list(read(tmp_path / "log.csv"))
 
 

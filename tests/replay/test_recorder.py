@@ -189,7 +189,7 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
         for method in ("GET", "POST", "DELETE"):
             async with client.request(method, "/debug/record") as answer:
                 assert answer.status == 404
-                assert "section record" in (await answer.json())["detail"]
+                assert "section `record`" in (await answer.json())["detail"]
 
 
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])

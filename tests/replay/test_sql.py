@@ -20,11 +20,12 @@ from tests.sources import ROOT
 PAGE = (ROOT / "docs" / "own-data.md").read_text()
 QUERIES = dict(re.findall(r"```sql\n-- (\w+)\.sql\n(.*?)```", PAGE, re.S))
 NGINX = """\
-10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=anna&items=a,b HTTP/1.1" 200 512 "-" "curl/8" 0.250
-10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=b%C3%B6b&items=a HTTP/1.1" 499 0 "-" "a \\"q\\" one" 0.000
-10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?user=anna&items=c HTTP/1.1" 403 0 "-" "curl/8" 0.001
-10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?items=c HTTP/1.1" 200 0 "-" "curl/8" 0.001
-10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /healthz HTTP/1.1" 200 0 "-" "probe" 0.001
+10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=anna&items=a,b HTTP/1.1" 200 512 "-"
+"curl/8" 0.250 10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=b%C3%B6b&items=a
+HTTP/1.1" 499 0 "-" "a \\"q\\" one" 0.000 10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET
+/api/rank?user=anna&items=c HTTP/1.1" 403 0 "-" "curl/8" 0.001 10.0.0.1 - - [28/Nov/2026:10:00:01
++0000] "GET /api/rank?items=c HTTP/1.1" 200 0 "-" "curl/8" 0.001 10.0.0.1 - - [28/Nov/2026:10:00:01
++0000] "GET /healthz HTTP/1.1" 200 0 "-" "probe" 0.001
 """
 AT_S = 1_795_860_000.0  # 28 November 2026, 10:00:00 UTC
 
@@ -73,8 +74,8 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
     query = """
         SELECT 1.5 AS ts, 'recommend' AS kind, 'u' AS user_id, 't' AS tenant,
             TIMESTAMP '2026-11-28 10:00:00' AS timestamp, 250 AS deadline_ms, NULL AS base,
-            {'num_items': 5, 'deny_items': ['a', 'b'], 'context': MAP {'page': 'home'}} AS recommend,
-            {'status': 200, 'latency_ms': 3.25} AS answer
+            {'num_items': 5, 'deny_items': ['a', 'b'], 'context': MAP {'page': 'home'}} AS
+            recommend, {'status': 200, 'latency_ms': 3.25} AS answer
     """
     (one,) = records(query)
     assert (one.ts, one.tenant, one.timestamp, one.deadline_ms) == (1.5, "t", int(AT_S), 250)
@@ -94,7 +95,7 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, [1] AS candidate",
             "has no candidate; did you mean candidates",
         ),
-        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "it gives no row"),
+        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "returns no row"),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id",
             "row 1 of the query: candidates: a rank needs at least one",
@@ -109,7 +110,7 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
         ),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, 'a,b' AS candidates",
-            "'a,b' is no list of items",
+            "'a,b' is not a list of items",
         ),
         ("SELECT * FROM read_json('/nowhere.jsonl')", "the query: IO Error"),
     ],

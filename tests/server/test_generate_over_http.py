@@ -336,7 +336,7 @@ async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "reason"),
     [
-        ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token would be 299"),
+        ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token is 299"),
         ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
         ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds 0 pages"),
         ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),

@@ -136,7 +136,7 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     found = examined(tmp_path, **generating(tmp_path, codes=[4, 2]))
     assert found["generate.catalogue"].state is OpenedState.BROKEN
     found = examined(tmp_path, **generating(tmp_path, codes=[4, vocab_size]))
-    assert f"the last token would be {vocab_size + 3}" in found["generate.checkpoint"].words
+    assert f"the last token is {vocab_size + 3}" in found["generate.checkpoint"].words
     (tmp_path / "sid" / "model.safetensors").unlink()
     assert (
         examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state

@@ -107,7 +107,7 @@ def test_times(time: str | float) -> None:
         ({"user": "u", "item": "x" * 600, "event": "view"}, "item: "),
         (
             {"user": "u", "item": "a", "event": "nap"},
-            "event: 'nap' is none of the model's: view, purchase, 4.5",
+            "event: 'nap' is not an action of the model: view, purchase, 4.5",
         ),
         ({"user": "u", "item": "a", "event": {}}, "is no event"),
         ({"user": "u", "item": "a", "event": "view", "time": "noon"}, "neither a number nor ISO"),

@@ -160,7 +160,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
     assert read.numbers["spent"].tolist()[0] == 2.5
     assert np.isnan(read.numbers["spent"][1:]).all()
     with pytest.raises(
-        ConfigError, match="--feature colour: no feature of events of it; it has country, tags"
+        ConfigError, match="--feature colour: not an event feature of it; it has country, tags"
     ):
         await consumed(Log([]), store, tmp_path, colour="colour")
 
@@ -206,7 +206,7 @@ async def test_poison_blocks_nobody(store: HistoryStore, tmp_path: Path) -> None
     assert counted(await consumed(log, store, tmp_path)) == {"written": 2, "known": 0, "dead": 3}
     assert log.committed == 5
     assert [line["offset"] for line in dead(tmp_path)] == [1, 2, 3]
-    assert "'nap' is none of the model's: view, purchase" in dead(tmp_path)[1]["reason"]
+    assert "'nap' is not an action of the model: view, purchase" in dead(tmp_path)[1]["reason"]
     assert await items(store) == [0, 3]
 
 
@@ -250,7 +250,7 @@ async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(
     store: HistoryStore, tmp_path: Path
 ) -> None:
     config = ConsumeConfig(brokers="", topics=("t",), dead_letters=tmp_path / "dead.jsonl")
-    with pytest.raises(ConfigError, match="it: its model has no actions"):
+    with pytest.raises(ConfigError, match="it: the model has no actions"):
         EventConsumer(
             Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), config
         )

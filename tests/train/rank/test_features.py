@@ -503,7 +503,7 @@ def test_a_number_without_spread_is_dense() -> None:
 @pytest.mark.parametrize(
     ("computed", "message"),
     [
-        (("visits",), r"computed: 'visits' is none of events, .* or one of likes, hour, weekday"),
+        (("visits",), r"computed: 'visits' must be one of events, .* or one of likes, hour, weekday"),
         (("rate_by:maker",), r"no item feature 'maker'; there are genre"),
     ],
 )
