@@ -1,4 +1,4 @@
-"""Whoever logs never waits: a reader that stops costs counted lines, and what it reads later is whole and in order."""
+"""Logging never waits: a stopped reader loses counted lines; later lines are complete, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A secret comes from the text, a file or the environment, and nothing that shows a setting shows it."""
+"""A secret comes from the text, a file or the environment, and is never shown."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def test_it_comes_from_the_text_a_file_or_the_environment(
         ),
         (
             {"env": "NPU_GR_NO_SUCH"},
-            r"section\.token: env NPU_GR_NO_SUCH: there is no such "
-            r"variable",
+            r"section\.token: env NPU_GR_NO_SUCH: the variable is not set",
         ),
         (
             {"env": "A", "file": "b"},

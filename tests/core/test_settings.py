@@ -63,7 +63,8 @@ def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) ->
     with pytest.raises(ConfigError) as rejected:
         load(path, Settings)
     assert str(rejected.value) == (
-        f"config {path}: inner.workers was removed: inner.count; front was removed: an instance for each core"
+        f"config {path}: inner.workers was removed: inner.count; "
+        "front was removed: an instance for each core"
     )
     path.write_text("inner: {count: 2}\n")
     assert load(path, Settings).inner.count == 2

@@ -1,4 +1,4 @@
-"""An erased user is in no recording: hidden from every reader at once, and removed from every file."""
+"""An erased user is hidden from all readers at once, and removed from all recordings."""
 
 from __future__ import annotations
 

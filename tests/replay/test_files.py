@@ -1,4 +1,4 @@
-"""What is written is read back in time order, and whatever is wrong with a log is a DataError that says where."""
+"""Written logs are read in time order, and errors are DataErrors with the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each recorded kind: what is recorded reads back as a record, and its body is one that the kind's route takes."""
+"""Records of each kind can be read back, and make valid request bodies."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_recorded_kind_has_an_example() -> None:
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_a_log_keeps_every_field_of_a_request_but_versions(kind: str) -> None:
-    """A new field of a request is kept, or left out on purpose: replays ask the version that is served."""
+    """Each new field of a request is either logged or listed in `NOT_LOGGED`."""
     fields = set(RECORDED[kind].request.__struct_fields__)
     options = OPTIONS[kind].__struct_fields__ if kind in OPTIONS else ()
     assert set(options) <= fields

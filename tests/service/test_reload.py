@@ -1,4 +1,4 @@
-"""A model version replaced under load: no request fails, and each answer has the scores of the version it names."""
+"""A model replaced under load: no request fails, and answers match the version they name."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
 
 
 async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
-    """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
+    """Jobs that verify the new model queue like requests."""
     file = File(tmp_path)
     new, _ = file.add("new", 2), file.add("old", 1)
     # the jobs wait so long each

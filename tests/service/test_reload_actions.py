@@ -1,4 +1,4 @@
-"""Histories hold numbers of actions: a ranker in which one of them means another action does not come into service."""
+"""A ranker whose action indices differ from those in histories is never served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator replaced under load: no request fails, each answer is of the version it names, and nothing by halves."""
+"""A generator replaced under load: no request fails, and answers match the version they name."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(
         ("echo no answer", "ended with exit status 0: no answer"),
     ],
 )
-def test_how_a_step_ended_is_told(
+def test_how_a_step_ended_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str
 ) -> None:
     stand_in(monkeypatch, script)
@@ -162,7 +162,8 @@ def test_a_machine_that_is_not_well_ends_it_with_a_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptance, "names", lambda _backend: ["machine", "operator a"])
-    script = """echo '{"findings": [["NPU", "broken", "gone", "look"]], "latencies": [["rank", 1.5, 2.5]]}'"""
+    findings = '"findings": [["NPU", "broken", "gone", "look"]]'
+    script = f"""echo '{{{findings}, "latencies": [["rank", 1.5, 2.5]]}}'"""
     monkeypatch.setattr(
         acceptance, "_command", lambda _backend, _step, _quick: ["sh", "-c", script]
     )

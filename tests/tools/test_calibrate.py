@@ -1,4 +1,4 @@
-"""What is calibrated lies beside the configuration, is used where it was measured, and bounds the pre-infers."""
+"""A calibration is stored next to the configuration, and used only for its device and version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message is read as an event, by guessed or told fields and any usual time.
+"""A message is read as an event, by guessed or given fields and any usual time.
 
 Or the text says why it is none.
 """
@@ -57,7 +57,7 @@ def test_fields_are_guessed(table: dict[str, Any]) -> None:
     assert read(table) == Event("u", item_id("SKU-1"), 1, 1_600_000_000)
 
 
-def test_fields_are_told() -> None:
+def test_fields_are_given() -> None:
     table = {
         "user_id": "wrong",
         "p": {"who": 7, "what": 42},
@@ -137,6 +137,6 @@ def test_a_broker_that_knows_no_time_tells_none(came_ms: int | None) -> None:
     assert read(timed, None, came_ms).timestamp == 1_600_000_000
 
 
-def test_a_time_that_was_told_must_be_there() -> None:
+def test_a_time_that_was_given_must_be_there() -> None:
     with pytest.raises(Poison, match="no at"):
         read({"user": "u", "item": "a", "event": "view"}, Fields(time="at"))

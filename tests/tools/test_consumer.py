@@ -1,4 +1,4 @@
-"""The consumer's rounds: what is committed was acknowledged, what is read again counts once, poison blocks nobody."""
+"""Rounds of the consumer: commits follow acknowledgements, duplicates count once."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
 
     What a message lacks is missing, and what does not fit is no event.
     """
-    told: list[dict[str, Any]] = [
+    sent: list[dict[str, Any]] = [
         {"p": {"from": "fr"}, "spent": 2.5},
         {"spent": None},
         {"spent": "much"},
@@ -149,7 +149,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
     log = Log(
         [
             json.dumps({**json.loads(value(number)), **more}).encode()
-            for number, more in enumerate(told)
+            for number, more in enumerate(sent)
         ]
     )
     done = await consumed(log, store, tmp_path, country="p.from", spent="spent")
@@ -201,7 +201,7 @@ async def test_a_crash_between_acknowledgement_and_commit_counts_nothing_twice(
     assert max(after - before for before, after in steps) <= MOST_OF_USER
 
 
-async def test_poison_blocks_nobody(store: HistoryStore, tmp_path: Path) -> None:
+async def test_poison_does_not_block_other_messages(store: HistoryStore, tmp_path: Path) -> None:
     log = Log([value(0), b"{", value(1, event="nap"), value(2, user=""), value(3)])
     assert counted(await consumed(log, store, tmp_path)) == {"written": 2, "known": 0, "dead": 3}
     assert log.committed == 5
@@ -282,7 +282,7 @@ async def test_one_that_can_never_be_written_is_a_dead_letter(
     assert (log.committed, [line["reason"] for line in dead(tmp_path)]) == (10, [str(reason)])
 
 
-async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(
+async def test_stopped_while_the_store_is_away_it_commits_nothing(
     store: HistoryStore, tmp_path: Path
 ) -> None:
     log = Log([value(number) for number in range(10)])

@@ -1,4 +1,4 @@
-"""`npu-gr doctor --security` names every way in of a configuration, who can use it, and what closes it."""
+"""`npu-gr doctor --security` lists all entry points, who can use them, and remedies."""
 
 from __future__ import annotations
 
@@ -199,15 +199,15 @@ def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
         main, [*given, "--set", "server.host=0.0.0.0", "--set", "server.allow_unauthenticated=true"]
     )
     assert done.exit_code == 1
-    told = json.loads(done.output)
-    assert told["ok"] is False
-    assert {way["openness"] for way in told["ways_in"]} == {"open", "local"}
+    printed = json.loads(done.output)
+    assert printed["ok"] is False
+    assert {way["openness"] for way in printed["ways_in"]} == {"open", "local"}
     assert run(main, ["doctor", "--security"]).exit_code == 2
 
 
 @pytest.mark.parametrize("cls", [Config, RouterConfig])
 def test_every_host_port_file_and_url_of_the_types_has_a_line(cls: type[Any]) -> None:
-    """A setting that is new is a file, which gets its line by itself, or somebody says what it opens."""
+    """Each new setting is a file, which has a line by default, or has an explicit line."""
     has_none = [
         path
         for path in ways_in(cls)

@@ -1,4 +1,4 @@
-"""Writing through a service: what answers there may be none of ours, and says so instead of breaking."""
+"""Writing through a service, also if another program answers at the address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values become the rows and numbers that a slow reading of the schema says, in lists and arrays alike."""
+"""Encoded lists and arrays equal a slow reference implementation of the schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = (COUNTRY, SEGMENTS, CITY, TAGS, AGE, SPENT)
 def slow(
     features: tuple[Feature, ...], row: dict[str, Any]
 ) -> tuple[list[int], list[float], list[float]]:
-    """Read one row as the schema's words say: its codes without padding, sorted, the numbers, and what is missing."""
+    """Encode one row slowly: sorted codes without padding, numbers, and missing features."""
     codes, numbers, missing = [], [], []
     first = 0
     for feature in features:
