@@ -55,7 +55,11 @@ class LeasedAnswer(Answer, Protocol):
 
 # sources of a cascade
 SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
-OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # order of a cascade's items
+OrderName = Literal["blended", "rank", "fused", "retrieval"]  # order of a cascade's items
+# with the names of earlier versions, in requests and logs: see `core/renamed.py`
+AnySourceName = Literal[SourceName, "trunk"]
+AnyOrderName = Literal[OrderName, "fitted"]
+AnyUnknownItems = Literal["ignore", "reject", "refuse"]
 # see `SearchOptions` of `npu_gr/engine/beam_search.py`
 Normalise = Literal["vocabulary", "codebook", "valid"]
 
@@ -139,7 +143,7 @@ class RankRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
     timestamp: int | None = None  # unix seconds when candidates are shown; None = now
     top_k: int | None = None  # also return the best k, by the first task
     # policy for candidates unknown to the ranker: no score, or an error; None = as configured
-    unknown_items: Literal["ignore", "refuse"] | None = None
+    unknown_items: Literal["ignore", "reject"] | None = None
     request_features: OneRow = field(default_factory=dict)  # of the request
     cross_features: Columns = NO_COLUMNS  # of each candidate
     model_version: str | None = None

@@ -52,15 +52,15 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # minimum share of each source's items that the ranker knows, else the instance does not start;
     # see `scored_items.py`
     min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
-    # fitted: by the ranker's score blend; rank: by its first task; fused: by reciprocal rank fusion
-    # of retrieval and rank; retrieval: without a rank; None = fitted if the ranker has a score
-    # blend, else rank
+    # blended: by the ranker's score blend; rank: by its first task; fused: by reciprocal rank
+    # fusion of retrieval and rank; retrieval: without a rank; None = blended if the ranker has a
+    # score blend, else rank
     order: OrderName | None = None
-    rank_share: Ratio = 0.5  # maximum share of the time reserved for the rank
+    max_rank_share: Ratio = 0.5  # maximum share of the time reserved for the rank
     # minimum time reserved for the rank, within the share
-    rank_least_s: Seconds = 0.02
+    min_rank_s: Seconds = 0.02
     hook_budget_s: Seconds = 0.02
-    answer_s: Seconds = 0.005  # reserved for writing the answer
+    margin_s: Seconds = 0.005  # reserved for writing the answer
     on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
     on_hook_failure: Literal["skip", "fail"] = "skip"
 
@@ -70,7 +70,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def order_of(self, *, has_blend: bool) -> OrderName:
         """Return the order of answers, for a ranker with or without a score blend."""
-        return self.order or ("fitted" if has_blend else "rank")
+        return self.order or ("blended" if has_blend else "rank")
 
     def check_ranker(
         self, name: str, *, retrieves: bool, has_blend: bool, has_neighbours: bool
@@ -87,7 +87,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         of_order = {
             "sources.transitions": TRANSITIONS in self.sources,
-            "order": self.order == "fitted",
+            "order": self.order == "blended",
         }
         needed = {**of_order, "sources.neighbours": NEIGHBOURS in self.sources}
         for key, is_needed in needed.items():
@@ -116,17 +116,17 @@ def split(
     """Split the time of a cascade is_in its stages.
 
         now ------- retrieve ------- hook -- rank ------- deadline
-             the rest        hook budget  |  rank_s   answer_s
-                                          at most rank_share of the time
+             the rest        hook budget  |  rank_s   margin_s
+                                          at most max_rank_share of the time
 
     Args:
         now_at, deadline_at: Times of time.monotonic().
         rank_s: Predicted seconds of the rank, including the encoding of the full history.
         config: Shares and budgets.
     """
-    rank_at = max(deadline_at - config.answer_s, now_at)
+    rank_at = max(deadline_at - config.margin_s, now_at)
     left_s = rank_at - now_at
-    hook_at = rank_at - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
+    hook_at = rank_at - min(max(rank_s, config.min_rank_s), left_s * config.max_rank_share)
     hook_s = config.hook_budget_s if config.hook else 0.0
     return StageDeadlines(hook_at - min(hook_s, (hook_at - now_at) / 2), hook_at, rank_at)
 

@@ -19,7 +19,7 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_history_tokens: Count | None = None  # None = the model's own limit
     cut_step_tokens: Count = 256  # step of the start of the history window
-    unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: they are counted
+    unknown_items: Literal["ignore", "reject"] = "ignore"  # ignore: they are counted
     # new items that the ranker may score, from its next version on; each takes 4 x dim bytes of
     # device memory, in bfloat16 2 x dim, and 4 x dim more if the ranker retrieves
     spare_items: Annotated[int, msgspec.Meta(ge=0)] = 4096

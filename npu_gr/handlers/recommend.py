@@ -81,7 +81,7 @@ class Cascade:
 
         Raises:
             Unavailable: all sources failed, and there is no list of popular items.
-            Unprocessable: the request names a source that is not configured, or the order "fitted"
+            Unprocessable: the request names a source that is not configured, or the order "blended"
                 without a score blend.
             RequestError: a source rejects the request.
         """

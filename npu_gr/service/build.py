@@ -70,15 +70,15 @@ def kv_layout(
         checkpoint: Checkpoint with the default dtype.
         backend: Backend, whose kernels determine the arrangement of a page.
     """
-    dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
+    dtype = config.kv_cache.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         qk_dim=shape.qk_dim,
         v_dim=shape.v_dim,
-        page_tokens=config.kv.page_tokens,
+        page_tokens=config.kv_cache.page_tokens,
         dtype=dtype,
-        arrangement=backend.arrangement(getattr(torch, dtype), config.kv.page_tokens),
+        arrangement=backend.arrangement(getattr(torch, dtype), config.kv_cache.page_tokens),
     )
 
 
@@ -130,7 +130,7 @@ async def open_ranking(
     if serving is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
         tiers = open_tiers(
-            config.kv,
+            config.kv_cache,
             layout,
             backend,
             t_life_s=config.relay.t_life_s,
@@ -297,11 +297,11 @@ async def open_generation(
     if serving is not None and (version, section) == (serving.version, serving.config):
         return _renamed(serving, names)
     model = await asyncio.to_thread(_generative, config, section, backend)
-    layout = layout_of(model, config.kv.page_tokens)
+    layout = layout_of(model, config.kv_cache.page_tokens)
     if serving is None:
         tiers = open_tiers(
             msgspec.structs.replace(
-                config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
+                config.kv_cache, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
             ),
             layout,
             backend,

@@ -17,7 +17,7 @@ from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.handlers.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.handlers.config import GenerateConfig, RankingConfig
-from npu_gr.history_store.store import HistoryConfig
+from npu_gr.history_store.store import FeatureStoreConfig, HistoryConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, calibration_path
@@ -33,7 +33,7 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     known_prefix_bytes: Bytes = 268_435_456  # of histories cached for deltas
     # policy for a history out of time order: reject it, or sort it and report the number of moved
     # events
-    unsorted_history: Literal["refuse", "sort"] = "refuse"
+    unsorted_history: Literal["reject", "sort"] = "reject"
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,8 +100,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # result of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
     calibration: Calibration | None = None
     brownout: BrownoutConfig = BrownoutConfig()
-    kv: KVConfig = KVConfig()
-    features: HistoryConfig = HistoryConfig()
+    kv_cache: KVConfig = KVConfig()
+    history_store: HistoryConfig = HistoryConfig()
+    # source of user features; absent: requests have them
+    feature_store: FeatureStoreConfig | None = None
     generate: GenerateConfig | None = None  # absent: no generates
     match: MatchConfig | None = None  # absent: no matches
     recommend: RecommendConfig | None = None  # absent: no recommends

@@ -97,8 +97,9 @@ _PROCESSES = {
     "simulation": (
         "A simulation",
         "`npu-gr simulate run --config FILE`. `configs/simulate.yaml` is a file with its own "
-        "keys. The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv` and "
-        "`calibration` are those of an instance. Variables of the environment are ignored here.",
+        "keys. The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv_cache` "
+        "and `calibration` are those of an instance. Variables of the environment are ignored "
+        "here.",
     ),
 }
 

@@ -46,8 +46,8 @@ LINES: dict[str, str | None] = {
     "server.grpc_port": "server.grpc ",
     "server.agent_port": "server.agent ",
     "server.api_keys_file": "key",
-    "features.path": None,  # covered by the files of the store, which may not exist yet
-    "features.url": None,  # unused unless the store is Redis
+    "history_store.path": None,  # covered by the files of the store, which may not exist yet
+    "history_store.url": None,  # unused unless the store is Redis
     "record.folder": None,  # covered by each recording
     "host": "router ",
     "port": "router ",
@@ -352,16 +352,16 @@ def _key(entry: KeyEntry) -> WayIn:
 
 
 def _store(config: Config) -> Iterator[WayIn]:
-    features = config.features
-    if features.kind == "redis":
-        yield from _redis(features.redis_url)
-    elif features.kind == "embedded":
-        for path in (Path(features.path + ending) for ending in ("", "-wal", "-shm")):
-            yield from _private("features.path", path)
+    store = config.history_store
+    if store.kind == "redis":
+        yield from _redis(store.redis_url)
+    elif store.kind == "embedded":
+        for path in (Path(store.path + ending) for ending in ("", "-wal", "-shm")):
+            yield from _private("history_store.path", path)
 
 
 def _redis(url: SecretUrl) -> Iterator[WayIn]:
-    yield from _call("features.url", url, "behaviours of all tenants")
+    yield from _call("history_store.url", url, "behaviours of all tenants")
     parts = urlsplit(url.reveal())
     if (
         parts.scheme != "unix"
@@ -369,7 +369,7 @@ def _redis(url: SecretUrl) -> Iterator[WayIn]:
         and not is_loopback_name(parts.hostname or "")
     ):
         yield WayIn(
-            f"features.url {url}",
+            f"history_store.url {url}",
             Openness.OPEN,
             "all hosts that can connect, with no password",
             "set a password",

@@ -1,4 +1,4 @@
-"""Targets of `npu-gr load` and `npu-gr consume`: a history store, or a service that has one.
+"""Targets of `npu-gr load` and `npu-gr kafka-ingest`: a history store, or a service that has one.
 
 An embedded store has one owner process. While a service owns it, events go through that service
 (POST /v1/events/bulk).
@@ -226,7 +226,7 @@ async def open_target(
         if config is None:
             raise ConfigError("give --config or --url, the destination of the events")
         try:
-            store = await open_store(config.features)
+            store = await open_store(config.history_store)
         except StoreInUse as error:
             url = url_of(config.server)
             log.warning(
@@ -235,15 +235,15 @@ async def open_target(
         else:
             if store is None:
                 raise ConfigError(
-                    "features.kind is none, so there is no store; name a service with --url"
+                    "history_store.kind is none, so there is no store; name a service with --url"
                 )
             try:
                 model = _model_of(config)
                 if changed := difference(await store.name_actions(model.actions), model.actions):
                     raise ConfigError(
-                        f"features: the history store was filled with other actions: {changed}"
+                        f"history_store: the history store was filled with other actions: {changed}"
                     )
-                yield Target(store, model, f"the {config.features.kind} store")
+                yield Target(store, model, f"the {config.history_store.kind} store")
             finally:
                 await store.close()
             return

@@ -4,8 +4,8 @@
 
 A message that is read again, because its offset was not committed, has the same idempotency key
 (topic, partition, offset and time). Therefore it counts once while the store remembers the key: 256
-per user for a day (`features.max_idempotency_keys`, `idempotency_s`). For this reason a round has
-at most `MOST_OF_USER` messages of a user.
+per user for a day (`history_store.max_idempotency_keys`, `idempotency_s`). For this reason a round
+has at most `MOST_OF_USER` messages of a user.
 """
 
 from __future__ import annotations

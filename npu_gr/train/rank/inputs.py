@@ -22,9 +22,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import (
     NEVER,
     OF_TIME,
-    MatchCounts,
     CrossFeatures,
     ItemCodes,
+    MatchCounts,
     time_column,
 )
 from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
