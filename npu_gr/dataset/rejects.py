@@ -1,4 +1,4 @@
-"""Rejected rows: counted by reason, and the first ones written to rejected.jsonl."""
+"""RejectedRow rows: counted by reason, and the first ones written to rejected.jsonl."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SKIPPED, UNSURE = -1, -2  # codes of a line that is no row, and of one that Pyth
 _REASONS = list(RejectReason)
 
 
-class Rejected(NamedTuple):
+class RejectedRow(NamedTuple):
     """A row that cannot be used."""
 
     file: str
@@ -67,7 +67,7 @@ class Rejects:
         self._place = place
         self._found: dict[RejectReason, tuple[int, int]] = {}
 
-    def take(self, counts: Iterable[tuple[int, int, int]], rows: Iterable[Rejected]) -> None:
+    def take(self, counts: Iterable[tuple[int, int, int]], rows: Iterable[RejectedRow]) -> None:
         """Record the rejected rows; called once.
 
         Args:

@@ -13,7 +13,7 @@ from npu_gr.dataset.cells import duckdb, is_list_type, pa
 from npu_gr.dataset.engine import duckdb_errors, raise_if_full
 from npu_gr.dataset.line_sources import Mended, Source
 from npu_gr.dataset.lines import OnProgress, json_column
-from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Rejected, Rejects
+from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, RejectedRow, Rejects
 
 MENDED_ROWS = 20_000  # per insert
 _POLL_S = 0.2
@@ -83,7 +83,7 @@ class SourceTable:
         ).fetchall()
         rejects.take(
             ((reason, count, self._number(first)[1]) for reason, count, first in found),
-            (Rejected(*self._number(n), reason, line) for n, reason, line in rows),
+            (RejectedRow(*self._number(n), reason, line) for n, reason, line in rows),
         )
 
     def _number(self, n: int) -> tuple[str, int]:

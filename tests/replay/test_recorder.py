@@ -332,4 +332,4 @@ def test_a_disk_that_rejects_is_counted_and_recording_goes_on(tmp_path: Path) ->
 def test_the_command_says_who_did_not_answer() -> None:
     done = CliRunner().invoke(main, ["record", "--url", "http://127.0.0.1:1", "--seconds", "1"])
     assert done.exit_code == 2
-    assert "cannot be asked" in done.output
+    assert "does not answer" in done.output
