@@ -26,7 +26,7 @@ from npu_gr.replay.tally import Tally
 SHOW_S = 0.25  # between calls of `show`
 
 
-class Progress(NamedTuple):
+class ReplayProgress(NamedTuple):
     """The progress of a run."""
 
     num_done: int  # requests
@@ -39,7 +39,7 @@ async def replay(
     options: ReplayOptions,
     *,
     stop: asyncio.Event | None = None,
-    show: Callable[[Progress], None] = lambda _progress: None,
+    show: Callable[[ReplayProgress], None] = lambda _progress: None,
     answers: Path | None = None,
 ) -> Report:
     """Replay a log against a running service.
@@ -62,7 +62,7 @@ async def replay(
             await asyncio.wait(
                 {playing, stopping}, timeout=SHOW_S, return_when=asyncio.FIRST_COMPLETED
             )
-            show(Progress(run.num_done, run.tally.num_within_slo, run.read_ratio))
+            show(ReplayProgress(run.num_done, run.tally.num_within_slo, run.read_ratio))
     finally:
         interrupted = playing.cancel()
         stopping.cancel()

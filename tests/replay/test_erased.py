@@ -159,7 +159,9 @@ async def test_an_erasure_that_cannot_be_listed_is_rejected(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", reject)
-    with pytest.raises(Unavailable, match=r"could not erase the user.*No space left.*ask again"):
+    with pytest.raises(
+        Unavailable, match=r"could not erase the user.*No space left.*send the request again"
+    ):
         await one.erase(UserKey("", "anna"))
 
 

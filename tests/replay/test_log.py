@@ -199,5 +199,5 @@ def test_raw_columns_say_the_same_as_lists() -> None:
     assert raw.events().fingerprint() == COLUMNS.events().fingerprint()
     text = msgspec.json.encode(QueryRecord(ts=0, kind="signal", user_id="a", history=raw))
     assert msgspec.json.decode(text, type=QueryRecord).history == raw
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a multiple"):
         LoggedHistory(items=b"123", actions=[], timestamps=[])

@@ -301,7 +301,7 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         ),
         (
             {"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")},
-            "3 bytes, at least 16",
+            "3 bytes, the minimum is 16",
         ),
     )
     for values, field in cases:

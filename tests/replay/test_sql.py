@@ -89,11 +89,11 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("SELEC 1", "the query: Parser Error"),
-        ("SELECT 1 AS ts, 'rank' AS kind", "gives no user_id"),
+        ("SELEC 1", "the query fails: Parser Error"),
+        ("SELECT 1 AS ts, 'rank' AS kind", "lacks the columns user_id"),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, [1] AS candidate",
-            "has no candidate; did you mean candidates",
+            "unknown column candidate; did you mean candidates",
         ),
         ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "returns no row"),
         (
@@ -112,7 +112,7 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, 'a,b' AS candidates",
             "'a,b' is not a list of items",
         ),
-        ("SELECT * FROM read_json('/nowhere.jsonl')", "the query: IO Error"),
+        ("SELECT * FROM read_json('/nowhere.jsonl')", "the query fails: IO Error"),
     ],
 )
 def test_what_is_wrong_is_said(query: str, says: str) -> None:
@@ -124,7 +124,7 @@ def test_actions_that_the_model_lacks_are_named() -> None:
     query = """SELECT 1 AS ts, 'signal' AS kind, 'u' AS user_id,
         {'items': ['a'], 'actions': ['buy'], 'timestamps': [1]} AS history"""
     with pytest.raises(
-        DataError, match='row 1 of the query: history: actions: "buy" at index 0 is no action'
+        DataError, match='row 1 of the query: history: actions: "buy" at index 0 is not an action'
     ):
         records(query, ActionNames(["view"]))
 

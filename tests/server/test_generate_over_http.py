@@ -166,7 +166,7 @@ async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
                 return answer
 
         first = await generate(client)
-        assert "no earlier version" in (await post("rollback", 422))["detail"]
+        assert "no previous version" in (await post("rollback", 422))["detail"]
         write_catalogue(tmp_path / "items.jsonl", 150, seed=7)
         asked = [asyncio.create_task(generate(client)) for _ in range(20)]
         reloaded = await post("reload")

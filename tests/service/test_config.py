@@ -92,10 +92,10 @@ def test_what_ships_loads(path: Path) -> None:
         ),
         (
             "checkpoint: x\nservice: {unknown_items: drop}",
-            "unknown_items: 'drop' must be one of ignore, refuse",
+            "unknown_items: 'drop' must be one of ignore, reject",
         ),
         ("[1, 2]", "got list"),
-        ("a: [", "not YAML"),
+        ("a: [", "invalid YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

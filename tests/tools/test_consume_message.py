@@ -124,7 +124,7 @@ def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
 @pytest.mark.parametrize("number", [1234567, 1234567.0, 1234568.5])
 def test_numbers_keep_their_digits(number: float) -> None:
     name = str(number).removesuffix(".0")
-    with pytest.raises(Poison, match=f"event: '{name}' is none"):
+    with pytest.raises(Poison, match=f"event: '{name}' is not an action"):
         read({"user": "u", "item": 1, "event": number})
 
 

@@ -107,7 +107,7 @@ def test_each_key_says_what_it_may(tmp_path: Path) -> None:
     assert of(found, "key everything").openness is Openness.OPEN
     assert of(found, "key ranking")[1:3] == (
         Openness.CLOSED,
-        "infer, ingest for the tenant 'shop'; ends never",
+        "infer, ingest for the tenant 'shop'; expires never",
     )
     assert "other users can add keys, because its mode is 620" in of(found, "api_keys_file").whom
     path.unlink()

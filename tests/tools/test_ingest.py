@@ -63,7 +63,7 @@ async def test_an_answer_of_other_users_is_none(num: int) -> None:
     async with writing(
         answer({"request_id": "r", "num_added": num, "num_failed": 0, "users": users})
     ) as writer:
-        with pytest.raises(Unavailable, match=f"tells of {num} users of 1"):
+        with pytest.raises(Unavailable, match=f"has {num} of 1 users"):
             await writer.write_many([WRITE])
 
 

@@ -126,12 +126,12 @@ def test_only_computed_features_have_columns_and_a_table_may_grow() -> None:
     [
         (
             Named("near", "events_by:maker"),
-            r"features.near: no item feature 'maker'; there "
+            r"features.near: unknown item feature 'maker'; there "
             r"are genre",
         ),
         (
             Named("near", "events", ("sell",)),
-            r"features.near: no action 'sell'; there are view, "
+            r"features.near: unknown action 'sell'; there are view, "
             r"cart, buy",
         ),
         (
@@ -158,13 +158,13 @@ def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
         ),
         (
             {"of": "cross", "kind": "category", "values": ("a",), "computed": "events"},
-            "events is a number",
+            "events needs kind number",
         ),
         (
             {"of": "cross", "kind": "number", "computed": "hour"},
             "features.x: computed: 'hour' must be one of",
         ),
-        ({"of": "request", "kind": "number", "computed": "hour"}, "hour is a category"),
+        ({"of": "request", "kind": "number", "computed": "hour"}, "hour needs kind category"),
         (
             {"of": "request", "kind": "number", "computed": "events"},
             "'events' is not available for request",

@@ -127,7 +127,7 @@ def test_arrays_and_spellings() -> None:
         ("spent", [1.0, "2"], "spent: row 1 is a text, expected a number"),
         ("spent", [None, [2]], "spent: row 1 is a list"),
         ("spent", [1.0, math.nan], "spent: row 1 is NaN; send null if it is missing"),
-        ("spent", [None, math.nan], "spent: row 1 is not a number"),
+        ("spent", [None, math.nan], "spent: row 1 is NaN"),
         ("spent", [1.0, math.inf], "spent: row 1 is out of the range of float32"),
         ("spent", [1.0, 1e300], "spent: row 1 is out of the range of float32"),
         ("spent", [1, 10**400], "spent: row 1 is out of the range of float32"),
