@@ -383,7 +383,7 @@ class CoverageRule:
             if name in self._limited and new.ratio < self._min_ratio and is_worse:
                 raise ConfigError(
                     f"recommend: the ranker knows {new.num_known} of the {new.num_items} items of "
-                    f"{name} ({int(100 * new.ratio)} %); the minimum is recommend.min_coverage "
+                    f"{name} ({int(100 * new.ratio)} %); recommend.min_coverage is "
                     f"{self._min_ratio:g}"
                 )
         return measured
