@@ -106,8 +106,8 @@ _WORDS = {
     "offered, goodput": "ranks sent per second; those answered within the objective (SLO)",
     "due time": "when a request should be sent, by the log or the rate. Latencies count from it, "
     "so that delays of the load generator are included",
-    "send-lag": f"how late requests were sent. If the P99 exceeds {LATE_S * 1e3:g} ms, the load "
-    "generator was the bottleneck, not the service",
+    "requests left late by": f"how late the load generator sent. If the P99 exceeds "
+    f"{LATE_S * 1e3:g} ms, the load generator was the bottleneck, not the service",
     "hits": "ranks that reused the keys and values (KV) of the user's history: from device "
     "memory (hbm_hit), from host memory (dram_hit), or from a running prefill (joined)",
     "miss_full, degraded": "ranks that computed the full history; ranks that used only its newest "

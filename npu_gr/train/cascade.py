@@ -224,7 +224,7 @@ def _interval(gap: Difference) -> str:
     return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
 
 
-JUDGED_USERS = 300  # who evaluate a site's cascade; others choose it
+EVALUATED_USERS = 300  # who evaluate a site's cascade; others choose it
 MISSED = float("inf")  # the place of an item that was not answered
 
 

@@ -20,13 +20,12 @@ from tests.sources import ROOT
 PAGE = (ROOT / "docs" / "own-data.md").read_text()
 QUERIES = dict(re.findall(r"```sql\n-- (\w+)\.sql\n(.*?)```", PAGE, re.S))
 NGINX = """\
-10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=anna&items=a,b HTTP/1.1" 200 512 "-"
-"curl/8" 0.250 10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=b%C3%B6b&items=a
-HTTP/1.1" 499 0 "-" "a \\"q\\" one" 0.000 10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET
-/api/rank?user=anna&items=c HTTP/1.1" 403 0 "-" "curl/8" 0.001 10.0.0.1 - - [28/Nov/2026:10:00:01
-+0000] "GET /api/rank?items=c HTTP/1.1" 200 0 "-" "curl/8" 0.001 10.0.0.1 - - [28/Nov/2026:10:00:01
-+0000] "GET /healthz HTTP/1.1" 200 0 "-" "probe" 0.001
-"""
+10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=anna&items=a,b HTTP/1.1" 200 512 "-" "curl/8" 0.250
+10.0.0.1 - - [28/Nov/2026:10:00:00 +0000] "GET /api/rank?user=b%C3%B6b&items=a HTTP/1.1" 499 0 "-" "a \\"q\\" one" 0.000
+10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?user=anna&items=c HTTP/1.1" 403 0 "-" "curl/8" 0.001
+10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?items=c HTTP/1.1" 200 0 "-" "curl/8" 0.001
+10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /healthz HTTP/1.1" 200 0 "-" "probe" 0.001
+"""  # noqa: E501
 AT_S = 1_795_860_000.0  # 28 November 2026, 10:00:00 UTC
 
 

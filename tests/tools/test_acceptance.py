@@ -125,8 +125,8 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(
     What it started dies with it.
     """
     pid = tmp_path / "pid"
-    hang = f"""test "$1" = 'operator b' && echo '{{"findings": [["b", "ok", "fine", ""]],
-    "latencies": []}}' && exit
+    fine = '{"findings": [["b", "ok", "fine", ""]], "latencies": []}'
+    hang = f"""test "$1" = 'operator b' && echo '{fine}' && exit
         echo npu_gr: csr_norm_bf16 on 40 cores; echo npu_gr: csr_norm_bf16 ended with 0
         echo npu_gr: csr_select_bf16 on 40 cores; sleep 1000 & echo $! > {pid}; wait"""
     stand_in(monkeypatch, hang)

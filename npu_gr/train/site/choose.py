@@ -26,7 +26,7 @@ from npu_gr.history_store.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.cascade import (
-    JUDGED_USERS,
+    EVALUATED_USERS,
     MISSED,
     TOP,
     CascadeChoice,
@@ -71,7 +71,7 @@ def choose_for_site(
         ConfigError: the configuration cannot be served. NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluated = {case.user for case in next_events(log, known, JUDGED_USERS)}
+    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
     cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
     if len(cases) < 2 * LEAST_USERS:
         return None

@@ -67,7 +67,7 @@ def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True)
 def few_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "JUDGED_USERS", NUM_JUDGES)
+    monkeypatch.setattr(choose, "EVALUATED_USERS", NUM_JUDGES)
     monkeypatch.setattr(choose, "LEAST_USERS", NUM_CHOOSERS // 2)
 
 
