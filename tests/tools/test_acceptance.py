@@ -143,7 +143,7 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(
     [
         (
             "echo npu_gr: hstu_rows on 8 cores; echo npu_gr: hstu_rows ended with 0; kill -SEGV $$",
-            "ended with SIGSEGV: not",
+            "ended with SIGSEGV: no",
         ),
         ("echo a reason >&2; exit 3", "ended with exit status 3: a reason"),
         ("echo no answer", "ended with exit status 0: no answer"),
