@@ -101,7 +101,7 @@ class Kind(Generic[Q, A]):
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a cached prefix
     is_recorded: bool = True  # the recorder writes it, and replay can send it again
-    # keys of the answer's `stages_s`, in order; HTTP adds "door" (reading, parsing, writing)
+    # keys of the answer's `stages_s`, in order; HTTP adds "http" (reading, parsing, writing)
     stages: tuple[str, ...]
     label: str | None = None  # extra label of `npu_gr_<name>_duration_seconds`
     # values of `label`; that of an answer is `label_value`
