@@ -135,8 +135,8 @@ def read_rows(dtype: np.dtype[Any], data: bytes) -> Any:
 
 def places_of(starts: I64, lengths: I64) -> I64:
     """List the indices of the events of runs: starts [runs], lengths [runs] -> [events]."""
-    behind = np.cumsum(lengths)
-    return np.repeat(starts - behind + lengths, lengths) + np.arange(int(lengths.sum()))
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(int(lengths.sum()))
 
 
 def place_rows(parts: Iterable[tuple[RunLayout, Any, I64]], num_events: int) -> Columns:

@@ -298,7 +298,7 @@ def test_no_list_is_no_item() -> None:
         (b"1\n\xff\n", "codec can't decode"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_told(tmp_path: Path, content: bytes, word: str) -> None:
+def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "popular.txt"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as error:

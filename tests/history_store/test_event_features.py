@@ -156,7 +156,7 @@ async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> N
     with pytest.raises(
         Unprocessable,
         match=r"28 bytes an event, the limit is 20 "
-        r"\(features.max_feature_bytes",
+        r"\(history_store.max_feature_bytes",
     ):
         await opened.append(USER, replace(numbered(2), features=wide))
     many = replace(

@@ -284,7 +284,7 @@ def test_users_without_a_tenant_of_theirs_are_rejected(
         load(tmp_path)
 
 
-def test_a_folder_of_before_has_twins(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     save(VECTORS, tmp_path)
     path = tmp_path / "vectors.safetensors"
     tensors = {name.replace("near_duplicate", "twin"): one for name, one in load_file(path).items()}
