@@ -518,7 +518,7 @@ def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: st
 def test_likes_need_a_task_that_says_which() -> None:
     for name in ("likes", "mf_score"):
         with pytest.raises(
-            ConfigError, match=f"computed {name}: no task says which events are likes"
+            ConfigError, match=f"computed {name}: needs a task with at_least or actions"
         ):
             choose_features(
                 build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,))
