@@ -1,9 +1,7 @@
 """The routes of all kinds of requests.
 
-One handler serves them; the tables of kinds and codecs say what differs.
-
-A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others
-(`CooperativeSlices`).
+One handler serves all kinds; `KINDS` and `CODECS` hold the differences. Bodies are decoded within a
+bound on their cost (`Reader`) and a share of the event loop's time (`CooperativeSlices`).
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 D = TypeVar("D")  # a decoded body
 T = TypeVar("T")
 
-SHARE = 0.5  # of the loop's time, for reading bodies
-BURST_S = 0.01
+SHARE = 0.5  # fraction of the event loop's time for decoding bodies
+BURST_S = 0.01  # decoding time that may exceed the share at once
 _X_CACHE = {
     Outcome.HBM_HIT: "hit-hbm",
     Outcome.DRAM_HIT: "hit-dram",
@@ -47,10 +45,10 @@ _X_CACHE = {
 def kind_handlers(
     service: ServiceProtocol, course: Course, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
-    """Make the handler of each kind, also of those that this instance is not configured for: the service rejects them.
+    """Make the handler of each kind; the service rejects kinds that it is not configured for.
 
     Raises:
-        KeyError: a kind has no codec.
+        KeyError: A kind has no codec.
     """
     return {
         kind.name: _handler(kind, CODECS[kind.name], service, course, reader)
@@ -68,28 +66,30 @@ def kind_routes(
 
 
 def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:
-    """Decode the variable of the path once, from what was sent: aiohttp's own decoding keeps some characters encoded.
+    """Decode the variable of the path from the raw path.
+
+    aiohttp's own decoding leaves some characters encoded.
 
     Raises:
-        BadRequest: the fixed part of the path is encoded, or the variable is not UTF-8.
+        BadRequest: The fixed part of the path is percent-encoded, or the variable is not UTF-8.
     """
     prefix, _, name = kind.path.partition("{")
     if not name:
         return {}
     sent = request.raw_path.partition("?")[0]
     if not sent.startswith(prefix):
-        raise BadRequest(f"path: must begin with {prefix} as it is, without encoding")
+        raise BadRequest(f"path: must begin with {prefix}, not percent-encoded")
     name = name.rstrip("}")
     try:
         return {
             name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()
         }
     except UnicodeDecodeError:
-        raise BadRequest(f"{name}: not UTF-8 after decoding") from None
+        raise BadRequest(f"{name}: is not UTF-8 after percent-decoding") from None
 
 
 def _pattern(path: str) -> str:
-    """Let a variable match the rest of the path, slashes and line ends too, since a user id may hold any character."""
+    """Let the variable match the rest of the path: a user id may hold slashes and line ends."""
     return path.replace("}", ":(?s:.+)}")
 
 
@@ -105,7 +105,7 @@ def _handler(
             require_ready(service)
         call = request[CALL]
 
-        # B; mypy cannot know that B is UrlParts where there is no body
+        # body: B; mypy cannot know that B is UrlParts where there is no body
         def parse(body: Any) -> tuple[Q, ResponseFields]:
             return parse_body(call, body, codec, service, course)
 
@@ -134,18 +134,22 @@ def _handler(
 def parse_body(
     call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
 ) -> tuple[Q, ResponseFields]:
-    """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
+    """Make a request from a decoded body or a URL.
 
     Args:
-        call: has the key, which decides whose data it is about; it notes the user before anything
-            else is rejected.
-        body: of the codec, or `UrlParts`.
-        codec: of the kind.
-        service: knows the names.
-        course: of the call; its configuration bounds the columns.
+        call: The key in it decides the tenant. Its `user` is set before the codec can raise, so
+            that the access log has it.
+        body: Instance of `codec.body`, or `UrlParts`.
+        codec: Codec of the kind.
+        service: Resolves names of items and actions.
+        course: Steps of the call; `config` bounds the columns.
+
+    Returns:
+        The request, and which item fields its response includes.
 
     Raises:
-        Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
+        Forbidden: The request names another tenant than the key's.
+        TooLarge, Unprocessable: As `Codec.parse` does.
     """
     shown = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
     body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
@@ -154,7 +158,7 @@ def parse_body(
 
 
 async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServiceProtocol) -> A:
-    """Ask the service, and note its answer.
+    """Call the service within the client's time limit, and note its answer in `call`.
 
     Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do.
     """
@@ -164,7 +168,7 @@ async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServicePro
 
 
 def of_tenant(body: Any, tenant: str) -> Any:
-    """Return the same body or URL about a user of this tenant: the key decides it where the request names none."""
+    """Return the body or URL with this tenant, which the key decides where the request has none."""
     if body.user.tenant == tenant:
         return body
     if isinstance(body, UrlParts):
@@ -173,7 +177,7 @@ def of_tenant(body: Any, tenant: str) -> Any:
 
 
 def add_headers(response: web.Response, answer: Answer) -> None:
-    """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
+    """Add X-Cache (the outcome of the prefix cache) and Server-Timing (the time of each stage)."""
     if hasattr(answer, "outcome"):  # a recommend whose rank failed has None
         response.headers["X-Cache"] = _X_CACHE.get(answer.outcome, "none")
     if answer.stages_s:
@@ -185,7 +189,10 @@ def add_headers(response: web.Response, answer: Answer) -> None:
 
 
 class CooperativeSlices:
-    """`await pieces.turn(...)`, then `with pieces:` around the piece, without waiting for anything in between."""
+    """Limits decoding to a share of the event loop's time, one body after the other.
+
+    Use: `await pieces.turn(...)`, then at once `with pieces:` around the synchronous work.
+    """
 
     def __init__(
         self,
@@ -193,30 +200,22 @@ class CooperativeSlices:
         worked: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Nothing was done yet.
+        """Start without debt.
 
         Args:
-            clock: seconds that never go back.
-            worked: seconds that this thread has worked; a core that others use is not the caller's
-                doing.
-            sleep: by that clock.
+            clock: Monotonic clock in seconds.
+            worked: CPU time of this thread in seconds, so that waiting for a core is not charged.
+            sleep: Sleeps by that clock.
         """
         self._clock = clock
         self._worked = worked
         self._sleep = sleep
-        self._lock = asyncio.Lock()  # first come, first served
-        self._paid_at = float("-inf")  # when what the pieces took is made up for
+        self._lock = asyncio.Lock()  # asyncio's locks are first come, first served
+        self._paid_at = float("-inf")  # instant at which past work is within the share again
         self._began_s = 0.0
 
     async def turn(self, until_at: float = float("inf")) -> None:
-        """Wait for the turn; cancelled waiters leave nothing behind.
-
-        Args:
-            until_at: instant of the clock.
-
-        Raises:
-            DeadlineExceeded: the turn did not come until then.
-        """
+        """Wait until more work is within the share, or raise DeadlineExceeded at `until_at`."""
         if not self._lock.locked() and self._wait_s() <= 0:
             return
         left_s = until_at - self._clock()
@@ -226,7 +225,7 @@ class CooperativeSlices:
                     await self._sleep(wait_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                "the time budget ran out while longer bodies were read"
+                "the time limit passed while the request waited for its body to be decoded"
             ) from None
 
     def _wait_s(self) -> float:
@@ -241,26 +240,20 @@ class CooperativeSlices:
 
 
 class Reader:
-    """Reads the bodies of one instance. Event loop only."""
+    """Decodes the bodies of one instance. Event loop only."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Nothing is read yet.
-
-        Args:
-            config: bounds the columns.
-        """
+        """Start without work; `config` bounds the columns."""
         self._config = config
         self.pieces = CooperativeSlices()
 
     async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
-        """Read what `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
+        """Run `parse` within the share of the event loop's time.
 
-        Args:
-            parse: what to do.
-            until_at: as for `read`.
+        `parse` must bound its own cost before it makes objects.
 
         Raises:
-            DeadlineExceeded: others' bodies took the time. What `parse` raises.
+            DeadlineExceeded: `until_at` passed while other bodies were decoded.
         """
         await self.pieces.turn(until_at)
         with self.pieces:
@@ -278,17 +271,17 @@ class Reader:
         """Decode and parse a body.
 
         Args:
-            request: whose body has come.
-            cls: the Struct to read.
-            parse: what to make of it; as cheap as decoding. Of a long body it is a piece of its
-                own.
-            loose_bytes: of the body beside its columns.
-            until_at: instant of `time.monotonic` at which the caller gives up.
+            request: Request with its body in `request[BODY]`.
+            cls: Struct to decode.
+            parse: Converts the Struct; must be as cheap as decoding. A long body is parsed in a
+                turn of its own.
+            loose_bytes: Largest number of bytes outside of the columns.
+            until_at: Instant of `time.monotonic` at which the client stops waiting.
 
         Raises:
-            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: as `decode`, `bulk.check` and
+            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: As `decode`, `bulk.check` and
                 `parse` do.
-            DeadlineExceeded: others' bodies took the time.
+            DeadlineExceeded: `until_at` passed while other bodies were decoded.
         """
         body = request[BODY]
         media = request.content_type

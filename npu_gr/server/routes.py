@@ -1,4 +1,4 @@
-"""The aiohttp application: groups of routes, and one middleware around them all."""
+"""Builds the aiohttp application: groups of routes, and one middleware around all of them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def build_web_app(
     """Build the HTTP application in front of a service.
 
     Args:
-        service: what answers the requests.
-        config: the section `server`.
-        metrics: with an objective for every kind of request.
-        tracing: None = trace ids, but no spans.
-        insight: what operators see, made with the log of this application; None = that of this
+        service: Answers the requests.
+        config: Section `server`.
+        metrics: Metrics of the instance; they hold the objective of every kind.
+        tracing: None = trace ids without spans.
+        insight: Factory of the operators' views, given the access log; None = those of this
             process.
 
     Raises:
-        ConfigError: the key file or the certificate cannot be used.
+        ConfigError: The key file or the certificate cannot be used.
     """
     keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
     keys.on_rejected = metrics.keys.rejected

@@ -1,9 +1,9 @@
-"""One gRPC call from its metadata to its status: the course of a request over HTTP (`server/middleware.py`).
+"""One gRPC call from its metadata to its status: the counterpart of `server/middleware.py`.
 
-    metadata -> key -> message -> rate of the key -> work -> status
+    metadata -> key -> message -> rate limit of the key -> work -> status
 
-A caller without a key is rejected before its message is read. Who cancels, or whose deadline is
-over, gives up everything that the call holds: gRPC cancels the coroutine.
+A client without a key is rejected before its message is read. When a client cancels or its deadline
+passes, gRPC cancels the coroutine, which releases what the call holds.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from npu_gr.server.middleware import ABANDONED, Course
 
 log = logging.getLogger(__name__)
 
-STATUS = "npu-gr-status"  # trailing metadata of an error: its status over HTTP, which says more
-# clients heed it, where their service config lets them retry
+STATUS = "npu-gr-status"  # trailing metadata of an error: the more precise HTTP status
+# Clients wait so long before a retry, where their service config allows retries.
 PUSHBACK_MS = "grpc-retry-pushback-ms"
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.FAILED_PRECONDITION,  # it fails again as it is: send the history whole
+    409: grpc.StatusCode.FAILED_PRECONDITION,  # a retry fails too: send the whole history
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -55,11 +55,11 @@ async def unary(
     """Serve a call with one message.
 
     Args:
-        course: of every request.
+        course: Steps shared with HTTP.
         path: "/package.Service/Method".
-        scope: that its key needs; None = it needs no key.
-        work: makes the answer of the message.
-        context: gRPC's, which has the message too.
+        scope: Scope that the key must have; None = no key is needed.
+        work: Maps the message's bytes to those of the answer.
+        context: gRPC's context; the message is read from it.
     """
     call = begin(course, path, context)
     try:
@@ -79,9 +79,9 @@ async def stream(
     _: Any,
     context: Any,
 ) -> None:
-    """Reject the stream of a caller without a key before it is read.
+    """Serve a call with a stream of messages.
 
-    Each message is looked at again.
+    A client without a key is rejected before the stream is read; `answer` checks each message.
     """
     call = begin(course, path, context)
     try:
@@ -99,7 +99,7 @@ def begin(course: Course, path: str, context: Any) -> ServerCall:
         if isinstance(value, str):
             headers.add(name, value)
     if len(headers.getall("authorization", ())) > 1:
-        headers["authorization"] = ""  # of two keys neither
+        headers["authorization"] = ""  # two keys are ambiguous: accept neither
     return course.begin("POST", path, headers)
 
 
@@ -111,16 +111,16 @@ async def counted(
     context: Any,
     body: bytes | None = None,
 ) -> bytes:
-    """Run a call, and count, trace and log it however it ends.
+    """Run a call; count, trace and log it however it ends.
 
     Args:
-        course: of every request.
-        call: that has begun.
-        scope, work, context: as of `unary`.
-        body: one message of a stream; None = the call's is read.
+        course: Steps shared with HTTP.
+        call: Result of `begin`.
+        scope, work, context: See `unary`.
+        body: One message of a stream; None = read the call's only message.
 
     Raises:
-        NpuGrError: what the key, the time limit or the message is rejected for. What `work` raises.
+        NpuGrError: The key, the time limit or the message is invalid. Also what `work` raises.
     """
     status = ABANDONED
     failure: Exception | None = None
@@ -135,7 +135,7 @@ async def counted(
         status = 200
         return answer
     except asyncio.CancelledError:
-        if time.monotonic() >= call.until_at:  # gRPC cancels what is over its deadline
+        if time.monotonic() >= call.until_at:  # gRPC cancels calls at their deadline
             status = DeadlineExceeded.status
         raise
     except Exception as error:
@@ -156,7 +156,7 @@ async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
         async with asyncio.timeout(left_s):
             body = await context.read()
     except TimeoutError:
-        late = "the message did not arrive within its time or server.body_timeout_s"
+        late = "the message did not arrive within the time limit or server.body_timeout_s"
         raise DeadlineExceeded(late) from None
     if not isinstance(body, bytes):
         raise BadRequest("the call has no message")
@@ -165,12 +165,12 @@ async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
 
 
 def _about(call: ServerCall) -> Metadata:
-    """Trailing metadata of every answer."""
+    """Return the trailing metadata of every answer."""
     return (http.REQUEST_ID.lower(), call.request_id), ("traceparent", call.trace.header)
 
 
 def status_of(error: Exception, call: ServerCall) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Translate an error: code, text, trailing metadata."""
+    """Translate an error to gRPC: code, text, trailing metadata."""
     if not isinstance(error, NpuGrError):
         return grpc.StatusCode.INTERNAL, http.UNEXPECTED, (*_about(call), (STATUS, "500"))
     is_callers = error.status < 500

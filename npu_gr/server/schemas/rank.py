@@ -1,4 +1,4 @@
-"""The codec of ranks: POST /v1/rank."""
+"""The codec of ranking: POST /v1/rank."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Score candidates for a user."""
 
     candidates: Candidates
-    timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
+    timestamp: Int | None = None  # unix seconds at which the candidates are shown; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    # reject: 422 instead of null for a candidate
+    # ignore: score null for candidates that the catalogue lacks; "refuse": 422
     unknown_items: Literal["ignore", "refuse"] | None = None
     features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
 
 class RankOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Logits per task in candidate order (null: the catalogue lacks the item), and how they came to be."""
+    """Logits per task in the order of the candidates; null: the catalogue lacks the item."""
 
     request_id: str
     model_version: str
@@ -56,20 +56,20 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     titles: Titles = msgspec.UNSET
     prefix_tokens: int
     unknown_candidates: int
-    missing_features: list[str] = []  # of.name: features of the model that nothing was said of
+    missing_features: list[str] = []  # model features absent from the request, as "group.name"
     history: HistoryOut
     stages_s: dict[str, float]
 
 
 def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
-    """Make a request of a body.
+    """Make a request from a body.
 
     Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
     """
     check_item_fields(body.fields)
     candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
-        raise Unprocessable("candidates: needs at least one")
+        raise Unprocessable("candidates: is empty; send at least one item")
     known = names.features(body.model_version)
     given = body.features or RankFeatures()
     return RankRequest(
@@ -88,9 +88,9 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
 
 
 def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseFields) -> RankOut:
-    """Write the answer of a rank.
+    """Convert the answer for the wire.
 
-    In msgpack the scores are raw little-endian float32, NaN where unknown.
+    In msgpack the scores are raw little-endian float32, NaN where the catalogue lacks the item.
     """
     is_raw = media == MSGPACK
     return RankOut(
