@@ -16,7 +16,7 @@ A_co = TypeVar("A_co", bound=Answer, covariant=True)
 class HeldSlot(Protocol):
     """The place that a request holds among those being served."""
 
-    def outside(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Give the place to others while the block waits for something that takes no work of this instance."""
         ...
 
@@ -50,7 +50,7 @@ class ObservedWork(Protocol):
         """Seconds a request of a kind."""
         ...
 
-    def window(self, kind: str) -> int:
+    def concurrency_limit(self, kind: str) -> int:
         """Requests of a kind that may be active while no other kind is."""
         ...
 
@@ -89,7 +89,7 @@ class AdmissionControl(Protocol):
 class NoSlot:
     """The place of a request that nobody admitted: one inside a cascade, or one that is never rejected."""
 
-    def outside(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Do nothing: there is no place to give."""
         return nullcontext()
 

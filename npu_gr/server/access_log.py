@@ -33,7 +33,7 @@ from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, begin,
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
 from npu_gr.handlers.base import HeldPermit
-from npu_gr.server.auth.keys import ANYBODY, Key
+from npu_gr.server.auth.keys import ANONYMOUS, Key
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class ServerCall(msgspec.Struct, kw_only=True):
     trace: Trace
     span: Span | None  # None: the request is not sampled
     arrived_at: float  # when its head was read; the client's time limit counts from here
-    whole_at: float  # when its body was complete; before that `arrived_at`
+    body_at: float  # when its body was complete; before that `arrived_at`
     until_at: float = float("inf")  # when the client stops waiting
     has_deadline: bool = False  # whether gRPC has sent a deadline
     kind: Kind[Any, Any] | None = None  # None: the route belongs to no kind
-    key: Key = ANYBODY
+    key: Key = ANONYMOUS
     permit: HeldPermit | None = None  # None: it did not pass admission here
     parsed_at: float | None = None
     user: UserKey | None = None  # None: it names none, or was rejected before its body was parsed
@@ -131,7 +131,7 @@ class AccessLog:
             route=call.route,
             status=status,
             duration_s=duration_s,
-            key=None if call.key is ANYBODY else call.key.name,
+            key=None if call.key is ANONYMOUS else call.key.name,
             user=self._hashed(call.user),
             error=None if failure is None else failure.title,
             detail=None if failure is None else failure.detail,

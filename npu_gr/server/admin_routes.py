@@ -27,7 +27,7 @@ from npu_gr.server.schemas.admin import (
 from npu_gr.server.schemas.fields import MOST_ITEMS, ItemOut, UserBody
 from npu_gr.server.schemas.media import JSON, decode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
-from npu_gr.server.status import Insight, config_text
+from npu_gr.server.status import DebugViews, config_text
 
 
 class ModelRoutes:
@@ -197,16 +197,18 @@ class HealthRoutes:
 class ObservabilityRoutes:
     """Status page, metrics, configuration, OpenAPI document and debug routes."""
 
-    def __init__(self, service: ServiceProtocol, config: ServerConfig, insight: Insight) -> None:
+    def __init__(
+        self, service: ServiceProtocol, config: ServerConfig, debug_views: DebugViews
+    ) -> None:
         self._service = service
-        self._insight = insight
+        self._debug_views = debug_views
         self._page_text = page("/debug/status")
         self._console_text = console(
             "/debug/openapi", "https" if config.tls else "http", config.port
         )
 
     def routes(self) -> list[web.RouteDef]:
-        insight = self._insight
+        debug_views = self._debug_views
         return [
             web.get("/", self._page),
             web.get("/metrics", self._expose_metrics),
@@ -215,7 +217,9 @@ class ObservabilityRoutes:
             web.get("/openapi.json", self._openapi),
             web.get("/debug/openapi", self._openapi),
             web.get("/debug/console", self._console),
-            *DebugRoutes(insight.bundle_texts, insight.stacks, insight.profile).routes(),
+            *DebugRoutes(
+                debug_views.bundle_texts, debug_views.stacks, debug_views.profile
+            ).routes(),
         ]
 
     async def _page(self, _: web.Request) -> web.Response:
@@ -225,10 +229,10 @@ class ObservabilityRoutes:
         return _html(self._console_text)
 
     async def _status(self, _: web.Request) -> web.Response:
-        return json_response(await self._insight.status())
+        return json_response(await self._debug_views.status())
 
     async def _expose_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = await self._insight.exposition(
+        body, content_type = await self._debug_views.exposition(
             request.headers.get("Accept", ""), request.query.getall("name[]", [])
         )
         # compress in a thread: zlib takes milliseconds for a hundred kilobytes

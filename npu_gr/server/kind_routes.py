@@ -22,7 +22,7 @@ from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
-from npu_gr.server.middleware import CALL, Course
+from npu_gr.server.middleware import CALL, RequestLifecycle
 from npu_gr.server.schemas import CODECS, bulk
 from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts
 from npu_gr.server.schemas.media import decode, skim
@@ -43,7 +43,7 @@ _X_CACHE = {
 
 
 def kind_handlers(
-    service: ServiceProtocol, course: Course, reader: Reader
+    service: ServiceProtocol, lifecycle: RequestLifecycle, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
     """Make the handler of each kind; the service rejects kinds that it is not configured for.
 
@@ -51,7 +51,7 @@ def kind_handlers(
         KeyError: A kind has no codec.
     """
     return {
-        kind.name: _handler(kind, CODECS[kind.name], service, course, reader)
+        kind.name: _handler(kind, CODECS[kind.name], service, lifecycle, reader)
         for kind in KINDS.values()
     }
 
@@ -97,7 +97,7 @@ def _handler(
     kind: Kind[Q, A],
     codec: Codec[B, Q, A],
     service: ServiceProtocol,
-    course: Course,
+    lifecycle: RequestLifecycle,
     reader: Reader,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
@@ -107,18 +107,18 @@ def _handler(
 
         # body: B; mypy cannot know that B is UrlParts where there is no body
         def parse(body: Any) -> tuple[Q, ResponseFields]:
-            return parse_body(call, body, codec, service, course)
+            return parse_body(call, body, codec, service, lifecycle)
 
         if codec.body is None:
-            parsed, shown = parse(UrlParts(_path_variables(kind, request), request.query))
+            parsed, response_fields = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
-            parsed, shown = await reader.read(
+            parsed, response_fields = await reader.read(
                 request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=call.until_at
             )
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
         answer = await ask(call, kind, parsed, service)
-        rendered = codec.render(answer, call.request_id, accepted_media(request), shown)
+        rendered = codec.render(answer, call.request_id, accepted_media(request), response_fields)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
@@ -132,7 +132,11 @@ def _handler(
 
 
 def parse_body(
-    call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
+    call: ServerCall,
+    body: Any,
+    codec: Codec[Any, Q, Any],
+    service: ServiceProtocol,
+    lifecycle: RequestLifecycle,
 ) -> tuple[Q, ResponseFields]:
     """Make a request from a decoded body or a URL.
 
@@ -142,7 +146,7 @@ def parse_body(
         body: Instance of `codec.body`, or `UrlParts`.
         codec: Codec of the kind.
         service: Resolves names of items and actions.
-        course: Steps of the call; `config` bounds the columns.
+        lifecycle: Steps of the call; `config` bounds the columns.
 
     Returns:
         The request, and which item fields its response includes.
@@ -151,10 +155,10 @@ def parse_body(
         Forbidden: The request names another tenant than the key's.
         TooLarge, Unprocessable: As `Codec.parse` does.
     """
-    shown = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
-    body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
+    response_fields = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
+    body = of_tenant(body, lifecycle.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
-    return codec.parse(body, course.config, shown.names), shown
+    return codec.parse(body, lifecycle.config, response_fields.names), response_fields
 
 
 async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServiceProtocol) -> A:
@@ -191,24 +195,24 @@ def add_headers(response: web.Response, answer: Answer) -> None:
 class CooperativeSlices:
     """Limits decoding to a share of the event loop's time, one body after the other.
 
-    Use: `await pieces.turn(...)`, then at once `with pieces:` around the synchronous work.
+    Use: `await slices.turn(...)`, then at once `with slices:` around the synchronous work.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        worked: Callable[[], float] = time.thread_time,
+        cpu_time: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Start without debt.
 
         Args:
             clock: Monotonic clock in seconds.
-            worked: CPU time of this thread in seconds, so that waiting for a core is not charged.
+            cpu_time: CPU time of this thread in seconds, so that waiting for a core is not charged.
             sleep: Sleeps by that clock.
         """
         self._clock = clock
-        self._worked = worked
+        self._cpu_time = cpu_time
         self._sleep = sleep
         self._lock = asyncio.Lock()  # asyncio's locks are first come, first served
         self._paid_at = float("-inf")  # instant at which past work is within the share again
@@ -232,10 +236,10 @@ class CooperativeSlices:
         return self._paid_at - BURST_S - self._clock()
 
     def __enter__(self) -> None:
-        self._began_s = self._worked()
+        self._began_s = self._cpu_time()
 
     def __exit__(self, *_: object) -> None:
-        took_s = self._worked() - self._began_s
+        took_s = self._cpu_time() - self._began_s
         self._paid_at = max(self._paid_at, self._clock() - took_s) + took_s / SHARE
 
 
@@ -245,7 +249,7 @@ class Reader:
     def __init__(self, config: ServerConfig) -> None:
         """Start without work; `config` bounds the columns."""
         self._config = config
-        self.pieces = CooperativeSlices()
+        self.slices = CooperativeSlices()
 
     async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
         """Run `parse` within the share of the event loop's time.
@@ -255,8 +259,8 @@ class Reader:
         Raises:
             DeadlineExceeded: `until_at` passed while other bodies were decoded.
         """
-        await self.pieces.turn(until_at)
-        with self.pieces:
+        await self.slices.turn(until_at)
+        with self.slices:
             return parse()
 
     async def read(
@@ -286,8 +290,8 @@ class Reader:
         body = request[BODY]
         media = request.content_type
         if len(body) <= loose_bytes:
-            await self.pieces.turn(until_at)
-            with self.pieces:
+            await self.slices.turn(until_at)
+            with self.slices:
                 return parse(decode(body, media, cls))
         await self.in_turn(
             lambda: bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes),

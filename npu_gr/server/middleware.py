@@ -47,7 +47,7 @@ ABANDONED = 499  # nginx's status for a client that disconnects before the respo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RequestLifecycle:
     """The steps that every request passes over HTTP and gRPC.
 
     `begin` opens its trace, `find_key` and `limit` read its API key and time limit, `end` counts it
@@ -79,7 +79,7 @@ class Course:
             trace=trace,
             span=span,
             arrived_at=now_at,
-            whole_at=now_at,
+            body_at=now_at,
             kind=kind,
         )
 
@@ -90,7 +90,7 @@ class Course:
             Unauthorized: The request has no valid key; delayed while many wrong keys arrive.
             Forbidden: The key lacks the scope.
         """
-        call.key = await self.keys.of_caller(call.headers.get("Authorization"))
+        call.key = await self.keys.of_client(call.headers.get("Authorization"))
         if scope is not None:
             self.keys.require(call.key, scope)
 
@@ -119,12 +119,12 @@ class Course:
         attributes: Mapping[str, str | int] = MappingProxyType({}),
     ) -> None:
         """Count and log a request, and end its span; `attributes` are added to the span."""
-        duration_s = time.monotonic() - call.whole_at
+        duration_s = time.monotonic() - call.body_at
         stages_s = call.answer.stages_s if call.answer else {}
         if call.kind is None or call.kind.must_finish or call.until_at == _NO_LIMIT_S:
             has_s = 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S
         else:
-            has_s = call.until_at - call.whole_at
+            has_s = call.until_at - call.body_at
         self.metrics.requests.done(
             call.kind.name if call.kind else None,
             call.route,
@@ -147,16 +147,18 @@ class Course:
 class Pipeline:
     """aiohttp's middleware: the work before and after every HTTP handler."""
 
-    def __init__(self, service: ServiceProtocol, course: Course, admission: Admission) -> None:
+    def __init__(
+        self, service: ServiceProtocol, lifecycle: RequestLifecycle, admission: Admission
+    ) -> None:
         """Build the pipeline.
 
         Args:
             service: While it is not ready, responses close their connections.
-            course: Steps shared with gRPC.
+            lifecycle: Steps shared with gRPC.
             admission: Admission of requests that belong to a kind.
         """
         self._service = service
-        self._course = course
+        self._lifecycle = lifecycle
         self._admission = admission
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
@@ -186,7 +188,7 @@ class Pipeline:
 
     def malformed(self) -> None:
         """Count a malformed HTTP message; aiohttp has answered it with 400."""
-        self._course.metrics.requests.broken(400)
+        self._lifecycle.metrics.requests.broken(400)
 
     def agent_line(self, asker: str) -> bytes:
         """Return the answer to HAProxy's agent-check; see `Admission.agent_line`."""
@@ -195,10 +197,10 @@ class Pipeline:
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = _route(request)
         kind = self._kinds.get((request.method, route))
-        call = request[CALL] = self._course.begin(request.method, route, request.headers, kind)
+        call = request[CALL] = self._lifecycle.begin(request.method, route, request.headers, kind)
         status = ABANDONED
         error: Exception | None = None
-        self._course.metrics.requests.in_flight.inc()
+        self._lifecycle.metrics.requests.in_flight.inc()
         try:
             response = await self._answer(request, call, handler)
             status = response.status
@@ -211,11 +213,11 @@ class Pipeline:
             )
             status = response.status
         finally:
-            self._course.metrics.requests.in_flight.dec()
+            self._lifecycle.metrics.requests.in_flight.dec()
             self._admission.release(request)
             # admission counts its rejections itself, and logs a summary once a second
             if REJECTED not in request:
-                self._course.end(call, status, error)
+                self._lifecycle.end(call, status, error)
             error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[http.REQUEST_ID] = call.request_id
         response.headers["traceparent"] = call.trace.header
@@ -242,7 +244,7 @@ class Pipeline:
         _check_media(request)
         kind = call.kind
         if kind is not None:
-            self._course.limit(call)
+            self._lifecycle.limit(call)
         if kind is None or kind.must_finish:
             await self._admission.receive(
                 request, None, "", _NO_LIMIT_S, is_counted=address.is_public
@@ -250,10 +252,10 @@ class Pipeline:
             return await handler(request)
         tenant = call.key.tenant or ""
         await self._admission.receive(request, kind, tenant, call.until_at - call.arrived_at)
-        call.whole_at = time.monotonic()
-        left_s = call.until_at - call.whole_at
+        call.body_at = time.monotonic()
+        left_s = call.until_at - call.body_at
         with await self._admission.enter(
-            request, kind, tenant, call.whole_at, left_s
+            request, kind, tenant, call.body_at, left_s
         ) as call.permit:
             return await handler(request)
 
@@ -278,9 +280,9 @@ class Pipeline:
             Forbidden: The key lacks the scope of the route.
             Overloaded: The key is over its rate.
         """
-        await self._course.find_key(call, None if rule is None else rule.scope)
+        await self._lifecycle.find_key(call, None if rule is None else rule.scope)
         try:
-            self._course.keys.spend(call.key)
+            self._lifecycle.keys.spend(call.key)
         except Overloaded:
             await self._admission.pause(request)
             raise

@@ -200,7 +200,7 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
 
 
 @contextlib.contextmanager
-def on_hangup(work: Callable[[], Coroutine[Any, Any, Any]]) -> Iterator[None]:
+def on_sighup(work: Callable[[], Coroutine[Any, Any, Any]]) -> Iterator[None]:
     """Start `work` at every SIGHUP while the block runs.
 
     Work that still runs at the block's end is cancelled.

@@ -158,7 +158,7 @@ def _within_slo(counts: Counts) -> float:
     return counts.good / sum(counts) if sum(counts) else 1.0
 
 
-class Insight(Protocol):
+class DebugViews(Protocol):
     """What the operator routes show."""
 
     async def exposition(self, accept: str, names: Sequence[str]) -> tuple[bytes, str]:
@@ -185,7 +185,7 @@ class Insight(Protocol):
         ...
 
 
-class OwnInsight:
+class OwnDebugViews:
     """The views of this process."""
 
     def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: RecentRequests) -> None:

@@ -442,7 +442,7 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             assert failed.value.fault is StoreFault.CORRUPT
             code, told = await command("store", url)
             assert code == 1, told
-            assert "3 users are whole" in told
+            assert "3 users are intact" in told
             assert "1 users have damaged" in told
             await store.erase(user(3))
             await store.erase(user(4))

@@ -83,7 +83,7 @@ async def test_a_route_needs_its_scope(
             assert rejected.status == 403
             body = await rejected.json(content_type=None)
             assert body["title"] == "forbidden"
-            assert body["detail"].endswith(f"this needs {scope.value}")
+            assert body["detail"].endswith(f"; needs {scope.value}")
         assert count(metrics, "api_keys_rejected_total", reason="scope") == 1
         async with client.request(method, path_of(pattern), headers=bearer("this")) as allowed:
             assert allowed.status not in (401, 403)

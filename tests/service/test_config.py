@@ -85,7 +85,7 @@ def test_what_ships_loads(path: Path) -> None:
         ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
         (
             "checkpoint: x\nserver: {host: 0.0.0.0}",
-            "server: host: 0.0.0.0 is not loopback: set api_keys_file",
+            "server: host: 0.0.0.0 is not a loopback address: set api_keys_file",
         ),
         (
             "checkpoint: x\nservice: {unknown_items: drop}",

@@ -229,7 +229,7 @@ class ObservedAdmission(Protocol):
     def service_time_s(self, kind: str) -> float:
         """Seconds a request of a kind."""
 
-    def window(self, kind: str) -> int:
+    def concurrency_limit(self, kind: str) -> int:
         """Requests of a kind that may be inside where there are no others."""
 
 
@@ -272,7 +272,7 @@ class AdmissionMetrics:
             for place in PLACES:
                 self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
             self._pace_s.labels(kind).set_function(partial(door.service_time_s, kind))
-            self._window.labels(kind).set_function(partial(door.window, kind))
+            self._window.labels(kind).set_function(partial(door.concurrency_limit, kind))
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
 

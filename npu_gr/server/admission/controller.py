@@ -65,7 +65,9 @@ STANDING_S = 0.1  # CoDel's interval
 TICK_S = 0.004  # between two checks of the queue for requests that would miss their SLO
 MESSAGES = {
     Rejection.LATE: "overloaded: the request would miss its latency objective or time limit",
-    Rejection.SHARE: "the tenant sends far more signals than ranks while other tenants need the instance",
+    Rejection.SHARE: (
+        "the tenant sends far more signals than ranks while other tenants share the instance"
+    ),
 }
 _NEVER = -math.inf  # an instant before all others
 
@@ -175,7 +177,7 @@ class Permit:
         if controller is not None:
             controller._left(self._kind, self._holder)
 
-    def outside(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Give up the place while the block waits for another service.
 
         At the block's end the permit is active again, without queueing.
@@ -254,7 +256,7 @@ class ActiveWork:
         """Return the service-time estimate of a kind, in seconds per request."""
         return self.kinds[kind].service_time.seconds
 
-    def window(self, kind: str) -> int:
+    def concurrency_limit(self, kind: str) -> int:
         """Return the concurrency limit of a kind while no other kind is active, in requests."""
         return int(self.limit(self.kinds[kind]))
 
@@ -434,7 +436,7 @@ class AdmissionController:
         if is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds):
             raise _rejection(Rejection.SHARE)
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
-        if has_place and not self._queue.is_anybody_before(state.priority):
+        if has_place and not self._queue.is_any_before(state.priority):
             return self._admit(state, tenant, arrived_at)
         if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
             raise _rejection(Rejection.LATE)
@@ -458,7 +460,7 @@ class AdmissionController:
         """Whether `enter` would reject this request at once because of its SLO; changes nothing."""
         state = self.work.kinds[kind]
         if not self._config.enabled or (
-            self._has_room(state) and not self._queue.is_anybody_before(state.priority)
+            self._has_room(state) and not self._queue.is_any_before(state.priority)
         ):
             return False
         return self._forecast.is_late_behind(

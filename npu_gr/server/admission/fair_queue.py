@@ -195,7 +195,7 @@ class PriorityQueue(Generic[W]):
         """Return the seconds since the queue became non-empty; 0 = it is empty."""
         return 0.0 if self._since_at is None else self._clock() - self._since_at
 
-    def is_anybody_before(self, priority: int) -> bool:
+    def is_any_before(self, priority: int) -> bool:
         """Whether a request of this or a higher priority is queued."""
         return self._waiting > 0 and any(map(len, self._queues[: priority + 1]))
 

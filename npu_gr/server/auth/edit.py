@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.auth.keys import KeyEntry, KeyFile, read_keys, written
+from npu_gr.server.auth.keys import KeyEntry, KeyFile, read_keys, to_yaml
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
@@ -58,7 +58,7 @@ def _change(path: Path, change: Callable[[list[KeyEntry]], list[KeyEntry]]) -> i
     try:
         with _locked(target.parent):
             keys = change(read_keys(target).keys if target.exists() else [])
-            _replace(target, written(KeyFile(keys=keys)))
+            _replace(target, to_yaml(KeyFile(keys=keys)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     return len(keys)

@@ -123,7 +123,7 @@ class Key:
 
 
 # The key of every client of an instance without a key file: all scopes, any tenant.
-ANYBODY = Key(name="anybody", tenant=None, scopes=frozenset(Scope))
+ANONYMOUS = Key(name="anybody", tenant=None, scopes=frozenset(Scope))
 
 
 def hash_of(key: bytes) -> str:
@@ -161,7 +161,7 @@ def read_keys(path: Path) -> KeyFile:
     return parse_keys(text, str(path))
 
 
-def written(file: KeyFile) -> str:
+def to_yaml(file: KeyFile) -> str:
     """Return the YAML text of a key file."""
     table = msgspec.to_builtins(file)
     text: str = yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=200)
@@ -308,7 +308,7 @@ class KeyRing:
             Unauthorized: No valid key was sent. `on_rejected` has received the reason.
         """
         if self._path is None:
-            return ANYBODY
+            return ANONYMOUS
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise self._rejection(KeyRejection.MISSING)
         sent = authorization[len(_SCHEME) :].strip()
@@ -322,7 +322,7 @@ class KeyRing:
             raise self._rejection(KeyRejection.EXPIRED)
         return key
 
-    async def of_caller(self, sent: str | None) -> Key:
+    async def of_client(self, sent: str | None) -> Key:
         """Find the key of a client as `find` does; delay the rejection while keys are guessed."""
         try:
             return self.find(None if sent is None else sent.encode(errors="surrogateescape"))

@@ -16,7 +16,7 @@ from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
 from npu_gr.core.text_format import quoted
 from npu_gr.metrics.rules import RUNBOOKS
-from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, packed
+from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, make_archive
 
 DEFAULT_S = 10.0
 
@@ -70,7 +70,7 @@ class DebugRoutes:
             "environment.json": await asyncio.to_thread(environment),
         }
         name = time.strftime("npu_gr-%Y%m%dT%H%M%SZ", time.gmtime())
-        body = await asyncio.to_thread(packed, texts, name)
+        body = await asyncio.to_thread(make_archive, texts, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
 

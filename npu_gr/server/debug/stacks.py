@@ -200,7 +200,7 @@ _CGROUP_FILES = (
 )
 
 
-def packed(texts: Mapping[str, str], folder: str) -> bytes:
+def make_archive(texts: Mapping[str, str], folder: str) -> bytes:
     """Make a .tar.gz archive, with credentials redacted.
 
     Args:

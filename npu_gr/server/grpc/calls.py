@@ -29,7 +29,7 @@ from npu_gr.core.errors import (
 from npu_gr.core.kinds import Scope
 from npu_gr.server import http
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.middleware import ABANDONED, Course
+from npu_gr.server.middleware import ABANDONED, RequestLifecycle
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +50,20 @@ Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
 
 
 async def unary(
-    course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any
+    lifecycle: RequestLifecycle, path: str, scope: Scope | None, work: Work, _: Any, context: Any
 ) -> bytes:
     """Serve a call with one message.
 
     Args:
-        course: Steps shared with HTTP.
+        lifecycle: Steps shared with HTTP.
         path: "/package.Service/Method".
         scope: Scope that the key must have; None = no key is needed.
         work: Maps the message's bytes to those of the answer.
         context: gRPC's context; the message is read from it.
     """
-    call = begin(course, path, context)
+    call = begin(lifecycle, path, context)
     try:
-        answer = await counted(course, call, scope, work, context)
+        answer = await counted(lifecycle, call, scope, work, context)
     except Exception as error:
         await context.abort(*status_of(error, call))
         raise AssertionError("gRPC's abort raises") from error
@@ -72,7 +72,7 @@ async def unary(
 
 
 async def stream(
-    course: Course,
+    lifecycle: RequestLifecycle,
     path: str,
     scope: Scope | None,
     answer: Callable[[Any], Awaitable[None]],
@@ -83,16 +83,16 @@ async def stream(
 
     A client without a key is rejected before the stream is read; `answer` checks each message.
     """
-    call = begin(course, path, context)
+    call = begin(lifecycle, path, context)
     try:
         if scope is not None:
-            await course.find_key(call, scope)
+            await lifecycle.find_key(call, scope)
         await answer(context)
     except NpuGrError as error:
         await context.abort(*status_of(error, call))
 
 
-def begin(course: Course, path: str, context: Any) -> ServerCall:
+def begin(lifecycle: RequestLifecycle, path: str, context: Any) -> ServerCall:
     """Begin a call, or one message of a stream; `counted` ends it."""
     headers: CIMultiDict[str] = CIMultiDict()
     for name, value in context.invocation_metadata() or ():
@@ -100,11 +100,11 @@ def begin(course: Course, path: str, context: Any) -> ServerCall:
             headers.add(name, value)
     if len(headers.getall("authorization", ())) > 1:
         headers["authorization"] = ""  # two keys are ambiguous: accept neither
-    return course.begin("POST", path, headers)
+    return lifecycle.begin("POST", path, headers)
 
 
 async def counted(
-    course: Course,
+    lifecycle: RequestLifecycle,
     call: ServerCall,
     scope: Scope | None,
     work: Work,
@@ -114,7 +114,7 @@ async def counted(
     """Run a call; count, trace and log it however it ends.
 
     Args:
-        course: Steps shared with HTTP.
+        lifecycle: Steps shared with HTTP.
         call: Result of `begin`.
         scope, work, context: See `unary`.
         body: One message of a stream; None = read the call's only message.
@@ -124,13 +124,13 @@ async def counted(
     """
     status = ABANDONED
     failure: Exception | None = None
-    course.metrics.requests.in_flight.inc()
+    lifecycle.metrics.requests.in_flight.inc()
     try:
         if scope is not None:
-            await course.find_key(call, scope)
-        course.limit(call, context.time_remaining())
-        sent = await _read(course, call, context) if body is None else body
-        course.keys.spend(call.key)
+            await lifecycle.find_key(call, scope)
+        lifecycle.limit(call, context.time_remaining())
+        sent = await _read(lifecycle, call, context) if body is None else body
+        lifecycle.keys.spend(call.key)
         answer = await work(call, sent)
         status = 200
         return answer
@@ -145,13 +145,13 @@ async def counted(
             log.error("request %s failed", call.request_id, exc_info=error)
         raise
     finally:
-        course.metrics.requests.in_flight.dec()
-        course.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
+        lifecycle.metrics.requests.in_flight.dec()
+        lifecycle.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
         failure = None  # its traceback holds this frame: a cycle would wait for the collector
 
 
-async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
-    left_s = min(call.until_at - time.monotonic(), course.config.body_timeout_s)
+async def _read(lifecycle: RequestLifecycle, call: ServerCall, context: Any) -> bytes:
+    left_s = min(call.until_at - time.monotonic(), lifecycle.config.body_timeout_s)
     try:
         async with asyncio.timeout(left_s):
             body = await context.read()
@@ -160,7 +160,7 @@ async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
         raise DeadlineExceeded(late) from None
     if not isinstance(body, bytes):
         raise BadRequest("the call has no message")
-    call.whole_at = time.monotonic()
+    call.body_at = time.monotonic()
     return body
 
 

@@ -88,7 +88,7 @@ class InferenceService:
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._course = inference.course
+        self._lifecycle = inference.lifecycle
 
     def unary(self) -> dict[str, tuple[Scope | None, Work]]:
         """Map each method with one message to the scope that it needs and its handler."""
@@ -162,9 +162,9 @@ class InferenceService:
     async def _streamed(self, context: Any, body: bytes) -> bytes:
         path = f"/{INFERENCE}/ModelStreamInfer"
         name = "inference.ModelStreamInferResponse"
-        call = begin(self._course, path, context)
+        call = begin(self._lifecycle, path, context)
         try:
-            made = await counted(self._course, call, Scope.INFER, self.infer, context, body)
+            made = await counted(self._lifecycle, call, Scope.INFER, self.infer, context, body)
         except Exception as error:  # noqa: BLE001  (counted and logged)
             return _written(name, error_message=status_of(error, call)[1])
         return _written(

@@ -55,10 +55,10 @@ class RpcServer:
         except ImportError as error:
             raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
 
-        self._config = inference.course.config
+        self._config = inference.lifecycle.config
         health = HealthService(inference.service)
         infers = InferenceService(inference)
-        course = inference.course
+        lifecycle = inference.lifecycle
         with_one = {f"/{INFERENCE}/{name}": method for name, method in infers.unary().items()}
         with_one[f"/{HEALTH}/Check"] = (None, health.check)
         with_many = {
@@ -68,13 +68,13 @@ class RpcServer:
         self._handlers: dict[str, Any] = {
             **{
                 path: grpc.stream_unary_rpc_method_handler(
-                    partial(unary, course, path, scope, work)
+                    partial(unary, lifecycle, path, scope, work)
                 )
                 for path, (scope, work) in with_one.items()
             },
             **{
                 path: grpc.stream_stream_rpc_method_handler(
-                    partial(stream, course, path, scope, answer)
+                    partial(stream, lifecycle, path, scope, answer)
                 )
                 for path, (scope, answer) in with_many.items()
             },

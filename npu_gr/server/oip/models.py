@@ -349,20 +349,20 @@ class Model:
         return one
 
     def answer(
-        self, answer: Any, request_id: str, shown: ResponseFields, wanted: Collection[str]
+        self, answer: Any, request_id: str, response_fields: ResponseFields, wanted: Collection[str]
     ) -> InferAnswer:
         """Convert a kind's answer to tensors.
 
         Args:
             answer: Answer of the service.
             request_id: Id of the request in the log.
-            shown: Item fields that the response includes.
+            response_fields: Item fields that the response includes.
             wanted: Requested outputs; empty = all.
 
         Raises:
             Unprocessable: The answer lacks a requested output.
         """
-        rendered = self.codec.render(answer, request_id, MSGPACK, shown)
+        rendered = self.codec.render(answer, request_id, MSGPACK, response_fields)
         made: dict[str, Tensor] = {}
         parameters: dict[str, Parameter] = {}
         for field in msgspec.structs.fields(type(rendered)):  # type: ignore[arg-type]
@@ -384,7 +384,7 @@ class Model:
             }
             if datatype == _ITEMS and (not wanted or field.name + NAMES in wanted):
                 ids: I64 = np.frombuffer(made[field.name].values, np.int64)
-                names = [str(one) for one in shown.names.items(ids)]
+                names = [str(one) for one in response_fields.names.items(ids)]
                 made[field.name + NAMES] = Tensor(field.name + NAMES, BYTES, (len(names),), names)
         for name in wanted:
             if name not in made:

@@ -26,7 +26,7 @@ from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.http import json_response
 from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body
-from npu_gr.server.middleware import CALL, OCTETS, Course
+from npu_gr.server.middleware import CALL, OCTETS, RequestLifecycle
 from npu_gr.server.oip.models import (
     BYTES,
     DTYPES,
@@ -43,7 +43,7 @@ from npu_gr.server.schemas.bulk import LOOSE_BYTES
 from npu_gr.server.schemas.fields import ResponseFields
 from npu_gr.server.schemas.media import JSON, decode, encode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
-from npu_gr.server.status import Insight
+from npu_gr.server.status import DebugViews
 
 NAME = "npu_gr"  # name of the server, and platform of its models
 EXTENSIONS = ("binary_tensor_data", "statistics")
@@ -254,20 +254,24 @@ class Inference:
     """The models that a service currently has, over HTTP and gRPC."""
 
     def __init__(
-        self, service: ServiceProtocol, course: Course, reader: Reader, insight: Insight
+        self,
+        service: ServiceProtocol,
+        lifecycle: RequestLifecycle,
+        reader: Reader,
+        debug_views: DebugViews,
     ) -> None:
         """Refer to the service.
 
         Args:
             service: Answers the requests.
-            course: Steps that every request passes.
+            lifecycle: Steps that every request passes.
             reader: Bounds the event loop's time for decoding.
-            insight: Gives the metrics for the statistics.
+            debug_views: Gives the metrics for the statistics.
         """
         self.service = service
-        self.course = course
+        self.lifecycle = lifecycle
         self._reader = reader
-        self._insight = insight
+        self._debug_views = debug_views
 
     def find(self, name: str, version: str | None = None) -> tuple[Model, tuple[str, ...]]:
         """Find a model and its served versions.
@@ -323,13 +327,13 @@ class Inference:
         def parse() -> tuple[InferRequest, object, ResponseFields]:
             asked = read()
             model.check_outputs(asked.outputs, self._tasks())
-            body = model.body(asked, version, self.course.config)
-            return asked, *parse_body(call, body, model.codec, self.service, self.course)
+            body = model.body(asked, version, self.lifecycle.config)
+            return asked, *parse_body(call, body, model.codec, self.service, self.lifecycle)
 
-        asked, parsed, shown = await self._reader.in_turn(parse, call.until_at)
-        call.until_at = asked.waits_until(call, self.course.config.max_budget_s)
+        asked, parsed, response_fields = await self._reader.in_turn(parse, call.until_at)
+        call.until_at = asked.waits_until(call, self.lifecycle.config.max_budget_s)
         answer = await ask(call, model.kind, parsed, self.service)
-        return asked, model.answer(answer, call.request_id, shown, asked.outputs)
+        return asked, model.answer(answer, call.request_id, response_fields, asked.outputs)
 
     async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:
         """Return the protocol's statistics of a model, or of all models, since the start.
@@ -341,7 +345,7 @@ class Inference:
             NotFound: The model is not served.
         """
         asked = [(one, self.find(one, version)[1]) for one in ([name] if name else self._names())]
-        text, _ = await self._insight.exposition("", _NAMES)
+        text, _ = await self._debug_views.exposition("", _NAMES)
         samples = [
             one
             for family in text_string_to_metric_families(text.decode())

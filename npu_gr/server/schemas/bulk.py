@@ -24,7 +24,7 @@ from npu_gr.server.config import ServerConfig
 LOOSE_BYTES = 65_536
 
 
-class _Bulk(NamedTuple):
+class _Column(NamedTuple):
     """A column of a body."""
 
     path: tuple[str, ...]
@@ -38,7 +38,7 @@ class Skimmer(NamedTuple):
     """How to skim bodies of a Struct."""
 
     struct: type[msgspec.Struct]  # the same fields, with raw undecoded values
-    columns: tuple[_Bulk, ...]
+    columns: tuple[_Column, ...]
 
 
 @cache
@@ -47,7 +47,7 @@ def skimmer(cls: Any) -> Skimmer:
     about = inspect.type_info(cls)
     assert isinstance(about, inspect.StructType)
     fields: list[tuple[str, Any, Any]] = []
-    columns: list[_Bulk] = []
+    columns: list[_Column] = []
     for field in about.fields:
         extra, kinds = parts(field.type)
         nested = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
@@ -62,7 +62,7 @@ def skimmer(cls: Any) -> Skimmer:
         if "limit" in extra:
             most = extra.get("most_entries", 0)
             columns.append(
-                _Bulk((field.encode_name,), extra["limit"], extra["element_bytes"], most)
+                _Column((field.encode_name,), extra["limit"], extra["element_bytes"], most)
             )
     struct = msgspec.defstruct(
         about.cls.__name__, fields, kw_only=True, forbid_unknown_fields=True, gc=False
@@ -128,7 +128,7 @@ def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
     return None
 
 
-def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
+def _count_map(raw: bytes, column: _Column, limit: int, name: str) -> int | None:
     """Count the elements of all columns of a map together, those of nested lists included.
 
     None = the value is not a map.

@@ -35,7 +35,7 @@ class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(
-    answer: EraseAnswer, request_id: str, _media: str, _shown: ResponseFields
+    answer: EraseAnswer, request_id: str, _media: str, _response_fields: ResponseFields
 ) -> EraseBody | None:
     """Return None, for 204 without content, where no data is left."""
     return (

@@ -74,7 +74,9 @@ def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRe
     return replace(request, idempotency_key=key)
 
 
-def render(answer: EventsAnswer, request_id: str, _media: str, _shown: ResponseFields) -> EventsOut:
+def render(
+    answer: EventsAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> EventsOut:
     """Convert the answer for the wire."""
     return EventsOut(
         request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events

@@ -198,7 +198,7 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str
     num_tokens: int  # tokens that the model read
-    cut_tokens: int  # oldest tokens left out: the history is longer than the model's limit
+    cut_tokens: int  # tokens left out because the history is longer than the model reads
     unknown_items: int  # events whose items the catalogue lacks
     source: str  # request | store | last_known | nothing; the last two: the history store failed
     fault: str  # fault of the history store: store_unavailable | store_slow | ...; "" = none
@@ -222,7 +222,7 @@ def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
     """Parse a column of items.
 
     Args:
-        values: Names, or ids as raw little-endian int64.
+        values: Items, as names or as ids in raw little-endian int64.
         field: Name of the field in error messages.
         limit: Largest number of elements.
 
@@ -268,7 +268,7 @@ def parse_events(
         history: Decoded body.
         field: Name of the field in error messages.
         limit: Largest number of events.
-        names: Known names of actions, and the policy for events that are not in time order.
+        names: Actions of the served models, and the policy for events that are not in time order.
         version: Version of the ranker that defines the actions; None = the current one.
         continues: The events continue a base. Under the policy "sort" they are then left unsorted
             here, because the code that has the base sorts all of them.

@@ -87,7 +87,7 @@ def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateReq
 
 
 def render(
-    answer: GenerateAnswer, request_id: str, media: str, shown: ResponseFields
+    answer: GenerateAnswer, request_id: str, media: str, response_fields: ResponseFields
 ) -> GenerateOut:
     """Convert the answer for the wire.
 
@@ -101,8 +101,8 @@ def render(
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         status=answer.status,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         sids=render_column(answer.sids, "<i4", is_raw),
         num_levels=answer.sids.shape[1],
         scores=render_column(answer.scores, "<f4", is_raw),

@@ -92,7 +92,9 @@ def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest
     return IngestRequest(tenant=body.tenant, writes=tuple(write(one) for one in body.users))
 
 
-def render(answer: IngestAnswer, request_id: str, _media: str, _shown: ResponseFields) -> IngestOut:
+def render(
+    answer: IngestAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> IngestOut:
     """Convert the answer for the wire."""
 
     def out(one: Written | NpuGrError) -> UserWritten:

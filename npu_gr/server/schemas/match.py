@@ -74,7 +74,9 @@ def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
     )
 
 
-def render(answer: MatchAnswer, request_id: str, media: str, shown: ResponseFields) -> MatchOut:
+def render(
+    answer: MatchAnswer, request_id: str, media: str, response_fields: ResponseFields
+) -> MatchOut:
     """Convert the answer for the wire.
 
     In msgpack items are raw int64, scores float32, little-endian.
@@ -85,8 +87,8 @@ def render(answer: MatchAnswer, request_id: str, media: str, shown: ResponseFiel
         vectors_version=answer.vectors_version,
         basis=answer.basis.value,
         status=answer.status,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         scores=render_column(answer.scores, "<f4", is_raw),
         stages_s=answer.stages_s,
     )

@@ -87,7 +87,9 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
     )
 
 
-def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseFields) -> RankOut:
+def render(
+    answer: RankAnswer, request_id: str, media: str, response_fields: ResponseFields
+) -> RankOut:
     """Convert the answer for the wire.
 
     In msgpack the scores are raw little-endian float32, NaN where the catalogue lacks the item.
@@ -99,8 +101,8 @@ def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseField
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         scores={task: render_scores(values, is_raw) for task, values in answer.scores.items()},
-        top=_top(answer, shown.names, is_raw),
-        titles=shown.titles(answer.top),
+        top=_top(answer, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.top),
         prefix_tokens=answer.prefix_tokens,
         unknown_candidates=answer.unknown_candidates,
         missing_features=list(answer.missing_features),

@@ -119,7 +119,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
 
 
 def render(
-    answer: RecommendAnswer, request_id: str, media: str, shown: ResponseFields
+    answer: RecommendAnswer, request_id: str, media: str, response_fields: ResponseFields
 ) -> RecommendOut:
     """Convert the answer for the wire.
 
@@ -133,8 +133,8 @@ def render(
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
         order=answer.order,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,

@@ -28,7 +28,7 @@ class SignalBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The trigger's verdict: whether and where the prefix is computed."""
+    """The trigger's verdict: whether the prefix is computed."""
 
     request_id: str
     model_version: str
@@ -52,7 +52,9 @@ def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest
     )
 
 
-def render(answer: SignalAnswer, request_id: str, _media: str, _shown: ResponseFields) -> SignalOut:
+def render(
+    answer: SignalAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> SignalOut:
     """Convert the answer for the wire."""
     return SignalOut(
         request_id=request_id,
