@@ -64,10 +64,10 @@ def test_a_key_of_the_caller_s_own_is_not_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "stdin", "said"),
     [
-        (["--from-stdin"], "x" * (MIN_CHARACTERS - 1), "needs 24 to 512 characters"),
-        (["--from-stdin"], "x" * (MAX_CHARACTERS + 1), "needs 24 to 512 characters"),
-        (["--from-stdin"], "\n", "needs 24 to 512 characters"),
-        (["--from-stdin"], "two words of more than 24 characters", "no blank"),
+        (["--from-stdin"], "x" * (MIN_CHARACTERS - 1), "must have 24 to 512 characters"),
+        (["--from-stdin"], "x" * (MAX_CHARACTERS + 1), "must have 24 to 512 characters"),
+        (["--from-stdin"], "\n", "must have 24 to 512 characters"),
+        (["--from-stdin"], "two words of more than 24 characters", "without spaces"),
         (["--from-stdin"], b"\xff" * 30, "printable ASCII"),
         (["--from-stdin"], "x" * 24 + "\0", "printable ASCII"),
         (["--rate-per-s", "0"], None, "rate_per_s"),

@@ -46,7 +46,7 @@ def test_items(names: Any, ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("SKU-1", "items: one text"),
+        ("SKU-1", "items: is one text"),
         (["a", ""], "items: index 1: a name of 0 bytes"),
         (["a", -1], "items: index 1: -1 is no item"),
         ([3.0], "items: index 0: 3.0 is not a name"),
@@ -56,8 +56,8 @@ def test_items(names: Any, ids: list[int]) -> None:
         (["x" * 513], "items: index 0: a name of 513 bytes"),
         ([2**62], "items: index 0: 4611686018427387904 is no item"),
         (np.array([[1]]), "items: is an array of 2 dimensions"),
-        (np.array([1, -2]), "items: an id is 0 to"),
-        (np.array([2**63], np.uint64), "items: an id is 0 to"),
+        (np.array([1, -2]), "items: ids are 0 to"),
+        (np.array([2**63], np.uint64), "items: ids are 0 to"),
         (np.array([1.5]), "items: index 0: 1.5 is not a name"),
         (["\ud800"], "items: index 0"),
         ([["a"], ["b", "c"]], "items: index 0: .* is not a name"),

@@ -146,7 +146,7 @@ async def test_files_that_hold_secrets_are_private(tmp_path: Path, authority: Au
 async def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
         await written(tmp_path, tls={"certificate": "/nowhere", "key": "/nowhere"})
-    with pytest.raises(ConfigError, match="HAProxy compares names only"):
+    with pytest.raises(ConfigError, match="HAProxy does not compare IP addresses"):
         await written(tmp_path, instances_tls={"ca": "x"})
 
 
