@@ -16,13 +16,14 @@ PROJECT = {  # page of the repository -> page of the site
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
 }
+BADGE = re.compile(r"(?m)^\[!\[.*\n")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages at the root of the repository, and an index of the runbooks."""
     for source, page in PROJECT.items():
-        text = (ROOT / source).read_text()
+        text = BADGE.sub("", (ROOT / source).read_text())  # the site loads nothing from elsewhere
         files.append(File.generated(config, page, content=_linked(text, source, page)))
     runbooks = sorted(path.stem for path in (ROOT / "docs/runbooks").glob("*.md"))
     lines = [f"- [{name}]({name}.md)" for name in runbooks]

@@ -183,7 +183,7 @@ class AsyncClient(_Calls):
         base: str | None = None,
         timestamp: Time | None = None,
         top_k: int | None = None,
-        unknown_items: Literal["ignore", "refuse"] | None = None,
+        unknown_items: Literal["ignore", "reject"] | None = None,
         features: Features | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
@@ -340,7 +340,7 @@ class AsyncClient(_Calls):
             context: Values for the service's hook.
             sources: Subset of the configured sources; None = all.
             features: Features of the user and the request; None = all missing.
-            order: "fitted", "rank", "fused" or "retrieval" (without ranking); None = as
+            order: "blended", "rank", "fused" or "retrieval" (without ranking); None = as
                 configured.
         """
         body = RecommendBody(

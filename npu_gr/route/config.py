@@ -85,7 +85,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fall: Count = 2  # consecutive failed checks until an instance is down
     rise: Count = 1  # consecutive successful checks until it is up
     failures: Count = 5  # consecutive failed requests until it is down, even if the checks succeed
-    return_s: SecondsOrZero = 5.0  # slow start: its users return over this time
+    slow_start_s: SecondsOrZero = 5.0  # slow start: its users return over this time
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +147,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_budget_s: Seconds = 30.0  # longest time for an answer
     # time for the headers of a request, and again for its body
     header_timeout_s: Seconds = 10.0
-    idle_s: Seconds = 75.0  # idle client connections are closed after this time
+    idle_timeout_s: Seconds = 75.0  # idle client connections are closed after this time
     # time after SIGTERM during which the router is unready and still serves
     drain_grace_s: SecondsOrZero = 3.0
     # time for requests in flight after the grace, and at a reload

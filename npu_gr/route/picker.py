@@ -57,7 +57,7 @@ class UserInBody(msgspec.Struct, frozen=True):
     user_id: str | int
 
 
-class Rejected(Exception):
+class PickerRejection(Exception):
     """A request that the picker answers itself."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -157,7 +157,7 @@ class PickRequest:
         """Answer a message of the gateway.
 
         Raises:
-            Rejected: The picker itself answers the request with an error.
+            PickerRejection: The picker itself answers the request with an error.
         """
         kind = request.WhichOneof("request")
         if kind == "request_headers":
@@ -190,7 +190,9 @@ class PickRequest:
         method = given.get(":method", b"").decode("latin-1")
         self._routing = routing_of(method, path)
         if self._routing is Routing.EVERYWHERE:
-            raise Rejected(501, "not supported by the gateway; send it to the router's own address")
+            raise PickerRejection(
+                501, "not supported by the gateway; send it to the router's own address"
+            )
         self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
         wants_body = (
             self._routing in BY_USER
@@ -213,7 +215,7 @@ class PickRequest:
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._body.append(body.body)
         if sum(map(len, self._body)) > MOST_BODY_BYTES:
-            raise Rejected(
+            raise PickerRejection(
                 413,
                 f"the body is over {MOST_BODY_BYTES} bytes; send the user in the header "
                 f"{self._fleet.user_header}",
@@ -242,7 +244,7 @@ class PickRequest:
         try:
             named = msgspec.json.decode(b"".join(self._body), type=UserInBody)
         except msgspec.MsgspecError as error:
-            raise Rejected(
+            raise PickerRejection(
                 400, f"{self._fleet.user_header}: missing, and the body has no user_id: {error}"
             ) from error
         self._body = None
@@ -252,7 +254,7 @@ class PickRequest:
         """Choose the instances, and make the answer to the gateway."""
         self._chosen = self._fleet.choose(self._routing, self._user, self._subset)
         if not self._chosen:
-            raise Rejected(503, "no instance is ready")
+            raise PickerRejection(503, "no instance is ready")
         self._fleet.in_flight[self._chosen[0]] += 1
         value = ",".join(self._fleet.endpoints[name] for name in self._chosen)
         common = pb.CommonResponse(
@@ -357,12 +359,12 @@ class Services:
             async for request in requests:
                 for response in pick.answer(request):
                     await context.write(response)
-        except Rejected as rejected:
+        except PickerRejection as rejection:
             body = msgspec.json.encode(
-                {"type": "about:blank", "title": rejected.why, "status": rejected.status}
+                {"type": "about:blank", "title": rejection.why, "status": rejection.status}
             )
             answer = pb.ImmediateResponse(
-                status=pb.HttpStatus(code=rejected.status),
+                status=pb.HttpStatus(code=rejection.status),
                 headers=_set({"Content-Type": "application/problem+json"}),
                 body=body,
                 details="picker",

@@ -144,7 +144,7 @@ async def test_a_request_is_about_the_key_s_tenant(
         for key, tenant in (("mine", "yours"), ("mine", "Mine"), ("mine", "*"), ("nobody", "mine")):
             status, text = await ask(client, kind, tenant, key, msgpack)
             assert status == 403
-            assert "alone" in json.loads(text)["detail"]
+            assert "only" in json.loads(text)["detail"]
         assert len(service.served) == num
         assert count(metrics, "api_keys_rejected_total", reason="tenant") == 4
 

@@ -193,7 +193,7 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     """How the model read the history, and where it came from.
 
     `features_source` and `features_fault` are present if the user's features came from
-    `features.source`.
+    `feature_store`.
     """
 
     fingerprint: str

@@ -7,7 +7,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from npu_gr.core.names import Names
-from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
+from npu_gr.core.renamed import current
+from npu_gr.core.request import AnyOrderName, AnySourceName, RecommendAnswer, RecommendRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
     MOST_NAMES,
@@ -53,9 +54,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
     # subset of the configured sources; absent: all
     sources: (
-        Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None
+        Annotated[list[AnySourceName], msgspec.Meta(max_length=len(get_args(AnySourceName)))] | None
     ) = None
-    order: OrderName | None = None  # retrieval = without ranking; absent: as configured
+    order: AnyOrderName | None = None  # retrieval = without ranking; absent: as configured
 
 
 class StageOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +78,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     # outcome of the prefix cache; null: nothing was ranked, items are in the order of retrieval
     outcome: str | None
     reason: str
-    order: str  # order of the items: fitted, rank, fused or retrieval
+    order: str  # order of the items: blended, rank, fused or retrieval
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
@@ -112,8 +113,8 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         timestamp=shown_at(body.timestamp),
         context=body.context,
         request_features=parse_row(given.request, known.request.features, "features.request"),
-        sources=None if body.sources is None else tuple(body.sources),
-        order=body.order,
+        sources=None if body.sources is None else tuple(current(body.sources)),
+        order=current(body.order),
         model_version=body.model_version,
     )
 

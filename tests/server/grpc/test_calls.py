@@ -59,7 +59,7 @@ async def rejected(
 
 def test_the_compiled_form_is_that_of_the_files(tmp_path: Path) -> None:
     """Else run `make proto`, and commit it."""
-    folder = ROOT / "npu_gr" / "server" / "rpc" / "protos"
+    folder = ROOT / "npu_gr" / "server" / "grpc" / "protos"
     made = tmp_path / "made"
     files = ("health.proto", "inference.proto")
     assert protoc.main(["protoc", f"-I{folder}", f"--descriptor_set_out={made}", *files]) == 0

@@ -156,7 +156,7 @@ BAD = {
     "another version": Bad(
         infer(tensor()),
         404,
-        "version: '7' of rank is not served; 1 is",
+        "version: '7' of rank is not served; served: 1",
         path="/v2/models/rank/versions/7/infer",
     ),
     "two versions": Bad(
