@@ -104,7 +104,7 @@ _WORDS = {
     "due time": "when a request should leave, by the log or the rate. Latencies count from it, so "
     "a load generator "
     "that falls behind hides nothing",
-    "send-lag": f"how late requests left. Over {LATE_S * 1e3:g} ms at P99 the load generator was "
+    "requests left late by": f"how late the load generator sent. Over {LATE_S * 1e3:g} ms at P99 the load generator was "
     "the limit, not the "
     "service",
     "hits": "ranks that found the keys and values (KV) of the user's history: in device memory "

@@ -142,10 +142,10 @@ class Report:
             ("goodput", f"{goodput}, of {self.offered_per_s:.1f} offered"),
             ("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s"),
             ("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}"),
-            ("not a hit because", _said(self.reasons)),
+            ("cache misses, by reason", _said(self.reasons)),
             ("errors", _said(self.errors)),
             ("stages, P50 ms", _said(self.stages_p50_ms)),
-            ("send-lag ms", _said(self.lag_ms) + late),
+            ("requests left late by, ms", _said(self.lag_ms) + late),
             ("sent", f"{self.sent_bytes / 1e6:.2f} MB of bodies"),
             ("model versions", _said(self.model_versions)),
         ]

@@ -1,4 +1,4 @@
-"""A version is what its changes say it is, a pinned one outlives every publication, and bad changes change nothing."""
+"""Changes give the documented version, a pinned one stays, and a bad change changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of request of the table has all that an operator needs: objective, rules, alerts, runbooks, panels."""
+"""Every kind of request has an objective, rules, alerts, runbooks and panels."""
 
 from __future__ import annotations
 

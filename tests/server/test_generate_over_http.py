@@ -276,7 +276,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         (
             {"attributes": {"stock": ["many"]}},
             422,
-            "filter: 'many' is not of the kind of attribute 'stock'",
+            "filter: 'many' is not of the type of attribute 'stock'",
         ),
         ({"attributes": {"stock": []}}, 422, "attributes[...]: Expected `array` of length >= 1"),
         ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),

@@ -73,7 +73,9 @@ class Admission:
         self._counts: Counter[str] = Counter()  # rejections by kind since the last log line
         self.receiving_bytes = 0  # bodies that arrive, are queued or are served
         self.paused = 0  # rejections that are delayed now
-        metrics.door.observe(controller.work, lambda: self.paused, lambda: self.receiving_bytes)
+        metrics.admission.observe(
+            controller.work, lambda: self.paused, lambda: self.receiving_bytes
+        )
 
     async def receive(
         self,
