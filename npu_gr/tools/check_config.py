@@ -173,7 +173,9 @@ def _of_router(config: RouterConfig) -> Iterator[Opened]:
         yield _client_tls("instances_tls", config.instances_tls)
     if config.picker is not None:
         yield from _extra("picker", "grpc", "picker")
-    yield _tried("haproxy", lambda: f"{config.host}:{config.port}: {asyncio.run(check_rendered(config))}")
+    yield _tried(
+        "haproxy", lambda: f"{config.host}:{config.port}: {asyncio.run(check_rendered(config))}"
+    )
     yield from _port("port", config.host, config.port)
     yield from _port("admin_port", config.admin_host, config.admin_port)
 
