@@ -104,7 +104,7 @@ class Kind(Generic[Q, A]):
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a known prefix
     is_recorded: bool = True  # the recorder writes it, and replay can send it again
-    # of its answer's `stages_s`, in order; "door" (reading, parsing, writing) is added by HTTP
+    # of its answer's `stages_s`, in order; "http" (reading, parsing, writing) is added by HTTP
     stages: tuple[str, ...]
     label: str | None = None  # of `npu_gr_<name>_duration_seconds`: what its answers differ by
     # the values of `label`; each answer names its own in `label_value`

@@ -173,7 +173,7 @@ def _words(objective: Objective) -> dict[str, str]:
         "method": kind.method,
         "path": kind.path,
         "label": kind.label or "",
-        "stages": ", ".join((*kind.stages, "door")),
+        "stages": ", ".join((*kind.stages, "http")),
         "ratio": f"{objective.latency_ratio * 100:.4g}",
         "threshold": f"{objective.threshold_s * 1e3:g}",
     }

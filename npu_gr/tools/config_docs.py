@@ -73,7 +73,7 @@ _HEAD = """# Configuration
 Every key of a process and of a trainer. `npu-gr check-config --config FILE` says what is wrong with a file, opens what
 it names, and shows where each value came from.
 
-- **ScoreBlend.** The file, then the environment, then `--set section.key=value`; the later one wins. A key that is in none
+- **Precedence.** The file, then the environment, then `--set section.key=value`; the later one wins. A key that is in none
   of them has its default.
 - **Environment.** `NPU_GR_`, the section, two underscores, the key: `NPU_GR_SERVER__PORT=9000` is `server.port`,
   `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a key outside of sections. The value is

@@ -216,7 +216,7 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
         gc.callbacks.remove(on_collection)
 
 
-PLACES = ("waiting", "inside", "outside")
+PLACES = ("waiting", "active", "suspended")
 
 
 class ObservedAdmission(Protocol):

@@ -36,7 +36,7 @@ from npu_gr.metrics.slo import (
 )
 
 EVALUATED = "slo_requests_total"
-HTTP_STAGE = "door"  # value of the label `stage` for reading, parsing and writing HTTP
+HTTP_STAGE = "http"  # value of the label `stage` for reading, parsing and writing HTTP
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 ABANDONED = 499  # status of a request whose client disconnected, as nginx logs it
 

@@ -52,7 +52,7 @@ FILES = (
     CONFIGURATION,
 )
 OPTIONAL_FILES = (centroids.FILE, GIVEN_CODES)
-MAX_CUT_ITEMS = 8  # long prompts are cut in steps of so many items, see `model/history_tokens.py`
+MAX_CUT_ITEMS = 8  # items by which a long prompt is cut, see `model/history_tokenizer.py`
 
 
 def prepare(folder: Path) -> None:
