@@ -301,7 +301,7 @@ class Catalogue:
             DataError: there is no previous version.
         """
         if (previous := self._published.previous) is None:
-            raise DataError("no earlier version of the catalogue is kept")
+            raise DataError("there is no previous version of the catalogue")
         return previous
 
     def rollback(self) -> None:

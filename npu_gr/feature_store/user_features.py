@@ -31,7 +31,7 @@ from npu_gr.core.feature_schema.columns import OneRow, Value
 from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
-from npu_gr.core.logs import SeldomLog
+from npu_gr.core.logs import ThrottledLog
 from npu_gr.core.text_format import cut
 from npu_gr.history_store.bulkhead import Lane, StoreObserver
 from npu_gr.history_store.store import FeatureStoreConfig
@@ -273,7 +273,7 @@ class UserFeatures:
         self._rows: OrderedDict[UserKey, _Row] = OrderedDict()  # the least recently used first
         self._running: dict[tuple[UserKey, tuple[str, ...]], asyncio.Task[FoundFeatures]] = {}
         self._num_forgotten = 0
-        self._misfits = SeldomLog(log, LOG_EVERY_S, clock)
+        self._misfits = ThrottledLog(log, LOG_EVERY_S, clock)
 
     def remembered(self, user: UserKey, reads: Mapping[str, Feature]) -> FoundFeatures | None:
         """Look up cached features that are fresh; None = they must be fetched.

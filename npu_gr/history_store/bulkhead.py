@@ -36,7 +36,7 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
-from npu_gr.core.logs import SeldomLog
+from npu_gr.core.logs import ThrottledLog
 from npu_gr.history_store.store import (
     FeatureStoreConfig,
     HistoryConfig,
@@ -192,7 +192,7 @@ class Lane:
         self._retry_s = config.retry_s
         self._cause = ""  # message of the latest failure
         self._fault = StoreFault.UNAVAILABLE
-        self._faults = SeldomLog(log, LOG_EVERY_S, clock)
+        self._faults = ThrottledLog(log, LOG_EVERY_S, clock)
         self.waiting = 0
         self.tasks: set[asyncio.Task[None]] = set()
 

@@ -24,7 +24,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.lines import read_lines
 
 LogFeatureOf = Literal["user", "event", "request", "cross"]
-ToldKind = Literal["", "category", "hashed", "number"]
+DeclaredKind = Literal["", "category", "hashed", "number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class FeatureColumn:
     of: LogFeatureOf
     # one for each event, or each user: float64 and NaN, or objects: str, list of str, None
     values: npt.NDArray[Any]
-    kind: ToldKind = ""  # what its owner says that it is; "" = as its values look
+    kind: DeclaredKind = ""  # what its owner says that it is; "" = as its values look
 
     @property
     def is_number(self) -> bool:

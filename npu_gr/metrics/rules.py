@@ -170,7 +170,7 @@ def _alerts(
         )
 
     return [
-        alert("Fast", FAST, "page" if kind.wakes_somebody else "ticket", "much too fast"),
+        alert("Fast", FAST, "page" if kind.pages_on_fast_burn else "ticket", "much too fast"),
         alert("Slow", SLOW, "ticket", "too fast"),
     ]
 

@@ -51,7 +51,7 @@ from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.page import page
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.report import Report, Study
-from npu_gr.replay.run import Progress, replay
+from npu_gr.replay.run import ReplayProgress, replay
 from npu_gr.replay.tally import HITS
 from npu_gr.tools.demo_instance import Instance, clear_store, fill, free_port, served
 from npu_gr.tools.demo_relay import LengthResult, conclusion, measure, plot, table
@@ -198,7 +198,7 @@ async def replayed(prepared: PreparedDemo, url: str, limit: int | None, console:
     began_at = time.monotonic()
     with heartbeat(console.print) as progress:
 
-        def show(now: Progress) -> None:
+        def show(now: ReplayProgress) -> None:
             left = time_left(now.read_ratio, 1.0, time.monotonic() - began_at)
             progress.status = f"replayed {now.read_ratio:.0%} of the traffic, {left}"
 

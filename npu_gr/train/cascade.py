@@ -193,11 +193,10 @@ def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[st
         yield from _hurt(
             places, whole, without, f"source {name}", f"recommend.sources without {source}"
         )
-    for order in ORDERS[1:]:
-        way = CascadeWay(whole.sources, order)
-        if way in places:
-            without = CascadeWay(whole.sources, "retrieval")
-            yield from _hurt(places, way, without, f"order {order}", "recommend.order: retrieval")
+    if whole.order != "retrieval":
+        without = CascadeWay(whole.sources, "retrieval")
+        stage = f"order {whole.order}"
+        yield from _hurt(places, whole, without, stage, "recommend.order: retrieval")
 
 
 def _hurt(

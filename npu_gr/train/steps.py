@@ -36,6 +36,7 @@ from npu_gr.train.options import Decay, Seed, Share
 
 LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
 MAX_GRADIENT_NORM = 1.0
+NEARLY = 0.98  # share of a stage, over which a line says that it ends
 WEIGHT_DECAY = 0.1  # weight decay of every matrix but the embedding tables
 BETAS = (0.9, 0.98)  # AdamW's betas; the default of the second is 0.999
 
@@ -325,8 +326,11 @@ def _lines_of_progress(console: Console) -> Iterator[Callable[[TrainingProgress]
         def show(step: TrainingProgress) -> None:
             elapsed_s = time.monotonic() - began_at.setdefault(step.stage, time.monotonic())
             left = time_left(step.done, step.total, elapsed_s)
-            line = f"{step.stage} {step.done / max(step.total, 1e-9):.0%}"
-            lines[step.stage.partition(":")[0]] = f"{line} ({left})" if left else line
+            share = step.done / max(step.total, 1e-9)
+            line = f"{step.stage} {share:.0%}" + (f" ({left})" if left else "")
+            if share > NEARLY:  # its last message; what follows it has no steps to count
+                line = f"{step.stage}: finishing"
+            lines[step.stage.partition(":")[0]] = line
             progress.status = "; ".join(lines.values())
 
         yield show

@@ -294,7 +294,7 @@ def test_no_list_is_no_item() -> None:
     ("content", "word"),
     [
         (b"\n  \n", "holds no item"),
-        (b"1\n" + b"x" * 513 + b"\n", "line 2: a name of 513 bytes is no item"),
+        (b"1\n" + b"x" * 513 + b"\n", "line 2: a name of 513 bytes is not an item name"),
         (b"1\n\xff\n", "codec can't decode"),
     ],
 )

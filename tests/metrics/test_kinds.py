@@ -60,7 +60,7 @@ def test_a_kind_has_its_alerts_and_they_lead_to_its_runbook(
 ) -> None:
     alert = f"NpuGr{kind.title}{promise.value.title()}"
     fast, slow = ALERTS[f"{alert}FastBurn"], ALERTS[f"{alert}SlowBurn"]
-    assert fast["labels"]["severity"] == ("page" if kind.wakes_somebody else "ticket")
+    assert fast["labels"]["severity"] == ("page" if kind.pages_on_fast_burn else "ticket")
     assert slow["labels"]["severity"] == "ticket"
     for rule in (fast, slow):
         assert rule["annotations"]["summary"].startswith(f"{kind.plural.capitalize()} are ")

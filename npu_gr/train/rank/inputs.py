@@ -22,9 +22,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import (
     NEVER,
     OF_TIME,
-    Alike,
     CrossFeatures,
     ItemCodes,
+    MatchCounts,
     time_column,
 )
 from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
@@ -117,7 +117,7 @@ class LoggedCross:
                 num_counted, newest = self._before(rule.by, counts, events, values)
             before = np.concatenate([[0], np.cumsum(counts[log.actions])])
             first = self._first[events]
-            columns[name] = Alike(
+            columns[name] = MatchCounts(
                 num_all,
                 num_counted,
                 newest,

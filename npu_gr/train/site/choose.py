@@ -20,7 +20,7 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import OrderName, RecommendRequest, SourceName
-from npu_gr.handlers.cascade_plan import best_first, by_both, in_turns
+from npu_gr.handlers.cascade_plan import best_first, fused_order, interleave
 from npu_gr.handlers.service import Service
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.history_store.store import HistoryConfig
@@ -146,13 +146,13 @@ class _Found:
 
     def items(self, way: CascadeWay) -> list[int]:
         """Return the ten items that such a cascade answers: merge the lists, then order."""
-        merged = in_turns([self._lists[source] for source in way.sources])[0][
+        merged = interleave([self._lists[source] for source in way.sources])[0][
             : self._max_candidates
         ]
         if way.order != "retrieval":
             known = self._scores["blended" if way.order == "blended" else "rank"]
             scores = np.array([known[item] for item in merged.tolist()], np.float32)
-            merged = merged[(by_both if way.order == "fused" else best_first)(scores)]
+            merged = merged[(fused_order if way.order == "fused" else best_first)(scores)]
         best: list[int] = merged[:TOP].tolist()
         return best
 

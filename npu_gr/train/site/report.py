@@ -117,7 +117,7 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model} is not shown to be better than {comparison.baseline} at the "
+        f"WARNING: no figure shows that {comparison.model} beats {comparison.baseline} at the "
         f"next item ({comparison.grounds}). More events or more epochs may help."
     )
 

@@ -217,7 +217,7 @@ def test_ready_made_codes_are_read_by_item(tmp_path: Path) -> None:
         ('{"3": [1, 0], "7": [1]}', "the same number of codes"),
         ('{"3": [1, -1], "7": [1, 0]}', "each 0 or more"),
         ('{"x": [1, 0]}', "no codes for item 3"),
-        ('{"": [1, 0]}', "a name of 0 bytes is no item"),
+        ('{"": [1, 0]}', "a name of 0 bytes is not an item name"),
         ("[1]", "must be {"),
         ("{", "Expecting property name"),
     ],

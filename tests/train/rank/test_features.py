@@ -505,8 +505,8 @@ def test_a_number_without_spread_is_dense() -> None:
 @pytest.mark.parametrize(
     ("computed", "message"),
     [
-        (("visits",), r"computed: 'visits' is none of events, .* or one of likes, hour, weekday"),
-        (("rate_by:maker",), r"no item feature 'maker'; there are genre"),
+        (("visits",), r"computed: 'visits' must be one of events, .* or one of likes, hour, week"),
+        (("rate_by:maker",), r"unknown item feature 'maker'; there are genre"),
     ],
 )
 def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: str) -> None:
@@ -518,7 +518,7 @@ def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: st
 def test_likes_need_a_task_that_says_which() -> None:
     for name in ("likes", "mf_score"):
         with pytest.raises(
-            ConfigError, match=f"computed {name}: no task says which events are likes"
+            ConfigError, match=f"computed {name}: needs a task with at_least or actions"
         ):
             choose_features(
                 build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,))
