@@ -43,7 +43,7 @@ class ObservedWork(Protocol):
         ...
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Count the requests of a kind by state: waiting, inside (active), outside (suspended)."""
+        """Count the requests of a kind by state: waiting, active, suspended."""
         ...
 
     def service_time_s(self, kind: str) -> float:
