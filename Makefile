@@ -3,14 +3,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Where pip gets torch, e.g. https://download.pytorch.org/whl/cpu for the CPU build; empty = pip's own index
+TORCH_INDEX ?=
+TORCH := torch>=2.6,<2.14
 unexport PYTHONDONTWRITEBYTECODE # some containers set it; hundreds of processes would each compile all that they import
 
 CODE := npu_gr benchmarks tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-npu kernels clean
+.PHONY: docs demo test torch lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-npu kernels clean
 
-demo: $(VENV)/installed
+demo: $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
@@ -89,7 +92,7 @@ format: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr benchmarks -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
-monitor: can-monitor $(VENV)/installed
+monitor: can-monitor $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo --monitor
 
 # all that monitor lacks, in one message, before anything is installed or trained; with Grafana alone missing it goes on
@@ -122,11 +125,31 @@ kernels: $(VENV)/installed
 	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
-# MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
-$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)
+# What the demo needs. MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
+$(VENV)/serves: pyproject.toml setup.py $(wildcard ops/cpu/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	@$(BIN)/python -c "import torch" 2> /dev/null || $(MAKE) --no-print-directory torch
+	@echo "Installing npu_gr, pyarrow, DuckDB and matplotlib into $(VENV), and compiling the CPU kernels: 1 to 3 minutes"
+	$(BIN)/pip install --quiet --editable ".[serve,parquet,plot]"
 	$(BIN)/pip install --quiet --no-deps recbole==1.2.1
+	touch $@
+
+torch:
+ifeq ($(strip $(TORCH_INDEX)),)
+	@printf '%s\n' "Installing torch into $(VENV) from pip's index. On Linux the public index has the CUDA build: several GB to download," \
+	  "and more on disk. The CPU build has 0.2 GB, 0.8 GB on disk: press Ctrl-C now and type" \
+	  "  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+	@[ ! -t 0 ] || sleep 10
+	$(BIN)/pip install --quiet "$(TORCH)"
+else
+	@echo "Installing torch into $(VENV) from $(TORCH_INDEX)"
+	$(BIN)/pip install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)"
+endif
+
+# and what the tests and linters need
+$(VENV)/installed: $(VENV)/serves
+	@echo "Installing what the tests and linters need into $(VENV): another 1 GB"
+	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
 clean:

@@ -9,7 +9,7 @@ one dispatch takes, where they are not one graph.
 
 Sources of the constants, two columns of them: Huawei's operator generator (autofuse) and counts
 that pto-isa calibrated on a 910B3, both public; where the second has no figure, the first stands in
-both. `docs/measured.md` has the results.
+both. `docs/measured/ascend.md` has the results.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ COLUMNS = (
 
 
 def kernel_us(cores: Counts, column: CostColumn) -> float:
-    """Model one launch of ours: each core takes the slowest of its vector work and its movers, the launch its slowest.
+    """Model one launch of ours: a core takes its slowest unit, the launch its slowest core.
 
     Args:
         cores: the counters of each core.
@@ -164,7 +164,7 @@ def counted(
     cores: int = CORES,
     is_last: bool = False,
 ) -> Layer:
-    """Run a layer's kernels on the emulator: `new` history rows and candidates behind `cached` tokens of one user."""
+    """Run a layer's kernels on the emulator: `new` rows and candidates behind `cached` tokens."""
     random = np.random.default_rng(seed)
     rows = new + candidates
     asking = candidates if is_last else rows

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the pages at the root of the repository join the site, and links to its sources become words."""
+"""Hooks of mkdocs: add the pages at the root of the repository, turn links to sources into text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ PROJECT = {  # page of the repository -> page of the site
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
 }
+BADGE = re.compile(r"(?m)^\[!\[.*\n")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the repository's pages, and an index of the runbooks, of which there is a page an alert."""
+    """Add the pages at the root of the repository, and an index of the runbooks."""
     for source, page in PROJECT.items():
-        text = (ROOT / source).read_text()
+        text = BADGE.sub("", (ROOT / source).read_text())  # the site loads nothing from elsewhere
         files.append(File.generated(config, page, content=_linked(text, source, page)))
     runbooks = sorted(path.stem for path in (ROOT / "docs/runbooks").glob("*.md"))
     lines = [f"- [{name}]({name}.md)" for name in runbooks]
@@ -42,12 +43,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _linked(text: str, source: str, page: str) -> str:
-    """Point links at pages of the site; what is no page of it becomes words.
+    """Point links at pages of the site; a link to anything else becomes its text.
 
     Args:
-        text: of a page.
-        source: its path in the repository.
-        page: its path in the site.
+        text: The page, as Markdown.
+        source: Path of the page in the repository.
+        page: Path of the page in the site.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -60,6 +61,7 @@ def _linked(text: str, source: str, page: str) -> str:
             return words
         if (ROOT / path).is_dir():
             to = f"{to}/README.md"
-        return f"{image}[{words}]({posixpath.relpath(to, posixpath.dirname(page) or '.')}{anchor or ''})"
+        link = posixpath.relpath(to, posixpath.dirname(page) or ".")
+        return f"{image}[{words}]({link}{anchor or ''})"
 
     return LINK.sub(replaced, text)

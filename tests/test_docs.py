@@ -154,17 +154,26 @@ def test_every_route_has_its_example_page() -> None:
 
 
 def test_every_room_has_its_place_on_the_map() -> None:
-    readme, drawing = (ROOT / "README.md").read_text(), (ROOT / "docs/architecture.md").read_text()
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    drawing = (ROOT / "docs/architecture.md").read_text()
     for room in {
         path.parts[1] for path in files() if path.parts[0] == "npu_gr" and len(path.parts) > 2
     }:
-        assert f"`npu_gr/{room}/`" in readme, room
+        assert f"`npu_gr/{room}/`" in table, room
     drawn = [set(re.findall(r"│ ([a-z_]+) ", line)) for line in drawing.splitlines()]
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ][0]
     floors = [set(floor.replace("|", " ").split()) for floor in contract["layers"]]
     assert [rooms for rooms in drawn if rooms][: len(floors)] == floors
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert 60 <= len(readme.splitlines()) <= 80
+    figures = readme.partition("## Five figures\n")[2].partition("\n\nOn ")[0]
+    assert len([line for line in figures.splitlines() if line.startswith("| [")]) == 5
+    assert len(LINK.findall(readme.partition("## More\n")[2])) == 6
 
 
 def test_the_index_names_every_page() -> None:
@@ -189,7 +198,7 @@ COMMAND = re.compile(r"(?:`|^|bin/)npu-gr((?: +[^\s`|&;#)\\]+)+)", re.M)
 
 
 def _unknown_options(words_after: list[str]) -> list[str]:
-    """Words of a command line that `npu-gr` would reject: a command or an option that there is not."""
+    """List the words of a command line that are no command and no option of `npu-gr`."""
     command: click.Command = main
     while isinstance(command, click.Group):
         if not words_after or words_after[0].startswith("-") or words_after[0].isupper():

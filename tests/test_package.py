@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable
 from email import message_from_string
@@ -23,6 +24,12 @@ PAPERS = [
     for number in ("2402.17152", "2601.01712", "2512.11529", "2502.16239")
 ]
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_make_installs_the_torch_that_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = project["optional-dependencies"]["serve"]
+    assert f"TORCH := {torch}\n" in (ROOT / "Makefile").read_text()
 
 
 @pytest.fixture(scope="module")

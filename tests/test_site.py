@@ -1,4 +1,4 @@
-"""The documentation is a site without a broken link, and what its pages name is there: metrics, settings, pictures."""
+"""The site has no broken link, and the metrics, settings and pictures of its pages exist."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_words_of_a_picture_end_within_it() -> None:
 
 def test_the_last_picture_reads_the_measured_table() -> None:
     rates = {
-        name: _drawn().relay_rates((DOCS / "measured.md").read_text(), name)
+        name: _drawn().relay_rates((DOCS / "measured/relay.md").read_text(), name)
         for name in ("1.5x", "3x")
     }
     assert [list(rows) for rows in rates.values()] == [[1024, 2048, 4096]] * 2

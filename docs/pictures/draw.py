@@ -1,7 +1,9 @@
-"""Draw the five pictures of the documentation: `python docs/pictures/draw.py` writes the SVG files beside this one.
+"""Draw the pictures of the documentation as SVG.
 
-The figures of the last one are those of `python -m benchmarks relay` in docs/measured.md. A test
-draws all of them anew and compares.
+`python docs/pictures/draw.py` writes them into this folder.
+
+The figures of `throughput` are those of `python -m benchmarks relay` in docs/measured/relay.md. A
+test draws all of them anew and compares.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MEASURED = HERE.parent / "measured.md"
+MEASURED = HERE.parent / "measured/relay.md"
 SAME_SHAPE = 4096  # tokens up to which the table has one model; beyond, a smaller one
 BLUE, ORANGE, GREEN, RED, GREY, INK = (
     "#2563eb",
@@ -96,8 +98,34 @@ class Picture:
         return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
+def architecture() -> str:
+    """Draw the seven boxes of a request's way, and what stands outside of it."""
+    it = Picture(760, 320, "A router and an instance of six parts")
+    it.box(20, 62, 110, 56, "router\nHAProxy", ORANGE)
+    it.box(170, 20, 570, 210, "", GREY)
+    it.words(190, 42, "an instance: one process, one device", bold=True)
+    forth = ("HTTP, gRPC", "admission", "handler")
+    back = ("model and ops", "scheduler", "prefix cache\nHBM, DRAM")
+    for index, (above, below) in enumerate(zip(forth, back, strict=True)):
+        x = 190 + index * 190
+        it.box(x, 62, 150, 56, above, BLUE)
+        it.box(x, 158, 150, 56, below, GREEN)
+        if index:
+            it.line((x - 40, 90), (x - 4, 90), arrow=True)
+            it.line((x, 186), (x - 36, 186), arrow=True)
+    it.line((130, 90), (186, 90), arrow=True)
+    it.line((645, 118), (645, 154), arrow=True)
+    for x, words in ((190, "training"), (380, "replay"), (570, "benchmarks")):
+        it.box(x, 260, 150, 34, words, GREY)
+    it.line((265, 260), (265, 218), arrow=True, dashed=True)
+    it.words(273, 248, "checkpoints")
+    it.line((455, 260), (455, 234), arrow=True, dashed=True)
+    it.words(463, 248, "recorded requests")
+    return it.text()
+
+
 def cascade() -> str:
-    """One recommendation on a time line, without and with the relay."""
+    """Draw one recommendation on a time line, without and with the relay."""
     it = Picture(760, 300, "A cascade with and without the relay")
     deadline = 560
     for top, title in ((30, "without the relay"), (160, "with the relay")):
@@ -122,7 +150,7 @@ def cascade() -> str:
 
 
 def tiers() -> str:
-    """Where the KV of a user's prefix lies, and how it moves."""
+    """Draw where the KV of a user's prefix lies, and how it moves."""
     it = Picture(760, 270, "The tiers of prefix KV")
     it.box(20, 95, 120, 50, "signal", GREY)
     it.box(210, 40, 240, 160, "", BLUE)
@@ -150,13 +178,23 @@ def tiers() -> str:
 
 
 def beams() -> str:
-    """A beam search over the trie of valid semantic IDs."""
+    """Draw a beam search over the trie of valid semantic IDs."""
     it = Picture(760, 280, "Beam search over valid semantic IDs")
     levels = {
-        "": (380, 40), "3": (180, 110), "7": (380, 110), "9": (580, 110), "3 1": (110, 180), "3 5": (250, 180),
-        "7 2": (380, 180), "9 0": (520, 180), "9 4": (640, 180), "3 5 8": (200, 245), "3 5 2": (300, 245),
-        "7 2 6": (380, 245), "9 4 1": (640, 245),
-    }  # fmt: skip
+        "": (380, 40),
+        "3": (180, 110),
+        "7": (380, 110),
+        "9": (580, 110),
+        "3 1": (110, 180),
+        "3 5": (250, 180),
+        "7 2": (380, 180),
+        "9 0": (520, 180),
+        "9 4": (640, 180),
+        "3 5 8": (200, 245),
+        "3 5 2": (300, 245),
+        "7 2 6": (380, 245),
+        "9 4 1": (640, 245),
+    }
     kept = {"3", "7", "3 5", "7 2", "3 5 8", "7 2 6"}
     for name, (x, y) in levels.items():
         if name:
@@ -177,7 +215,7 @@ def beams() -> str:
 
 
 def domains() -> str:
-    """Two domains that share users."""
+    """Draw two domains that share users."""
     it = Picture(760, 230, "Matching across two domains")
     it.words(150, 30, "source domain", "middle", bold=True)
     it.words(610, 30, "target domain", "middle", bold=True)
@@ -193,9 +231,7 @@ def domains() -> str:
     it.line((445, 94), (546, 77), arrow=True)
     it.line((445, 94), (546, 132), arrow=True)
     it.line((445, 174), (546, 187), arrow=True, dashed=True)
-    it.words(
-        380, 222, "the shared users carry what they like from one domain to the other", "middle"
-    )
+    it.words(380, 222, "shared users carry what they like from one domain to the other", "middle")
     return it.text()
 
 
@@ -203,14 +239,15 @@ Rates = dict[int, tuple[float, float, float]]
 
 
 def relay_rates(text: str, objective: str) -> Rates:
-    """Read the table of `benchmarks relay`: history tokens -> ranks/s of full inference, HBM, and 75 % returning.
+    """Read the rows of 100 candidates from the table of `benchmarks relay`.
 
-    Of 100 candidates. A rate is negative where not even that one, the lowest of the bench, kept the
-    objective.
+    Returns ranks/s by history tokens: of full inference, of the relay, and of the relay with DRAM
+    and 75 % returning users. A rate is negative where even that rate, the lowest of the bench,
+    missed the objective.
 
     Args:
-        text: of the page.
-        objective: as the table has it, a multiple of an idle full inference.
+        text: The page, as Markdown.
+        objective: A cell of the table's second column, such as `1.5x`.
     """
     found = {}
     for line in text.splitlines():
@@ -225,11 +262,11 @@ def relay_rates(text: str, objective: str) -> Rates:
 
 
 def throughput() -> str:
-    """Ranks/s within the objective against the length of the history, for a tight and a loose objective."""
+    """Draw ranks/s against the length of the history, for a tight and a loose objective."""
     text = MEASURED.read_text()
     it = Picture(760, 350, "Throughput against history length")
     low, high, least, most = 260, 75, 0.3, 100.0
-    it.words(20, 26, "ranks/s of which 99 of 100 are in time", bold=True)
+    it.words(20, 26, "ranks/s of which 99 of 100 meet the objective", bold=True)
 
     def height(rate: float) -> float:
         return low - math.log10(rate / least) / math.log10(most / least) * (low - high)
@@ -245,7 +282,7 @@ def throughput() -> str:
             tokens: left + 20 + index * (right - left - 40) / (len(rates) - 1)
             for index, tokens in enumerate(rates)
         }
-        it.words(left, high - 16, f"in time: within {objective} of an idle full inference")
+        it.words(left, high - 16, f"objective: {objective} of an idle full inference")
         it.line((left, high), (left, low), (right, low))
         for tokens, x in xs.items():
             it.words(x, low + 20, f"{tokens:,}", "middle")
@@ -276,6 +313,7 @@ def throughput() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "architecture": architecture,
     "cascade": cascade,
     "tiers": tiers,
     "beams": beams,

@@ -45,7 +45,7 @@ def calibrate(
     import torch
     import yaml
 
-    from npu_gr.relay.config import beside
+    from npu_gr.relay.config import calibration_path
     from npu_gr.replay.files import read
     from npu_gr.tools.calibrate import LogTraffic, traffic
     from npu_gr.tools.calibrate import calibrate as work
@@ -56,7 +56,7 @@ def calibrate(
         lambda: work(config, traffic(read(log)) if log else LogTraffic(None, None), seconds)
     )
     text = yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False)
-    path = out or beside(config_path)
+    path = out or calibration_path(config_path)
     path.write_text(text)
     click.echo(f"{text}in {path}")
 

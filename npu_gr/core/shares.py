@@ -72,7 +72,7 @@ class Shares(Generic[A]):
         self._tidied_at = -math.inf
 
     @cached_property
-    def nobody(self) -> A:
+    def own_work(self) -> A:
         """The account of the instance's own work: it has no share, and no tenant's share is smaller for it."""
         return self._make("")
 

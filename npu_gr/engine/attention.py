@@ -1,15 +1,15 @@
-"""Choose what runs a ranker's attention: at the warm-up, by measuring what can run it here, once for its whole life.
+"""Chooses the attention implementation (the "way") of a ranker at its warm-up, by measuring.
 
-A prefix is exact because its hit is computed as its cold pass is, so a ranker keeps one way. Each
-candidate encodes one history into pages, and ranks over it, cold and from the pages; scores that
-are not those of plain torch ops reject it. The CPU has one way, which its build decides: nothing is
-measured there, and no answer depends on a clock.
+A ranker keeps one way for its whole life, since a hit equals a cold pass only if both are computed
+the same way. Each candidate encodes one history into pages and ranks it, cold and from the pages.
+It is rejected if its scores differ from those of plain torch ops; of the others the fastest wins.
+The CPU build has only one way, so nothing is measured there and no answer depends on a clock.
 
-Right scores of one history prove little: a way may read behind the last token, where a fresh page
-has zeros, or write into somebody else's page. So small requests are checked too (`cases`,
-`observe`, `rejection`): all pages hold NaN before, as one may that another user leaves; those of
-two users stand in turns, with others between them; what no token wrote must hold the same bytes
-behind every pass; and a second time everything is the same.
+The scores of one history are not enough: a way may read behind the last token, where a fresh page
+has zeros, or write into a page of another user. So small requests are checked too (`cases`,
+`observe`, `rejection`). Before each, all pages hold NaN, as the pages of another user might; the
+pages of two users alternate; a pass must not change the bytes where it has no tokens to write; and
+a second run must give the same bits.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)
 
-# the way that the others are compared with; `npu-gr doctor` compares it with the definition
+# The reference for all other ways; `npu-gr doctor` compares it with the definition.
 PLAIN = "torch"
-# of the deviation
+# Largest difference of scores, in standard deviations of the scores.
 DRIFT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-SAMPLES = 3  # of each pass; the fastest counts
-MEASURE_S = 2.0  # no further sample of a way after so long
-WORTH = 0.95  # a way further down the order must take less than this of the best time
-NEW_TOKENS = 64  # that a timed rank computes behind the cached ones
+SAMPLES = 3  # timed runs of each pass; the fastest counts
+MEASURE_S = 2.0  # no further sample of a way after this time
+WORTH = 0.95  # a later way must take less than this part of the best time
+NEW_TOKENS = 64  # tokens that a timed rank computes after the cached ones
 _FAR = float("inf")
 _NOTHING: I64 = np.empty(0, np.int64)
 
 
 def shape_of(model: HSTU, layout: KVLayout) -> HstuShape:
-    """Say of a ranker what decides who can run its attention."""
+    """Describe a ranker by what decides which ways can run its attention."""
     config = model.config
     return HstuShape(
         config.num_heads,
@@ -71,30 +71,30 @@ def shape_of(model: HSTU, layout: KVLayout) -> HstuShape:
 
 
 class Trial(NamedTuple):
-    """What every way computes."""
+    """The requests that every way computes."""
 
     tokens: Tokens  # a history
     cached: int  # tokens of it in pages, the last `chunk` of them encoded in the timed pass
     chunk: int
     candidates: I64  # [c] item rows
-    # pages of the engine's arena for the history that nobody else uses; zero at the end
+    # Otherwise unused pages of the engine's arena for the history; zero at the end.
     runs: tuple[PageRun, ...]
     other: Tokens  # another user's history
 
     @property
     def query_time(self) -> int:
-        """Unix seconds of its requests."""
-        # a token of the user alone has no event
+        """Unix seconds of the requests."""
+        # 0 if the history has no event, only a token of the user
         return int(self.tokens.events.timestamps.max(initial=0))
 
 
 def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Sequence[str]:
-    """Name the ways of the backend that may run the engine's ranker, in its order.
+    """List the ways of the backend that can run the engine's ranker, in the backend's order.
 
     Args:
-        engine: of the ranker.
-        backend: has the ways.
-        wanted: the configuration's `attention`; "auto" = any.
+        engine: Engine of the ranker.
+        backend: Backend with the ways.
+        wanted: `attention` of the configuration; "auto" = any way.
 
     Raises:
         ConfigError: the wanted way cannot run this ranker here.
@@ -102,7 +102,7 @@ def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Seq
     ways = backend.hstu_ways(shape_of(engine.model, engine.arena.layout))
     if wanted != "auto" and wanted not in ways:
         raise ConfigError(
-            f"attention: {wanted} cannot run this ranker here; what can: {', '.join(ways)}"
+            f"attention: {wanted} cannot run this ranker here; available: {', '.join(ways)}"
         )
     return ways if wanted == "auto" else (wanted,)
 
@@ -110,19 +110,19 @@ def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Seq
 async def choose_way(
     engine: RankEngine, backend: Backend, ways: Sequence[str], trial: Trial
 ) -> tuple[AttentionWay, ...]:
-    """Set the engine's backend to the fastest way that computes what it should.
+    """Set the engine's backend to the fastest way that computes the right scores.
 
     Args:
-        engine: of the ranker. Its jobs wait as live ones do; it serves nobody yet.
-        backend: has the ways.
-        ways: of `possible`. Of equals the first one is chosen.
-        trial: what is computed.
+        engine: Engine of the ranker, which serves no requests yet; its jobs queue as live ones do.
+        backend: Backend with the ways.
+        ways: Result of `possible`; of equally fast ways the first one is chosen.
+        trial: Requests to compute.
 
     Returns:
-        what was tried, in order.
+        The results of the ways, in the order of `ways`.
 
     Raises:
-        ConfigError: a single way computes something else.
+        ConfigError: no way computes the right scores.
         DeviceError: plain torch ops fail.
     """
     tried = list[AttentionWay]()
@@ -136,14 +136,14 @@ async def choose_way(
         await engine.zero(engine.arena, trial.runs)
     best = fastest(tried)
     if best.rejected:
-        raise ConfigError(f"attention: {best.name} is of no use here: {best.rejected}")
+        raise ConfigError(f"attention: {best.name} cannot be used here: {best.rejected}")
     engine.backend = backend.running(best.name)
-    log.info("attention by %s: %s", best.name, "; ".join(map(told, tried)))
+    log.info("attention by %s: %s", best.name, "; ".join(map(summary, tried)))
     return tuple(tried)
 
 
 def fastest(tried: Sequence[AttentionWay]) -> AttentionWay:
-    """Return the fastest; a later one only where it is faster by more than measurements differ."""
+    """Return the fastest way; a later one must win by more than measurements vary (`WORTH`)."""
     best = tried[0]
     for way in tried[1:]:
         if way.total_ms < best.total_ms * WORTH:
@@ -151,22 +151,22 @@ def fastest(tried: Sequence[AttentionWay]) -> AttentionWay:
     return best
 
 
-def told(way: AttentionWay) -> str:
-    """Say how a way did."""
+def summary(way: AttentionWay) -> str:
+    """Describe the result of a way in one phrase, for the log."""
     if way.prefill_ms is None or way.rank_ms is None:
         return f"{way.name} rejected: {way.rejected}"
     return f"{way.name} {way.prefill_ms:.2f} ms a chunk and {way.rank_ms:.2f} ms a rank"
 
 
 class _Checked(NamedTuple):
-    """What every way should compute: what plain torch ops do."""
+    """The results of plain torch ops, which every way must reproduce."""
 
     logits: list[F32]
-    small: list[Observed]  # of small requests, the cases
+    small: list[Observed]  # of the small requests (`cases`)
 
     @classmethod
     async def of(cls, engine: RankEngine, trial: Trial) -> _Checked:
-        """Ask the engine's backend."""
+        """Compute them with the engine's current backend."""
         logits = await _logits(engine, trial)
         users = trial.tokens, trial.other
         small = cases(
@@ -175,17 +175,17 @@ class _Checked(NamedTuple):
         return cls(logits, [await observe(engine, case, trial.runs) for case in small])
 
     def drift(self, logits: Sequence[F32]) -> float:
-        """Return the greatest difference from the logits, in their deviations; a NaN stays one."""
+        """Return the largest difference of logits, in their standard deviations; NaN if any is."""
         return float(np.max([_drift(*pair) for pair in zip(logits, self.logits, strict=True)]))
 
 
 async def _rejection(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
-    """Say why the engine's way is not to be used; "" = it may be."""
+    """Return why the engine's way must not be used; "" = it may be used."""
     limit = DRIFT[engine.model.dtype]
     if not drift <= limit:
         return (
-            f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit "
-            f"is {limit:.0e}"
+            f"scores differ from those of plain torch ops by {drift:.1e} of their standard "
+            f"deviation, the limit is {limit:.0e}"
         )
     spread = float(checked.logits[0].std())
     for want in checked.small:
@@ -210,7 +210,7 @@ async def _try(engine: RankEngine, way: str, trial: Trial, checked: _Checked) ->
 
 
 def _passes(trial: Trial) -> tuple[RankPass, RankPass]:
-    """The two that are timed: the last chunk of a prefill, and a rank behind it."""
+    """Make the two passes that are timed: the last chunk of a prefill, and a rank after it."""
     start = trial.cached - trial.chunk
     known = CachedPrefix(trial.runs, start) if start else None
     prefill = RankPass(trial.tokens[: trial.cached], 0, _NOTHING, 0, cached=known, keep=trial.runs)
@@ -222,7 +222,7 @@ def _rank(trial: Trial, cached: CachedPrefix | None) -> RankPass:
 
 
 async def _logits(engine: RankEngine, trial: Trial) -> list[F32]:
-    """Rank cold, and over pages that this way has written."""
+    """Rank cold, and from pages that the same way has written."""
     cold = await engine.rank(_rank(trial, None), _FAR)
     await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, warmup_order())
     hit = await engine.rank(_rank(trial, CachedPrefix(trial.runs, trial.cached)), _FAR)
@@ -243,35 +243,35 @@ def _drift(got: F32, want: F32) -> float:
     return float(np.abs(got - want).max()) / max(float(want.std()), 1e-6)
 
 
-MOST_PAGES = 8  # of a trial's that the check uses
-MOST_CANDIDATES = 40
+MOST_PAGES = 8  # pages of a trial that the small requests use
+MOST_CANDIDATES = 40  # of a small request
 
 
-class Asker(NamedTuple):
-    """One request of a case: a history, whose first `cached` tokens are in pages, and candidates."""
+class CaseRequest(NamedTuple):
+    """One request of a case: candidates, and a history whose first `cached` tokens are in pages."""
 
     tokens: Tokens
     cached: int
     candidates: I64
-    runs: tuple[PageRun, ...]  # in token order; none where nothing is cached
+    runs: tuple[PageRun, ...]  # in token order; empty if nothing is cached
 
 
 class Case(NamedTuple):
-    """Requests that share a pass."""
+    """Small requests that share a pass."""
 
     name: str
-    askers: tuple[Asker, ...]
+    requests: tuple[CaseRequest, ...]
     query_time: int
 
 
 class Observed(NamedTuple):
-    """What a way did with a case."""
+    """What a way computed for a case."""
 
     case: Case
-    logits: list[F32]  # of each asker
-    kept: list[F32]  # of each asker: the keys and values of its cached tokens
-    stray: str  # which pages it wrote that were not its to write; "" = none
-    repeats: bool  # a second time everything was the same, bit for bit
+    logits: list[F32]  # of each request
+    kept: list[F32]  # keys and values of each request's cached tokens
+    stray: str  # which pass wrote where it must not; "" = none
+    repeats: bool  # a second run gave the same bits
 
 
 def cases(
@@ -281,33 +281,38 @@ def cases(
     page_tokens: int,
     query_time: int,
 ) -> list[Case]:
-    """Make the small requests that every way answers.
+    """Make the small requests that every way computes.
 
     Args:
-        users: two histories that differ.
-        candidates: item rows.
-        runs: pages that nobody else uses.
-        page_tokens: of a page.
-        query_time: unix seconds of the requests.
+        users: Two histories that differ.
+        candidates: [c] item rows.
+        runs: Otherwise unused pages.
+        page_tokens: Tokens of a page.
+        query_time: Unix seconds of the requests.
     """
     random = np.random.default_rng(19)
     mine, other = _in_turns(runs)
     room = min(len(users[0]), len(mine) * page_tokens)
 
-    def asker(user: int, num_tokens: int, cached: int, pages: tuple[PageRun, ...]) -> Asker:
+    def request(user: int, num_tokens: int, cached: int, pages: tuple[PageRun, ...]) -> CaseRequest:
         count = int(random.integers(1, min(len(candidates), MOST_CANDIDATES) + 1))
         used = pages[: -(-cached // page_tokens)]
-        return Asker(users[user][:num_tokens], cached, random.permutation(candidates)[:count], used)
+        rows = random.permutation(candidates)[:count]
+        return CaseRequest(users[user][:num_tokens], cached, rows, used)
 
     def alone(num_tokens: int, cached: int) -> Case:
-        one = asker(0, min(num_tokens, room), max(1, min(cached, room)), mine)
+        one = request(0, min(num_tokens, room), max(1, min(cached, room)), mine)
         return Case(f"{one.cached} of {len(one.tokens)} tokens cached", (one,), query_time)
 
     full = page_tokens
     lengths = [1, full, full + 1, *random.integers(2, max(3, room + 1), 2).tolist()]
     delta = alone(full + 5, full - 2)
     held = min(len(users[1]) - 1, len(other) * full)
-    both = (*delta.askers, asker(1, held + 1, held, other), asker(1, min(len(users[1]), 11), 0, ()))
+    both = (
+        *delta.requests,
+        request(1, held + 1, held, other),
+        request(1, min(len(users[1]), 11), 0, ()),
+    )
     return [
         *(alone(n, n) for n in lengths),
         delta,
@@ -316,25 +321,25 @@ def cases(
 
 
 def _in_turns(runs: Sequence[PageRun]) -> tuple[tuple[PageRun, ...], tuple[PageRun, ...]]:
-    """Deal pages to two users; the first one's are in no order of memory."""
+    """Deal pages to two users in turn; those of the first are in reverse order of memory."""
     pages = _pages(runs)
     return tuple(reversed(pages[::2])), tuple(pages[1::2])
 
 
 def _pages(runs: Sequence[PageRun]) -> list[PageRun]:
-    """List the pages that the check uses, one by one."""
+    """List the single pages that the check uses."""
     return [PageRun(first, 1) for run in runs for first in range(run.first_page, sum(run))][
         :MOST_PAGES
     ]
 
 
 async def observe(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Observed:
-    """Answer a case twice with the engine's backend, each time from pages that held NaN.
+    """Compute a case twice with the engine's backend, each time over pages that held NaN.
 
     Args:
-        engine: of the ranker; its arena has the pages, which hold zeros behind it.
+        engine: Engine of the ranker; its arena has the pages, which hold zeros afterwards.
         case: the requests.
-        runs: pages that nobody else uses, the case's among them.
+        runs: Otherwise unused pages; they include those of the case.
     """
     try:
         first, second = [await _answer(engine, case, runs) for _ in range(2)]
@@ -345,18 +350,18 @@ async def observe(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
 
 
 def rejection(got: Observed, want: Observed, spread: float, limit: float) -> str:
-    """Say in words why a way is rejected by what it did with a case; "" = it is not.
+    """Return why a way is rejected by its result for a case; "" = it is not rejected.
 
     Args:
-        got: of the way.
-        want: of plain torch ops. Where those do not give the same twice, nothing has to.
-        spread: the deviation of the ranker's scores.
-        limit: of differences, in deviations.
+        got: Result of the way.
+        want: Result of plain torch ops. If it does not repeat bit for bit, the way need not either.
+        spread: Standard deviation of the ranker's scores.
+        limit: Largest difference, in standard deviations.
     """
     if got.stray:
         return f"{got.case.name}: {got.stray}"
     if want.repeats and not got.repeats:
-        return f"{got.case.name}: the same request has other scores a second time"
+        return f"{got.case.name}: a second run of the same request gives other scores"
     for what, mine, right in (
         ("scores", got.logits, want.logits),
         ("keys and values", got.kept, want.kept),
@@ -370,9 +375,8 @@ def rejection(got: Observed, want: Observed, spread: float, limit: float) -> str
         )
         if not drift <= limit:  # a NaN is rejected
             return (
-                f"{got.case.name}: {what} differ from plain torch ops' by {drift:.1e} of their "
-                "deviation, "
-                f"the limit is {limit:.0e}"
+                f"{got.case.name}: {what} differ from those of plain torch ops by {drift:.1e} of "
+                f"their standard deviation, the limit is {limit:.0e}"
             )
     return ""
 
@@ -384,51 +388,51 @@ async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
 
     def poison() -> _Contents:
         arena.fill(pages, float("nan"))
-        engine.backend.synchronize()  # the next writer may be in another stream
+        engine.backend.synchronize()  # the next writer may be on another stream
         return _Contents(arena, pages)
 
     empty = (await call(poison)).value
-    for asker in case.askers:
-        if asker.cached:
-            await engine.prefill(asker.tokens[: asker.cached], asker.runs, _FAR, warmup_order())
+    for one in case.requests:
+        if one.cached:
+            await engine.prefill(one.tokens[: one.cached], one.runs, _FAR, warmup_order())
     before = (await call(partial(_Contents, arena, pages))).value
     passes = [
         RankPass(
-            *(asker.tokens, 0, asker.candidates, case.query_time),
-            cached=CachedPrefix(asker.runs, asker.cached) if asker.cached else None,
+            *(one.tokens, 0, one.candidates, case.query_time),
+            cached=CachedPrefix(one.runs, one.cached) if one.cached else None,
         )
-        for asker in case.askers
+        for one in case.requests
     ]
     logits = (await call(partial(engine.forward, passes))).value
     after = (await call(partial(_Contents, arena, pages))).value
-    held = {page: count for asker in case.askers for page, count in _held(asker, page_tokens)}
+    held = {page: count for one in case.requests for page, count in _held(one, page_tokens)}
     stray = ""
     if not all(before.same(empty, page, held.get(page, 0)) for page in pages):
-        stray = "a prefill writes where its tokens do not stand"
+        stray = "a prefill writes outside of its tokens"
     elif not all(after.same(before, page, 0) for page in pages):
         stray = "a rank writes into pages"
-    kept = [before.tokens(_held(asker, page_tokens)) for asker in case.askers]
+    kept = [before.tokens(_held(one, page_tokens)) for one in case.requests]
     return Observed(case, logits, kept, stray, repeats=True)
 
 
-def _held(asker: Asker, page_tokens: int) -> Iterator[tuple[PageRun, int]]:
-    """Yield an asker's pages, each with how many of its places hold tokens."""
-    for number, page in enumerate(asker.runs):
-        yield page, min(page_tokens, asker.cached - number * page_tokens)
+def _held(request: CaseRequest, page_tokens: int) -> Iterator[tuple[PageRun, int]]:
+    """Yield the pages of a request, each with the number of tokens in it."""
+    for number, page in enumerate(request.runs):
+        yield page, min(page_tokens, request.cached - number * page_tokens)
 
 
 class _Contents:
-    """What pages hold at one instant, on the host."""
+    """A copy, on the host, of what pages hold at one instant."""
 
     def __init__(self, arena: KVArena, pages: Sequence[PageRun]) -> None:
         parts = iter(arena.copies(pages))
-        # [layer, token or tile, head, ..]
+        # [layer, token or tile, head, ...] of keys and of values
         self._of = {page: (next(parts)[:, 0], next(parts)[:, 0]) for page in pages}
-        # tokens that are written together
+        # tokens that can only be written together
         self._step = TILE_TOKENS if arena.layout.arrangement == "tiles" else 1
 
     def same(self, other: _Contents, page: PageRun, num_tokens: int) -> bool:
-        """Whether a page has the same bytes in both behind its first tokens."""
+        """Return whether a page has the same bytes in both after its first `num_tokens` tokens."""
         first = -(-num_tokens // self._step)
         pairs = zip(self._of[page], other._of[page], strict=True)
         return all(
@@ -436,10 +440,7 @@ class _Contents:
         )
 
     def tokens(self, held: Iterator[tuple[PageRun, int]]) -> F32:
-        """Return what pages hold of their first tokens, one page behind the other.
-
-        Of tiles, the full ones.
-        """
+        """Return the keys and values of the pages' tokens, page after page; only of full tiles."""
         full = [(self._of[page], count // self._step) for page, count in held]
         parts = [
             plane[:, :count].float().numpy().ravel() for planes, count in full for plane in planes

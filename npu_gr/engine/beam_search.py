@@ -3,16 +3,15 @@
 All rounds run to completion; every beam is valid in every round.
 
     round 0      the last row of the prompt gives logits; the best first codes are the beams
-    round r      the beams' tokens run through the decoder, over the shared prompt KV and each beam's own slots 0..r-1;
-                 then constrain, select, fork
-    last round   the leaves, in the order of their scores
+    round r      the decoder runs the beams' tokens over the shared prompt KV and each beam's own
+                 slots 0..r-1; then constrain, select, fork
+    last round   the leaves, ordered by score
 
 Several prompts, each with its own width and filter, share the rounds: one product with the weights
 for all beams.
 
-Until the last round the beams are in the order of their codes, not of their scores. So a fork never
-overwrites a row that is still to be read, and equal scores are decided by the semantic ID,
-lexicographically.
+Before the last round the beams are ordered by their codes, not by their scores. So a fork never
+overwrites a row that is still to be read, and ties of scores are broken by the semantic ID.
 
 Source: xGR (arXiv:2512.11529), xBeam.
 Invariants: an invalid item cannot be scored; a beam as wide as the catalogue equals brute force.
@@ -48,12 +47,13 @@ GATHER_BELOW = 6
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of one beam search.
 
-    normalise: the set of tokens over which a token's probability is normalised, before it is multiplied along the
-        beam. They order the continuations of one beam alike, and differ in how beams compare.
-            vocabulary  the model's whole vocabulary: its own log-probability, which constrained generation of Hugging
-                        Face transformers gives too
+    normalise: set of tokens over which a token's probability is normalised before the probabilities
+        of a beam are multiplied. The sets rank the continuations of one beam alike, but compare
+        beams differently.
+            vocabulary  the whole vocabulary: the model's own log-probability, as in constrained
+                        generation of Hugging Face transformers
             codebook    the codes of the level
-            valid       the codes that continue the beam to an (allowed) item
+            valid       the codes that continue the beam to an allowed item
     """
 
     width: Count = 128
@@ -71,7 +71,7 @@ class Tables:
 
     @classmethod
     def upload(cls, trie: Trie, device: torch.device) -> Tables:
-        """Copy to a device the arrays of a trie that the search reads."""
+        """Copy the arrays of a trie that the search reads to a device."""
         return cls(
             trie.codebooks,
             tuple(
@@ -84,7 +84,7 @@ class Tables:
         """Look up the continuations of beams.
 
         Args:
-            level: of the states.
+            level: Level of the trie.
             states: int64 [beams] states of that level.
             allowed: bool [n_{level+1}] edges that the request may take; None = all.
         """
@@ -95,7 +95,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamResult:
-    """The result of a search, best first. w <= width: the trie or the filter may have fewer leaves."""
+    """The result of a search, best first; w <= width, as the filter may leave fewer leaves."""
 
     leaves: I64  # [w] leaves of the trie
     scores: F32  # [w] log-probabilities
@@ -103,21 +103,21 @@ class BeamResult:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BeamQuery:
-    """One request's beam search, its prompt encoded."""
+    """One request's beam search, whose prompt is encoded already."""
 
     tables: Tables
     prompt: LayerSlabs  # KV of the prompt
     num_prompt_tokens: int  # at least 1
-    hidden: Tensor  # [1, dim] as `GenerativeModel.begin` gives it
-    begun: Sequence[Slab] = ()  # as `GenerativeModel.begin` gives it
+    hidden: Tensor  # [1, dim], result of `GenerativeModel.begin`
+    begun: Sequence[Slab] = ()  # result of `GenerativeModel.begin`
     options: SearchOptions
-    # L x bool [n_{l+1}] edges that lead to an item it may see; None = all
+    # L x bool [n_{l+1}] edges that lead to an allowed item; None = all
     allowed: tuple[Tensor, ...] | None = None
     split: bool = True  # two attention stages or one; see `BeamStep`
 
 
 class _Search:
-    """One query's beams between two rounds."""
+    """The beams of one query between two rounds."""
 
     def __init__(self, query: BeamQuery, arena: BeamArena, fork: Fork) -> None:
         self.query = query
@@ -131,14 +131,14 @@ class _Search:
         self.found: BeamResult | None = None
 
     def advance(self, backend: Backend, chosen: Choices, level: int) -> None:
-        """Make the round's selection the beams of the next round, or the result if it was the last round."""
+        """Make the round's selection the beams of the next round, or the result of the last one."""
         if not len(chosen.edge):
             self.found = BeamResult(np.empty(0, np.int64), np.empty(0, np.float32))
             return
         if level == len(self.query.tables.codebooks) - 1:
             self.found = _fetched(chosen)
             return
-        # codes ascend with the edges, and the parents do not decrease
+        # By edge: then codes ascend, and parents do not decrease, as `move` needs.
         order = backend.order_of(chosen.edge)
         self.acc = chosen.score[order]
         self.states = chosen.edge[order]
@@ -171,11 +171,11 @@ class _Search:
 
 
 def _fetched(chosen: Choices) -> BeamResult:
-    """Fetch the result to the host: the search's one wait for the device, where selecting needs none."""
+    """Copy the result to the host. Most searches wait for the device only here."""
     scores = chosen.score.float().cpu().numpy()
     if np.isnan(scores).any():
         raise FloatingPointError("a logit is not a number")
-    found = int((scores > -np.inf).sum())  # places that nothing fills stand last
+    found = int((scores > -np.inf).sum())  # empty places come last
     return BeamResult(chosen.edge[:found].cpu().numpy(), scores[:found])
 
 
@@ -187,19 +187,19 @@ def search(
     arena: BeamArena,
     fork: Fork = "move",
 ) -> list[BeamResult]:
-    """Run several searches in rounds that they share. Each finds what it would find alone.
+    """Run several searches in shared rounds. Each finds what it would find alone.
 
     Args:
-        model: generates.
-        backend: the model's device.
-        queries: at least one; widths and filters may differ, the number of levels may not.
-        arena: memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots
+        model: Model that scores the codes.
+        backend: Backend of the model's device.
+        queries: One or more; widths and filters may differ, the number of levels may not.
+        arena: Memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots
             >= levels - 1. Its contents do not matter.
-        fork: how the beams' KV follows the beams: `move` copies rows, `ancestry` keeps a table. The
+        fork: How the beams' KV follows the beams: `move` copies rows, `ancestry` keeps a table. The
             result is the same.
 
     Returns:
-        one result a query, in the order of the queries.
+        One result for each query, in the order of the queries.
 
     Raises:
         FloatingPointError: the model gives a logit that is not a number.
@@ -219,8 +219,8 @@ def search(
                 each.advance(
                     backend, _select_by_codebook(model, backend, each, level, arena), level
                 )
-        whole = [each for each in live if each.query.options.normalise == "vocabulary"]
-        for each, logits in zip(whole, _whole_logits(model, whole, arena), strict=True):
+        together = [each for each in live if each.query.options.normalise == "vocabulary"]
+        for each, logits in zip(together, _vocabulary_logits(model, together, arena), strict=True):
             each.advance(backend, _select(backend, each, level, logits), level)
         live = [each for each in live if each.found is None]
         if not live:
@@ -232,7 +232,7 @@ def search(
     return [each.found for each in searches if each.found is not None]
 
 
-def _whole_logits(
+def _vocabulary_logits(
     model: GenerativeModel, searches: Sequence[_Search], arena: BeamArena
 ) -> list[Tensor]:
     """Compute the logits over the whole vocabulary, for all searches in one product."""
@@ -258,7 +258,7 @@ def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Ch
 def _select_by_codebook(
     model: GenerativeModel, backend: Backend, search: _Search, level: int, arena: BeamArena
 ) -> Choices:
-    """Compute logits over the level's codebook, or over its valid codes alone, and select the round's beams."""
+    """Select the round's beams, given logits over the codebook or its valid codes only."""
     books = search.query.tables.codebooks
     options = search.query.options
     hidden = search.hidden

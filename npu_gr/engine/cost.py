@@ -1,6 +1,6 @@
-"""Estimates: the cost model predicts the device seconds of a pass, and running quantiles follow what is measured.
+"""Cost estimates: a model of the device seconds of a pass, and running quantiles of measurements.
 
-The cost model is fitted at warm-up from a few timed passes; then it is arithmetic:
+The cost model is fitted at warm-up to a few timed passes:
 
     T_full(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n)         n history tokens, c candidates
 
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds as a function of lengths; every coefficient is >= 0, so costs grow with n and c."""
+    """Device seconds of a pass by its lengths. Coefficients are >= 0: costs grow with n and c."""
 
     a0: float
     a1: float
@@ -26,18 +26,18 @@ class CostModel:
     b1: float
 
     def pass_s(self, new_tokens: int, cached_tokens: int, num_candidates: int) -> float:
-        """Predict a pass that computes `new_tokens` behind `cached_tokens`, and scores the candidates against both."""
+        """Predict a pass that computes `new_tokens` after `cached_tokens` and scores candidates."""
         n = cached_tokens + new_tokens
         c = num_candidates
         history = self.a1 * new_tokens + self.a2 * (n * n - cached_tokens * cached_tokens)
         return self.a0 + history + c * (self.b0 + self.b1 * n)
 
     def full_s(self, num_tokens: int, num_candidates: int) -> float:
-        """Predict a pass over the whole history and the candidates, with nothing cached: T_full(n, c)."""
+        """Predict a pass with nothing cached: T_full(n, c)."""
         return self.pass_s(num_tokens, 0, num_candidates)
 
     def safe_tokens(self, num_tokens: int, num_candidates: int, budget_s: float) -> int:
-        """Return the most tokens n <= num_tokens with full_s(n, c) <= budget_s; 0 if not even one fits."""
+        """Return the largest n <= num_tokens with full_s(n, c) <= budget_s, or 0."""
         if self.full_s(num_tokens, num_candidates) <= budget_s:
             return num_tokens
         low = 0
@@ -54,29 +54,25 @@ class CostModel:
 class SlowdownEwma:
     """Moving average of (actual / estimated) seconds of passes.
 
-    The cost model was fitted on a device that did nothing else. Under load a pass takes this many
-    times longer.
+    The cost model is fitted on an idle device. Under load a pass takes this many times longer.
     """
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def observe(self, expected_s: float, took_s: float) -> None:
-        """Take in the duration of a pass. A pass without an estimate changes nothing."""
+        """Record the duration of a pass. A pass without an estimate changes nothing."""
         if expected_s > 0.0:
             ratio = min(max(took_s / expected_s, 1 / _MAX_RATIO), _MAX_RATIO)
             self.value += _WEIGHT * (ratio - self.value)
 
 
-_WEIGHT = 0.1  # of one pass: the last ten or so count
-_MAX_RATIO = 8.0  # one outlier (a pause of the process) must not move the average further than this
+_WEIGHT = 0.1  # of one pass, so that about the last ten count
+_MAX_RATIO = 8.0  # limits the effect of one outlier, e.g. a pause of the process
 
 
 def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
-    """Fit the model to timed full passes: (num_tokens, num_candidates, seconds).
-
-    See `fit_passes`.
-    """
+    """Fit the model to timed full passes: (num_tokens, num_candidates, seconds)."""
     return fit_passes((n, 0, c, seconds) for n, c, seconds in samples)
 
 
@@ -90,7 +86,7 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
     rows = np.stack([np.ones_like(n), new, n * n - cached * cached, c, c * n], axis=1)
     used = list(range(rows.shape[1]))
     values = np.zeros(rows.shape[1])
-    # drop the most negative coefficient and fit again: plain, and enough for five of them
+    # Drop the most negative coefficient and fit again: enough for five coefficients.
     while used:
         found, *_ = np.linalg.lstsq(
             rows[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None
@@ -103,10 +99,10 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
 
 
 class RunningQuantile:
-    """The q-quantile of positive samples: it settles where a share q of the samples lies below it.
+    """Estimate of the q-quantile of positive samples, in O(1) memory; it follows a drift.
 
-    It takes O(1) memory, and follows a value that drifts. Each sample moves the estimate up by
-    `rate * q`, or down by `rate * (1 - q)`, of itself.
+    Each sample moves the estimate up by `rate * q` of itself, or down by `rate * (1 - q)`. It
+    settles where a part q of the samples lies below it.
 
     Source: stochastic approximation of a quantile (Robbins and Monro 1951), in the multiplicative
     form of "frugal streaming" estimators.
@@ -118,11 +114,11 @@ class RunningQuantile:
         """Start from `initial`.
 
         Args:
-            q: the share, within (0, 1).
-            initial: the estimate before the first sample, > 0.
-            rate: how far one sample moves the estimate, once there are many.
-            is_measured: `initial` was measured, and single samples only move it. Otherwise it is a
-                guess, which the first sample replaces.
+            q: Part of the samples below the quantile, in (0, 1).
+            initial: Estimate before the first sample, > 0.
+            rate: Relative change of the estimate by one sample, once there are many.
+            is_measured: True if `initial` was measured, so that samples only move it. Otherwise it
+                is a guess, which the first sample replaces.
         """
         assert 0.0 < q < 1.0
         assert initial > 0.0
@@ -132,10 +128,7 @@ class RunningQuantile:
         self.num_samples = int(1.0 / rate) if is_measured else 0
 
     def observe(self, sample: float) -> None:
-        """Take a sample in. The first replaces a guess.
-
-        The next few move the estimate more than later ones do.
-        """
+        """Record a sample. The first few move the estimate more than later ones."""
         self.num_samples += 1
         if self.num_samples == 1:
             self.value = sample
@@ -146,23 +139,24 @@ class RunningQuantile:
         )
 
 
-# a running quantile needs positive samples: a pass that took no longer counts as this
+# A running quantile needs positive samples: a pass not slower than predicted counts as this.
 LEAST_RESIDUAL_S = 1e-4
 
 
 class PassCosts:
-    """How long an engine's passes and copies take, and how long they wait: what the relay plans by."""
+    """Estimated times of an engine's passes, copies and waits, by which the relay plans."""
 
     def __init__(self, wait_s: Callable[[float], float]) -> None:
-        """Know nothing yet.
+        """Start without measurements.
 
         Args:
-            wait_s: seconds that a request with this objective would wait for the device.
+            wait_s: Function that estimates the seconds for which a request with a given SLO
+                objective (seconds) would wait for the device.
         """
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
         self.copy_bytes_per_s = float("inf")  # until it is measured
-        # The SLO objective in seconds from a request's arrival. It sets the request's place in the
-        # queue; only the deadline, which is later, cancels the request.
+        # SLO objective in seconds from a request's arrival. It sets the place in the queue; only
+        # the deadline, which is later, cancels a request.
         self.objective_s = float("inf")
         self._wait_s = wait_s
         self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)
@@ -174,9 +168,9 @@ class PassCosts:
 
     @property
     def residual_s(self) -> float:
-        """P90 of (actual - predicted) seconds of recent full passes that shared the device with no other request."""
+        """P90 of (actual - predicted) seconds of recent full passes that ran alone."""
         return self._residual_s.value
 
     def observe_pass(self, expected_s: float, took_s: float) -> None:
-        """Record how far the cost model was from a full pass that had the device to itself."""
+        """Record the error of the cost model for a full pass that ran alone on the device."""
         self._residual_s.observe(max(took_s - expected_s, LEAST_RESIDUAL_S))

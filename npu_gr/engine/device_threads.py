@@ -1,16 +1,15 @@
-"""The device threads and the queue that they share. The rest of the product calls `scheduler.py`.
+"""The device threads and the queue that they share. Other packages use `scheduler.py`.
 
-Each thread takes a pass from the queue, runs it to its end, and looks for the next one before it
-delivers the results to the event loop: so an idle thread delivers as its last act before it sleeps,
-and leaves the interpreter to the loop that it has just woken.
+A thread takes a pass from the queue, runs it, and takes the next pass before it delivers the
+results to the event loop. So a thread that finds no next pass delivers just before it sleeps, and
+then leaves the interpreter lock (GIL) to the loop that it has woken.
 
-Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A
-thread that wakes before waits for the interpreter anyway, for the loop has it, and takes from the
-pass what the turn would still have added.
+Idle threads are woken once at the end of a turn of the event loop, for all jobs of that turn. Woken
+earlier, a thread would wait for the GIL, which the loop holds, and its pass would miss the jobs
+that the rest of the turn submits.
 
-A busy loop gives the interpreter up at each of its system calls, and has it again before a device
-thread is awake. So a device thread asks for it, as Python's threads do after a `SWITCH_S` in which
-nobody else had it.
+A busy loop releases the GIL in each system call, but takes it back before a device thread is awake.
+So the switch interval is lowered to `SWITCH_S`, after which a waiting thread forces a release.
 """
 
 from __future__ import annotations
@@ -39,16 +38,15 @@ T = TypeVar("T")
 
 
 class PromptFuture(asyncio.Future[T]):
-    """A future whose waiter goes on within the call that ends it, not in the next turn of the event loop.
+    """A future that resumes its waiter within `end`, not in the next turn of the event loop.
 
-    A future of asyncio wakes who waits for it in the next turn, which under load takes as long as
-    all that others have begun meanwhile. What ends a job on the device is a turn by itself already,
-    so its waiter need not wait for one more.
+    An asyncio future resumes its waiter in the next turn, which under load comes after all other
+    callbacks that are ready. `end` is called by a callback of its own, so the waiter can run there.
 
-        job ends --> `end`: result --> the waiter's task goes on, up to what it waits for next
+        job ends --> `end`: result --> the waiter's task runs up to its next await
 
-    Only the first waiter is woken so; others, and all of a future that is cancelled, are woken as
-    asyncio does it. Event loop only, as every future.
+    Only the first waiter is resumed like this; other waiters, and all waiters of a cancelled
+    future, are resumed as by asyncio. Event loop only, as every future.
     """
 
     _waiter: tuple[Callable[[Any], object], Context | None] | None = None
@@ -73,13 +71,13 @@ class PromptFuture(asyncio.Future[T]):
         if self._waiter is not None:
             fn, context = self._waiter
             self._waiter = None
-            super().add_done_callback(fn, context=context)  # which calls it soon
+            super().add_done_callback(fn, context=context)  # schedules it for the next turn
         return True
 
     def end(self, result: T | BaseException) -> None:
-        """Set the result or the error, and let the waiter go on.
+        """Set the result or the error, and resume the waiter.
 
-        Not within a task: it would be within another.
+        Must not be called within a task, since one task cannot run within another.
         """
         if isinstance(result, BaseException):
             self.set_exception(result)
@@ -97,46 +95,45 @@ class PromptFuture(asyncio.Future[T]):
 log = logging.getLogger(__name__)
 
 Ended = tuple[Job, JobResult[Any] | NpuGrError]
-# At three times what an instance can do, 1,450 ranks/s are in time with Python's 5 ms, and 1,570
-# with this. With 0.1 ms as many are, but more are late: the loop is interrupted in each of its
-# turns.
+# Measured at three times the load that an instance sustains: 1,450 ranks/s within the SLO with
+# Python's default of 5 ms, 1,570 with this. With 0.1 ms it is also 1,570, but more ranks are late,
+# since the loop is interrupted in every turn.
 SWITCH_S = 5e-4
 LATE = "the deadline passed while waiting for the device"
 _STOPPING = "the instance is stopping"
 
 
 class Streams:
-    """One queue, and what runs its passes.
+    """A queue and the streams that run its passes.
 
-    A job's `tag` is the asyncio future that gets its result.
-
-    `DeviceThreads` run them on a device; the simulator lets virtual time pass instead.
+    `DeviceThreads` runs them on a device; the simulator lets virtual time pass instead. The `tag`
+    of a job is the asyncio future of its result.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
-        """Nothing runs yet.
+        """Start with an empty queue.
 
         Args:
             config: limits of the queue and of a pass.
-            clock: in seconds; a job's instants are its.
+            clock: Clock of all instants of the jobs, in seconds.
         """
         self.queue = JobQueue(config)
-        # Called after each pass with its jobs and the seconds it took, on the thread that ran it.
-        # Failures are logged.
+        # Called after each pass, on its thread, with the jobs and the seconds it took. Its failures
+        # are logged.
         self.on_pass: Callable[[list[Job], float], None] = lambda _jobs, _took_s: None
         self.failures_in_a_row = 0
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-        # by estimate; in the past: the stream is idle
+        # Estimated end of each stream's pass; an instant in the past = the stream is idle.
         self._pass_ends_at = [float("-inf")] * config.streams
 
     def start(self) -> None:
-        """Begin to run passes. Results go to the event loop that runs now."""
+        """Begin to run passes. Results go to the current event loop."""
         self._loop = asyncio.get_running_loop()
 
     async def stop(self) -> None:
-        """Let the passes that run end. Jobs that still wait end with Unavailable."""
+        """Let running passes end. Jobs that still wait end with Unavailable."""
         self._stopping = True
         self._deliver([(job, Unavailable(_STOPPING)) for job in self.queue.drain()])
 
@@ -144,11 +141,12 @@ class Streams:
         """Queue a job. Call it on the event loop.
 
         Args:
-            job: its `tag` is set here.
+            job: Job to queue; this sets its `tag`.
             force: queue it even if the queue is full.
 
         Raises:
-            Overloaded: the queue is full. Unavailable: the streams are stopping.
+            Overloaded: the queue is full.
+            Unavailable: the streams are stopping.
         """
         assert self._loop is not None, "start() first"
         future: PromptFuture[JobResult[Any]] = PromptFuture(loop=self._loop)
@@ -164,26 +162,26 @@ class Streams:
         return future
 
     def _submitted(self) -> None:
-        """See to it that a job that was just queued runs."""
+        """Make sure that a stream will take the job that was just queued."""
         raise NotImplementedError
 
     def cancel_at_step(self, job: Job) -> None:
-        """End a job after the step that runs; at once, with what has run, if it waits."""
+        """End a job after its running step, or at once if it waits."""
         if self.queue.withdraw(job):
             self._deliver([(job, JobResult(None, 0.0, 0.0, steps=job.ran))])
 
     def wait_s(self, within_s: float) -> float:
-        """Estimate how long a request that comes now would wait: for a stream, and for the jobs that go before it.
+        """Estimate the seconds that a request arriving now would wait for a free stream.
 
         Args:
-            within_s: the request's order counts from now on by so many seconds.
+            within_s: SLO objective of the request in seconds, which sets the jobs that go first.
         """
         now_at = self._clock()
         running_s = max(0.0, min(self._pass_ends_at) - now_at)
         return running_s + self.queue.ahead_s(now_at + within_s) / len(self._pass_ends_at)
 
     def _begin(self, stream: int, jobs: list[Job]) -> tuple[float, float]:
-        """Note that a pass begins on a stream. Returns when, and its estimated seconds."""
+        """Record the start of a pass on a stream. Returns its instant and its estimated seconds."""
         began_at = self._clock()
         expected_s = sum([job.estimate_s for job in jobs])
         self._pass_ends_at[stream] = began_at + expected_s * self.queue.slowdown.value
@@ -197,9 +195,9 @@ class Streams:
         began_at: float,
         expected_s: float,
     ) -> list[Ended]:
-        """Note that a pass has ended, and queue the next steps of its jobs.
+        """Record the end of a pass, and queue the next steps of its jobs.
 
-        Returns the jobs that have none.
+        Returns the jobs without a next step, with their results.
         """
         now_at = self._clock()
         took_s = now_at - began_at
@@ -207,8 +205,8 @@ class Streams:
         self.queue.slowdown.observe(expected_s, took_s)
         try:
             self.on_pass(jobs, took_s)
-        except Exception:  # as in `_attempt`
-            log.exception("a pass could not be noted")
+        except Exception:  # a device thread must outlive it, as in `_attempt`
+            log.exception("the callback on_pass failed")
         ended: list[Ended] = []
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, NpuGrError):
@@ -223,37 +221,39 @@ class Streams:
         return ended
 
     def _deliver(self, ended: list[Ended]) -> None:
-        """Hand the ends of jobs to the event loop: all of a pass in one wake-up, which costs more than they do."""
+        """Deliver results to the event loop, all of a pass with one wake-up, which is expensive."""
         if not ended:
             return
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(finish, ended)
-        except (
-            RuntimeError
-        ):  # the loop is closed: the process is ending, and nobody waits for the result
+        except RuntimeError:  # the loop is closed: the process is ending, and nothing waits
             log.debug("a result came after the event loop closed")
 
 
 class DeviceThreads(Streams):
-    """A thread a stream. Idle ones sleep, and whoever takes a sleeping thread's bell out of `_idle` rings it."""
+    """One thread for each stream.
+
+    An idle thread puts its bell (a lock) into `_idle` and sleeps on it. The code that takes a bell
+    out of `_idle` must ring it.
+    """
 
     def __init__(
         self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Make the threads; they do not run yet.
+        """Make the threads; `start` starts them.
 
         Args:
             config: limits of the queue and of a pass.
-            stream: enters a thread's own stream of work on the device, for as long as the thread
-                runs.
+            stream: Factory of the context that a thread stays in, which selects its own stream of
+                the device.
         """
         super().__init__(config, time.monotonic)
         self._stream = stream
-        # of `_idle`; whoever has it may ask the queue, whose lock is another
+        # Guards `_idle`. Code that holds it may call the queue, which has its own lock.
         self._lock = threading.Lock()
         self._idle: list[threading.Lock] = []
-        self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
+        self._unannounced = 0  # jobs of this turn of the event loop; no thread was woken for them
         self._threads = [
             threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
             for n in range(config.streams)
@@ -261,7 +261,7 @@ class DeviceThreads(Streams):
 
     def start(self) -> None:
         super().start()
-        sys.setswitchinterval(SWITCH_S)  # of the process
+        sys.setswitchinterval(SWITCH_S)  # applies to the whole process
         for thread in self._threads:
             thread.start()
 
@@ -275,16 +275,16 @@ class DeviceThreads(Streams):
 
     def _submitted(self) -> None:
         assert self._loop is not None
-        if not self._untold:
-            self._loop.call_soon(self._tell)
-        self._untold += 1
+        if not self._unannounced:
+            self._loop.call_soon(self._announce)
+        self._unannounced += 1
 
-    def _tell(self) -> None:
-        untold, self._untold = self._untold, 0
-        self._ring(untold)
+    def _announce(self) -> None:
+        num, self._unannounced = self._unannounced, 0
+        self._ring(num)
 
     def _ring(self, num: int) -> None:
-        """Wake so many of the threads that sleep."""
+        """Wake up to `num` sleeping threads."""
         with self._lock:
             bells, self._idle = self._idle[:num], self._idle[num:]
         for bell in bells:
@@ -307,7 +307,7 @@ class DeviceThreads(Streams):
         self._deliver(ended)
 
     def _take(self, bell: threading.Lock) -> NextPass | None:
-        """Take the next pass, or be counted among those that sleep. None = stop."""
+        """Take the next pass, or else add the bell to the idle ones. None = stop."""
         with self._lock:
             if self._stopping:
                 return None
@@ -317,14 +317,14 @@ class DeviceThreads(Streams):
             return taken
 
     def _sleep(self, bell: threading.Lock, wait_s: float | None) -> None:
-        """Wait until somebody rings, or so many seconds."""
+        """Sleep until the bell rings, at most `wait_s` seconds."""
         if bell.acquire(timeout=-1 if wait_s is None else wait_s):
             return
         with self._lock:
             if bell in self._idle:
                 self._idle.remove(bell)
                 return
-        bell.acquire()  # somebody has taken it out, and rings it now
+        bell.acquire()  # another thread has just taken it out of `_idle`, and will ring it
 
     def _run_pass(self, stream: int, jobs: list[Job]) -> list[Ended]:
         began_at, expected_s = self._begin(stream, jobs)
@@ -336,17 +336,17 @@ class DeviceThreads(Streams):
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.
 
-        If a pass of several jobs fails, each runs again by itself: one bad job is one error, not a
-        failed pass.
+        If a pass of several jobs fails, each job runs again by itself, so that one bad job does not
+        fail the others.
         """
         try:
             results = list(jobs[0].run([job.work for job in jobs]))
             if len(results) != len(jobs):
-                raise RuntimeError(f"{len(results)} results of {len(jobs)} jobs")
+                raise RuntimeError(f"the pass returned {len(results)} results for {len(jobs)} jobs")
         except NpuGrError as error:
             if len(jobs) == 1:
                 return [error]
-        except Exception as error:  # the top of a device thread: it must outlive every job
+        except Exception as error:  # a device thread must outlive every job
             if len(jobs) == 1:
                 self.failures_in_a_row += 1
                 log.exception("a device job failed (%d in a row)", self.failures_in_a_row)
@@ -358,7 +358,7 @@ class DeviceThreads(Streams):
 
 
 def finish(ended: list[Ended]) -> None:
-    """End the futures of jobs, on the event loop and within no task."""
+    """Resolve the futures of jobs. Call it on the event loop, outside of any task."""
     left = iter(ended)
     try:
         for job, result in left:
@@ -366,11 +366,9 @@ def finish(ended: list[Ended]) -> None:
             job.has_ended = True
             if not future.done():
                 future.end(result)
-            elif (
-                job.let_go is not None
-            ):  # its submitter was cancelled, and waits until the device has let go of it
+            elif job.let_go is not None:  # its cancelled submitter waits for the device to end
                 job.let_go.set_result(None)
     finally:
-        # the process is told to end: those who still wait must not wait for ever
+        # A waiter has raised SystemExit or KeyboardInterrupt: resolve the other futures too.
         if rest := list(left):
             asyncio.get_running_loop().call_soon(finish, rest)

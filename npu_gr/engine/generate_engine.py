@@ -1,12 +1,12 @@
-"""The generator's device work: a history of items in, the best next items out.
+"""The generator's device work: finds the best next items for a history of items.
 
-READ after `beam_search.py`.
+Read `beam_search.py` first.
 
-A history becomes a prompt of semantic IDs, L tokens an item. The prompt's KV lies in pages, whether
-a signal encoded it, an earlier request, or this one. Only one token runs for the first logits: the
-last of the prompt again, or the start token behind it.
+A history becomes a prompt of semantic IDs, L tokens for each item. The prompt's KV is in pages,
+encoded by a signal, an earlier request, or this one. For the first logits only one token runs: the
+last one of the prompt again, or the start token after it.
 
-`Generator` runs on the device threads; `GenerateEngine` is the event loop's side of it.
+`Generator` runs on the device threads; `GenerateEngine` is its counterpart on the event loop.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.generative import GenerativeModel, LayerSlabs
 from npu_gr.model.history_tokenizer import window_start
 
-# Prompts at least this long use two attention stages, shorter ones use one. The value is the middle
-# of what others measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it
-# by a measurement on this device.
+# Prompts of at least this length use two attention stages, shorter ones use one. The value is the
+# middle of published measurements (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up`
+# replaces it by a measurement on this device.
 SPLIT_FROM_TOKENS = 192
 
 
 class GenerateStatus(StrEnum):
-    """Tells whether the answer has as many items as the request wanted."""
+    """Whether the answer has as many items as the request asked for."""
 
     COMPLETE = "complete"
-    EXHAUSTED = "exhausted"  # the catalogue, the filter or the beam has no more
+    EXHAUSTED = "exhausted"  # the catalogue, the filter or the beam has no more items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class GeneratedItems:
 
     item_ids: I64  # [n]
     sids: I32  # [n, L]
-    # [n] log-probability of the item's semantic ID; items that share one have equal scores
+    # [n] log-probability of the item's semantic ID; items with the same one have equal scores
     scores: F32
     status: GenerateStatus
 
@@ -74,14 +74,13 @@ BARE = Frame()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A history as the model reads it: L tokens an item, oldest item first, and what stands around them. n = tokens."""
+    """A history as the model reads it: its frame, and L tokens for each item, oldest item first."""
 
-    tokens: I64  # [n]
-    # items of the window that the catalogue lacks; the prompt leaves them out
-    unknown_items: int = 0
-    cut_items: int = 0  # items of the whole history in front of the window
-    frame: Frame = BARE  # tokens that are no item's
-    is_divisible: bool = True  # as of the model
+    tokens: I64  # [n], the frame included
+    unknown_items: int = 0  # items of the window that the catalogue lacks, so not in the prompt
+    cut_items: int = 0  # items of the whole history before the window
+    frame: Frame = BARE
+    is_divisible: bool = True  # see `Prefix` of the relay; a property of the model
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -89,16 +88,14 @@ class Prompt:
 
     @property
     def timestamps(self) -> I64:
-        """[n] zeros: the model reads an order and no times."""
+        """[n] zeros: the model reads the order of the items, but no times."""
         return np.zeros(len(self.tokens), np.int64)
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Return a hash of the tokens on which the KV of the first `num_tokens` depends.
+        """Return a hash of the tokens on which the KV of the first `num_tokens` tokens depends.
 
-        Computed once for each length.
-
-        Of a prompt that is not divisible those are all: no beginning of it is equal to another
-        prompt.
+        In a prompt that is not divisible these are all tokens, so its beginning never equals
+        another prompt. Computed once for each length.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
@@ -112,11 +109,11 @@ class Prompt:
         return known
 
     def newest(self, num_tokens: int, num_levels: int) -> Prompt:
-        """Return the prompt of the newest whole items that fit into `num_tokens` tokens with their frame, at least one.
+        """Return the prompt of the newest items that fit, at least one.
 
         Args:
-            num_tokens: the limit.
-            num_levels: tokens of an item.
+            num_tokens: Most tokens of the new prompt, its frame included.
+            num_levels: Tokens of an item.
         """
         before, after = map(len, self.frame)
         items = self.tokens[before : len(self.tokens) - after]
@@ -128,9 +125,9 @@ class Prompt:
 
 
 class PromptKV(NamedTuple):
-    """The KV of consecutive prompt tokens: the first `num_tokens` tokens of the pages `runs` of an arena.
+    """The KV of consecutive prompt tokens, in the first `num_tokens` places of the pages `runs`.
 
-    A prompt whose KV is in several places is a sequence of these, in token order.
+    The KV of a prompt may be in several places: a sequence of these, in token order.
     """
 
     arena: KVArena
@@ -139,19 +136,19 @@ class PromptKV(NamedTuple):
 
 
 class ItemSearch(NamedTuple):
-    """One search for items: a prompt whose KV is in pages already, and what is wanted."""
+    """One search for items, after a prompt whose KV is in pages already."""
 
     trie: Trie  # one version of the catalogue
     tables: Tables  # the same trie on this device
     tokens: I64  # the whole prompt, at least one token
     parts: Sequence[PromptKV]  # the prompt's KV, in token order
     options: SearchOptions
-    num_items: int  # wanted
+    num_items: int  # most items to return
     allow: Filter | None = None  # items that the request may see; None = all
 
 
 def layout_of(model: GenerativeModel, page_tokens: int = 64) -> KVLayout:
-    """Lay out pages for a model's prompts, in the model's own dtype."""
+    """Return the layout of pages for a model's prompts, in the model's own dtype."""
     num_layers, num_heads, head_dim = model.kv_shape
     return KVLayout(
         num_layers=num_layers,
@@ -176,18 +173,17 @@ def make_prompt(
     """Turn a history into the semantic IDs of its newest known items that fit, oldest first.
 
     Args:
-        trie: the catalogue.
+        trie: The catalogue.
         item_ids: [n] external ids, oldest first.
-        max_tokens: length limit of the prompt, at least L and its frame.
-        cut_step_items: a history that does not fit starts at a multiple of this, as in
-            `history_tokens.py`. So its start stays the same for a while, and cached prefixes stay
-            usable. Items that the catalogue lacks count in that multiple: so many events, sent in
-            any way, begin at the same one. A prompt that is not divisible has no prefix to keep,
-            and always holds as many items as fit.
-        first_index: of the first item in the user's whole history.
-        frame: what stands around the items; a history without a known item has an empty prompt all
-            the same.
-        is_divisible: as of the model.
+        max_tokens: Most tokens of the prompt, at least L and the frame.
+        cut_step_items: A history that does not fit starts at a multiple of this, counted in all
+            events of the user, as in `history_tokenizer.py`. So its start stays the same for a
+            while, and cached prefixes stay usable. A prompt that is not divisible has no usable
+            prefix, and always holds as many items as fit.
+        first_index: Index of `item_ids[0]` in the user's whole history.
+        frame: Tokens around the items. A history without a known item has an empty prompt, without
+            a frame.
+        is_divisible: Whether the model's prompts are divisible (see `Prefix` of the relay).
     """
     leaves = trie.find(item_ids)
     places = np.flatnonzero(leaves != DEAD)
@@ -203,10 +199,7 @@ def make_prompt(
 
 
 class Generator:
-    """A model, and the memory that it reuses from request to request.
-
-    Every method runs on a device thread.
-    """
+    """A model, and the memory that its requests reuse. Every method runs on a device thread."""
 
     def __init__(
         self,
@@ -221,14 +214,13 @@ class Generator:
         """Allocate the memory for the beams of each stream.
 
         Args:
-            model: generates.
-            backend: the model's device.
-            max_beams: limit of one request.
-            num_levels: codes of a semantic ID; every version of a catalogue has the same number.
-            num_streams: threads that may call `generate` at once.
-            max_rows: beams of all requests of a pass; None = those of one request.
-            max_prompt_tokens: of the longest prompt that will come; None = as long as the model
-                takes.
+            model: Model that scores the codes.
+            backend: Backend of the model's device.
+            max_beams: Most beams of one request.
+            num_levels: Codes of a semantic ID; every version of a catalogue has the same number.
+            num_streams: Threads that may call `generate` at a time.
+            max_rows: Most beams of all requests of a pass; None = `max_beams`.
+            max_prompt_tokens: Most tokens of a prompt; None = as many as the model takes.
         """
         num_layers, num_heads, head_dim = model.kv_shape
         self.model = model
@@ -239,7 +231,7 @@ class Generator:
             longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
         )
         self.split_from_tokens = SPLIT_FROM_TOKENS
-        # the arenas that no thread uses now
+        # The arenas that no thread is using.
         self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()
         for _ in range(num_streams):
             self._beams.put(
@@ -265,15 +257,15 @@ class Generator:
     def encoding(
         self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of the next tokens of a prompt into pieces that run in this order.
+        """Divide the encoding of the next tokens of a prompt into pieces, to be run in this order.
 
-        Any thread may call.
+        May be called on any thread.
 
         Args:
-            tokens: [n] the tokens to encode; the whole prompt where it is not divisible.
-            before: the KV of all tokens before them, in token order.
-            into: the pages that receive their KV.
-            offset: tokens that `into` holds already, in front of these.
+            tokens: [n] tokens to encode; the whole prompt if it is not divisible.
+            before: KV of all earlier tokens, in token order.
+            into: Pages that receive the KV.
+            offset: Number of earlier tokens that `into` holds already.
         """
         start = sum(part.num_tokens for part in before)
 
@@ -294,17 +286,17 @@ class Generator:
         num_items: int,
         allow: Filter | None = None,
     ) -> GeneratedItems:
-        """Search the best items after one prompt. The arguments are the fields of `ItemSearch`."""
+        """Search for the best items after one prompt. The arguments are those of `ItemSearch`."""
         return self.generate_all(
             [ItemSearch(trie, tables, tokens, parts, options, num_items, allow)]
         )[0]
 
     def generate_all(self, searches: Sequence[ItemSearch]) -> list[GeneratedItems]:
-        """Search the best items after several prompts at once, in rounds that they share.
+        """Search for the best items after several prompts, in shared rounds.
 
         Raises:
-            Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's
-                weights are broken.
+            Unprocessable: the width of a beam or the length of a prompt is over its limit.
+            FloatingPointError: the model's weights are broken.
         """
         queries = [self._query(each) for each in searches]
         beams = self._beams.get()
@@ -371,7 +363,7 @@ def _slabs(parts: Sequence[PromptKV], num_tokens: int) -> LayerSlabs:
 def _divided(
     pieces: Sequence[Callable[[], None]], num_parts: int
 ) -> list[Sequence[Callable[[], None]]]:
-    """Divide pieces into so many parts of nearly the same length, or as many as there are pieces."""
+    """Divide pieces into `num_parts` parts of nearly the same length; fewer if there are fewer."""
     num_parts = min(num_parts, len(pieces))
     edges = [len(pieces) * number // num_parts for number in range(num_parts + 1)]
     return [pieces[start:stop] for start, stop in pairwise(edges)]
@@ -379,7 +371,7 @@ def _divided(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratePass:
-    """One request's share of a pass: what to search for, and which part of its prompt is encoded already."""
+    """One request's part of a pass: its prompt, the encoded part of it, and the search."""
 
     trie: Trie
     tables: Tables
@@ -388,13 +380,13 @@ class GeneratePass:
     num_items: int
     allow: Filter | None = None
     cached: CachedPrefix | None = None  # the KV of the prompt's first tokens
-    # pages for the whole prompt; those of `cached`, if there are any
+    # pages for the whole prompt; they include those of `cached`
     keep: tuple[PageRun, ...] | None = None
     vocabulary: int = 0  # tokens of the model's vocabulary, for the limit on the logits of a pass
 
     @property
     def demand(self) -> Demand:
-        """The prompt tokens, beams and logits that the pass computes."""
+        """Number of prompt tokens, beams and logits that the pass computes."""
         cached = self.cached.num_tokens if self.cached else 0
         return Demand(
             len(self.prompt) - cached, self.options.width, self.options.width * self.vocabulary
@@ -405,19 +397,19 @@ class GenerateEngine(PageJobs):
     """One generator. Other engines may share its scheduler."""
 
     def __init__(self, generator: Generator, scheduler: Scheduler, arena: KVArena) -> None:
-        """Allocate scratch pages for prompts that no page of the arena is reserved for.
+        """Allocate scratch pages for prompts that have no pages in the arena.
 
         Args:
-            generator: runs on the scheduler's device threads.
-            scheduler: where prefills and generates are queued.
-            arena: pages of prompt KV.
+            generator: Generator that runs on the scheduler's device threads.
+            scheduler: Queue of the prefills and generates.
+            arena: Pages of prompt KV.
         """
         super().__init__(scheduler, generator.backend, arena)
         self.generator = generator
-        # for one request of a pass
+        # Scratch pages of one request of a pass.
         self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)
         pages = self._scratch_pages * scheduler.config.max_batch_requests
-        # the arenas that no thread uses now
+        # The arenas that no thread is using.
         self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()
         for _ in range(scheduler.config.streams):
             self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
@@ -430,10 +422,7 @@ class GenerateEngine(PageJobs):
         order: JobOrder,
         first_token: int = 0,
     ) -> int:
-        """Encode a prompt into the pages `keep`, in passes of about a chunk's work.
-
-        As `Encoder.prefill` says.
-        """
+        """Encode a prompt into pages, in steps of about a chunk (see `Encoder.prefill`)."""
         size = self.scheduler.config.prefill_chunk_tokens
         limits = (
             list(chunks(first_token, len(tokens), size))
@@ -441,7 +430,7 @@ class GenerateEngine(PageJobs):
             else [(0, len(tokens))]
         )
         steps: list[JobStep] = []
-        # tokens whose KV the pages hold before the first step, after it, ..
+        # Number of encoded tokens before the first step, after it, after the second, ...
         encoded = [first_token]
         for start, stop in limits:
             before = [PromptKV(self.arena, keep, start)] if start else []
@@ -468,18 +457,18 @@ class GenerateEngine(PageJobs):
         arrived_at: float | None = None,
         tenant: str = "",
     ) -> JobResult[GeneratedItems]:
-        """Encode the part of the prompt that is missing, and search, in a pass that other generates may share.
+        """Encode the missing part of the prompt, and search, in a pass shared with other generates.
 
         Args:
-            work: the request; `vocabulary` is filled in here.
+            work: the request; its `vocabulary` is set here.
             deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
-            arrived_at: the instant at which the request arrived at this instance, before its
-                history was read: see `RankEngine.rank`. None = now.
-            tenant: of the request; see `Scheduler.batch`.
+            arrived_at: Instant at which the request arrived, before its history was read (see
+                `RankEngine.rank`); None = now.
+            tenant: Tenant of the request (see `Scheduler.batch`).
 
         Raises:
-            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`. Unprocessable: a beam
-                or a prompt over the limit.
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
+            Unprocessable: the width of a beam or the length of a prompt is over its limit.
         """
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
@@ -508,12 +497,12 @@ class GenerateEngine(PageJobs):
             self._scratch.put(scratch)
 
     def _encoded(self, work: GeneratePass, scratch: KVArena, place: int) -> ItemSearch:
-        """Encode the part of the prompt that is missing, into `work.keep` or else into scratch pages.
+        """Encode the missing part of the prompt, into `work.keep` or else into scratch pages.
 
         Args:
             work: the request.
-            scratch: scratch pages of this thread.
-            place: index of the request in the pass; each has scratch pages of its own.
+            scratch: Scratch pages of this thread.
+            place: Index of the request in the pass, which selects its scratch pages.
         """
         tokens = work.prompt.tokens
         parts: list[PromptKV] = []
@@ -521,9 +510,9 @@ class GenerateEngine(PageJobs):
         if work.cached:
             parts.append(PromptKV(self.arena, work.cached.runs, start))
         if work.keep:
-            whole = PromptKV(self.arena, work.keep, len(tokens))
-            self.generator.encode(tokens[start:], parts, whole, start)
-            parts = [whole]
+            complete = PromptKV(self.arena, work.keep, len(tokens))
+            self.generator.encode(tokens[start:], parts, complete, start)
+            parts = [complete]
         elif start < len(tokens):
             own = PromptKV(
                 scratch,
@@ -545,18 +534,16 @@ class GenerateEngine(PageJobs):
     async def warm_up(
         self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]
     ) -> CostModel:
-        """Run every shape twice, time the second run, fit the cost model and keep it.
+        """Run every shape twice, time the second run, and fit the cost model to the times.
 
-        Its candidates are beams.
-
-        Also find the shortest of the lengths from which two attention stages beat one, at the
-        widest beam.
+        The candidates of the cost model are beams. Also sets `split_from_tokens` to the shortest
+        length at which two attention stages are faster than one, with the widest beam.
 
         Args:
-            trie: a catalogue with at least one item.
-            tables: the same trie on this device.
-            lengths: prompt tokens of the shapes.
-            widths: beams of the shapes; every length runs with each of them.
+            trie: A catalogue with at least one item.
+            tables: The same trie on this device.
+            lengths: Numbers of prompt tokens to run.
+            widths: Widths of beams to run, each with every length.
         """
         random = np.random.default_rng(0)
         items = trie.leaf_item[random.integers(0, trie.num_items, max(lengths))]
@@ -592,7 +579,7 @@ class GenerateEngine(PageJobs):
                     return n
             return max(lengths) + 1
 
-        scratch = self._scratch.get_nowait()  # nobody else uses this engine yet
+        scratch = self._scratch.get_nowait()  # no other code uses this engine yet
         try:
             self.generator.split_from_tokens = await split_from(scratch)
         finally:

@@ -1,6 +1,6 @@
-"""What every engine does with pages of prefix KV: copy them between the tiers, and overwrite them.
+"""The jobs on pages that every engine has: copies between the tiers, and overwrites.
 
-`RankEngine` and `GenerateEngine` extend `PageJobs`. The relay sees either of them as an `Encoder`
+`RankEngine` and `GenerateEngine` extend `PageJobs`. For the relay both are an `Encoder`
 (`relay/encoder.py`).
 """
 
@@ -18,11 +18,11 @@ from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
-# A model that is proven and warmed up beside a serving one submits one job after the other, each to
-# be done by then: later than the objective of a rank, so the ranks that wait go first; soon enough
-# that a reload ends within seconds on a busy device. By its aging alone (`SchedulerConfig.aging_s`)
-# each of some twenty-five jobs would wait for 2 s.
-PROOF_S = 0.1
+# A model that is verified and warmed up while another one serves submits some twenty-five jobs, one
+# after the other, each due after this time. That is later than the objective of a rank, so waiting
+# ranks go first, but soon enough that a reload ends within seconds on a busy device: by aging alone
+# (`SchedulerConfig.aging_s`) each job would wait for 2 s.
+WARMUP_JOB_S = 0.1
 COPY_SAMPLES = 3  # copies timed to measure the bandwidth; the fastest counts
 
 
@@ -37,20 +37,20 @@ class PageCopy(NamedTuple):
     """A prefix to copy between two tiers of the same layout."""
 
     source: KVArena
-    source_runs: Sequence[PageRun]  # where it lies, in token order
+    source_runs: Sequence[PageRun]  # pages of the prefix, in token order
     target: KVArena
-    target_runs: Sequence[PageRun]  # that receive it; at least as many pages
-    num_tokens: int  # of the prefix; whole pages are copied
+    target_runs: Sequence[PageRun]  # pages that receive it, in token order; at least as many
+    num_tokens: int  # length of the prefix; whole pages are copied
 
     @property
     def num_bytes(self) -> int:
-        """The keys and values of its tokens."""
+        """Bytes of the pages that are copied."""
         return self.target.layout.bytes(self.num_tokens)
 
 
 def warmup_order() -> JobOrder:
-    """The place in the queue of a job that proves or warms up a model."""
-    return JobOrder(time.monotonic() + PROOF_S)
+    """Return the place in the queue of a job that verifies or warms up a model."""
+    return JobOrder(time.monotonic() + WARMUP_JOB_S)
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -59,8 +59,8 @@ def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         start=100, stop=300, size=128:   [100, 128)  [128, 256)  [256, 300)
 
     Args:
-        start, stop: the range; nothing is yielded where it is empty.
-        size: at least 1.
+        start, stop: the range; nothing is yielded if it is empty.
+        size: Length of a chunk, at least 1.
     """
     while start < stop:
         end = min(stop, (start // size + 1) * size)
@@ -69,7 +69,7 @@ def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class PageJobs(PassCosts):
-    """Copies and overwrites pages as jobs of a scheduler, and knows how long the engine's own passes take."""
+    """Copies and overwrites pages as jobs of a scheduler; holds the engine's cost estimates."""
 
     def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
         super().__init__(lambda objective_s: self.scheduler.wait_s(objective_s))
@@ -91,10 +91,10 @@ class PageJobs(PassCosts):
         """Copy a prefix between tiers, bit for bit. Returns when the bytes have arrived.
 
         Args:
-            pages: what to copy, and where to.
+            pages: Pages to copy from and to.
             deadline_at: instant on time.monotonic(); a copy that has not begun by then is dropped.
-            order: its place in the queue; None = by its deadline.
-            preemptible: it waits behind every request, and a full queue may drop it.
+            order: Place in the queue; None = by the deadline.
+            preemptible: True = it waits behind every request, and a full queue may drop it.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.call`.
@@ -110,7 +110,7 @@ class PageJobs(PassCosts):
             start, deadline_at, order, preemptible=preemptible, kind="copy"
         )
         began_at = time.monotonic()
-        # the copy engine works while the device thread goes on
+        # The device thread goes on while the copy engine works.
         await self.scheduler.finished(queued.value)
         done = JobResult(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
         self.on_copied(pages.target, pages.num_bytes, done)
@@ -118,12 +118,12 @@ class PageJobs(PassCosts):
     async def measure_copy(
         self, dram: KVArena, dram_runs: Sequence[PageRun], runs: Sequence[PageRun], num_tokens: int
     ) -> None:
-        """Measure the bandwidth from DRAM to the device, and keep it as `copy_bytes_per_s`.
+        """Measure the bandwidth from DRAM to the device, and store it as `copy_bytes_per_s`.
 
         Args:
-            dram, dram_runs: pages of the DRAM tier that nobody else uses.
-            runs: pages of this engine's arena that nobody else uses; they are overwritten.
-            num_tokens: how much to copy.
+            dram, dram_runs: Otherwise unused pages of the DRAM tier.
+            runs: Otherwise unused pages of this engine's arena; they are overwritten.
+            num_tokens: Number of tokens to copy.
         """
         pages = PageCopy(dram, dram_runs, self.arena, runs, num_tokens)
         samples_s = list[float]()
@@ -134,9 +134,9 @@ class PageJobs(PassCosts):
         self.copy_bytes_per_s = pages.num_bytes / min(samples_s)
 
     async def timed(self, run: Callable[[], object]) -> float:
-        """Run a pass twice as a warm-up, and return the device seconds of the second time.
+        """Run a pass twice, and return the device seconds of the second run.
 
-        Both are jobs of their own, so a live request waits for one run at most.
+        Each run is a job of its own, so a live request waits for one run at most.
 
         Raises:
             Overloaded, DeviceError, Unavailable: as `Scheduler.call`.
@@ -145,10 +145,10 @@ class PageJobs(PassCosts):
         return (await self.scheduler.call(run, float("inf"), warmup_order())).device_s
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
-        """Overwrite pages before every job that waits, so that their next owner writes after this."""
+        """Overwrite pages with zeros ahead of all waiting jobs, before their next owner writes."""
 
         def work() -> None:
             arena.zero(runs)
-            self.backend.synchronize()  # the next writer may be in another stream
+            self.backend.synchronize()  # the next writer may be on another stream
 
         return self.scheduler.post(work)

@@ -1,6 +1,6 @@
-"""The jobs that wait for the device, and which of them form the next pass.
+"""The queue of jobs that wait for the device, and the choice of the next pass.
 
-Pure: no tensor, no clock.
+It uses no tensor and no clock.
 
 A job is a unit of device work. Its submitter may change its order while it waits or runs:
 
@@ -8,27 +8,26 @@ A job is a unit of device work. Its submitter may change its order while it wait
         |                  ^
         +---JobOrder-------+
 
-**ScoreBlend.** The job with the earliest `order_at` runs first. A request's `order_at` is the
-instant by which it should be done (its objective, or its deadline), and never later than `aging_s`
-after it arrived: no request starves. A request whose tenant has less than its share of what waits
-and of the newest pass runs as if it were due when it came: it is behind the pass that runs, and not
-behind another tenant's queue.
+**Order.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant of
+its objective or its deadline, whichever is earlier, and at most `aging_s` after it arrived: no
+request starves. A request of a tenant that has less than its share of the queue and of the newest
+pass is due at once (`is_ahead`): it waits for the running pass, but not for another tenant's queue.
 
 **Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest
 first. When a request starts to wait for one, `hasten` gives that job the request's own order. So a
 prefill whose rank was rejected takes no time from the ranks that were admitted. Prefills run one
-after the other, not chunk by chunk in turn, because in turn all of them would end late.
+after the other, since all of them would end late if their chunks took turns.
 
-**Passes.** Jobs with one `run` function may share a pass, as long as the sum of their demands is
-within the limits and no job in the pass becomes late by the jobs added to it. A job that does not
-fit is passed over; nobody waits for it. A request that goes first for its tenant's share has only
-others like it in its pass: it would wait for whatever a tenant with more than that put beside it.
+**Passes.** Jobs with the same `run` function may share a pass, as long as the sum of their demands
+is within the limits and no job of the pass becomes late. A job that does not fit is skipped and
+delays no other job. A request that is ahead for its tenant's share shares its pass only with others
+that are: it would have to wait for larger jobs of other tenants in the same pass.
 
 Invariants, held by tests/engine/test_queue.py:
   Q1  a job leaves the queue exactly once a step: it is taken, expires, is shed, or is withdrawn
   Q2  a pass of more than one job is within every limit
   Q3  at most `max_queue` jobs wait, not counting those that were `put` with force
-  Q4  of two jobs that could both be taken, the one with the earlier `order_at` is
+  Q4  of two jobs that could both be taken, the one with the earlier `order_at` is taken
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from npu_gr.engine.cost import SlowdownEwma
 
 T = TypeVar("T")
 
-# takes the works of one pass, returns one result for each
+# Takes the `work` of each job of a pass, and returns a result for each.
 BatchFn = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Demand(NamedTuple):
-    """How much a job adds to its pass."""
+    """The size of a job, which counts towards the limits of its pass."""
 
     tokens: int = 0
     rows: int = 0
@@ -78,59 +77,59 @@ class JobStep(NamedTuple):
 
 
 class Job(msgspec.Struct, eq=False, kw_only=True):
-    """One unit of device work, in the queue's own terms."""
+    """One unit of device work, as the queue sees it."""
 
     run: BatchFn
-    work: Any = None  # of the current step
+    work: Any = None  # argument of the current step
     kind: str = "other"  # label of the device-time metric
     shares: bool = False  # may share a pass with other jobs of the same `run`
-    # limit of such a pass; None = `SchedulerConfig.max_batch_requests`
+    # most jobs of such a pass; None = `SchedulerConfig.max_batch_requests`
     max_requests: int | None = None
     demand: Demand = NOTHING
     deadline_at: float = float("inf")  # it is dropped if it has not begun by then
     order_at: float = float("inf")  # the earliest runs first
     estimate_s: float = 0.0  # device seconds of the current step
-    objective_s: float = float("inf")  # of its request, from arrival to answer
-    tenant: str = ""  # of its request
+    objective_s: float = float("inf")  # SLO objective of the request, from arrival to answer
+    tenant: str = ""  # tenant of the request
     # waits behind every request; a full queue drops it to make room for one
     preemptible: bool = False
     # later steps; each is a pass of its own, and other jobs may run in between
     rest: Sequence[JobStep] = ()
     ran: int = 0  # steps that have run
-    arrived_at: float | None = None  # of its request; None = when the job is put
+    arrived_at: float | None = None  # arrival of the request; None = when the job is put
     submitted_at: float = 0.0
     is_waiting: bool = False
     is_ahead: bool = False  # its tenant had less than its share when it was put
-    tag: Any = None  # the submitter's
-    has_ended: bool = False  # set on the event loop: the device has let go of it
-    let_go: Any = None  # a future of a submitter that was cancelled before that
+    tag: Any = None  # for the submitter's use
+    has_ended: bool = False  # the device no longer uses it; set on the event loop
+    let_go: Any = None  # future with which a cancelled submitter waits for that
 
 
 class JobResult(msgspec.Struct, Generic[T], frozen=True):
-    """A job's result and where its time went."""
+    """The result of a job, and its times in seconds."""
 
     value: T
     queue_s: float
     device_s: float
-    batch_size: int = 1  # jobs of its pass
-    steps: int = 1  # of a sequence, that ran
+    batch_size: int = 1  # jobs in its pass
+    steps: int = 1  # steps of a sequence that ran
 
 
 class JobOrder:
-    """A job's mutable place in the queue: it can be raised (`hasten`), or stopped after the running step.
+    """The mutable place of a job in the queue.
 
-    One order may serve several jobs in turn: a prefill that extends another prefix copies that one
-    first.
+    It can be moved forward (`hasten`), or ended after the running step (`cancel_at_step`). One
+    order may serve several jobs in turn: a prefill that extends a prefix first copies it.
     """
 
     def __init__(self, order_at: float, arrived_at: float | None = None) -> None:
-        """The job is to be done by `order_at`.
+        """Place a job in the queue.
 
         Args:
-            order_at: the job's rank in the queue, an instant on time.monotonic(); infinity = when
-                nothing else waits.
-            arrived_at: the instant at which it was first wanted, from which aging counts; None =
-                each job, and each step of a sequence, counts from its own submission.
+            order_at: Instant on time.monotonic() by which it should be done; the earliest runs
+                first. Infinity = when nothing else waits.
+            arrived_at: Instant of the request, from which aging counts; None = the submission of
+                each job, and of each step of a sequence.
         """
         self.order_at = order_at
         self.arrived_at = arrived_at
@@ -138,16 +137,13 @@ class JobOrder:
         self._on_change: Callable[[], None] | None = None
 
     def hasten(self, order_at: float) -> None:
-        """Raise the order to `order_at`. A later instant than the present one changes nothing."""
+        """Move the job forward to `order_at`; does nothing if it is forward of that already."""
         if order_at < self.order_at:
             self.order_at = order_at
             self._changed()
 
     def cancel_at_step(self) -> None:
-        """End a sequence, without an error, after the step that runs.
-
-        Steps that have not begun do not run.
-        """
+        """End a sequence after its running step, without an error."""
         self.is_cancelled_at_step = True
         self._changed()
 
@@ -165,26 +161,25 @@ class JobOrder:
             self._on_change = None
 
 
-# Added to the `order_at` of a preemptible job. Clocks count seconds since boot, so this is later
-# than every request.
+# Added to the arrival of a preemptible job. Clocks count seconds since boot, so the sum is later
+# than the order of every request.
 BEHIND_S = 1e9
-# Waiting jobs looked at to fill one pass. It bounds the time that a device thread holds the queue's
-# lock.
+# Most jobs skipped while a pass is filled, to bound the time for which the queue is locked.
 SCAN = 64
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the queue and of one pass."""
 
-    streams: Count = 1  # passes at once, over one copy of the weights; on a CPU each is a thread
-    max_queue: Count = 256  # jobs waiting; the next one is rejected (429)
-    max_batch_requests: Count = 4  # in one pass; more helps only accelerators
+    streams: Count = 1  # passes at a time, over one copy of the weights; on a CPU each is a thread
+    max_queue: Count = 256  # waiting jobs; the next one is rejected (429)
+    max_batch_requests: Count = 4  # requests in one pass; more than 4 helps only accelerators
     max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
     max_batch_rows: Count = 4096  # candidates and beams in one pass
-    max_batch_logits: Count = 1 << 25  # beams x vocabulary of a generate; a rank's are few
-    max_batch_wait_s: SecondsOrZero = 0.0  # for more of a kind, if the deadline leaves it
-    aging_s: Seconds = 2.0  # a job this old goes before every job that came later
-    # the longest that a pre-infer delays a rank
+    max_batch_logits: Count = 1 << 25  # beams x vocabulary of generates; a rank has few
+    max_batch_wait_s: SecondsOrZero = 0.0  # wait to fill a pass, if no deadline is at risk
+    aging_s: Seconds = 2.0  # a job that has waited so long goes before all later ones
+    # tokens of one step of a prefill: a pre-infer delays a rank by one step at most
     prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512
 
 
@@ -193,7 +188,7 @@ class NextPass(NamedTuple):
 
     jobs: list[Job]  # of one pass
     expired: list[Job]  # their deadline passed while they waited
-    # no jobs: ask again after this many seconds; None = when the queue changes
+    # Without jobs: seconds after which to call `take` again; None = when the queue changes.
     wait_s: float | None
 
 
@@ -207,7 +202,7 @@ def _fits(demand: Demand, config: SchedulerConfig) -> bool:
 
 
 class _Batch:
-    """A pass being put together: its jobs, their demand, and by when it must end."""
+    """A pass that is being filled: its jobs, their demand, and the time it may take."""
 
     def __init__(self, first: Job, config: SchedulerConfig, now_at: float, slowdown: float) -> None:
         self.jobs = [first]
@@ -224,10 +219,7 @@ class _Batch:
         return len(self.jobs) >= self._max_requests
 
     def add(self, job: Job) -> bool:
-        """Add a job if it may share the pass and makes no job of it late.
-
-        Returns whether it did.
-        """
+        """Add a job if it may share the pass and makes no job of it late; return whether it did."""
         if self.jobs[0].is_ahead and not job.is_ahead:
             return False
         demand = self._demand.plus(job.demand)
@@ -243,15 +235,15 @@ class _Batch:
         return True
 
     def _may_take_s(self, job: Job) -> float:
-        """Estimated seconds that the pass may take so that `job` is in time.
+        """Return the estimated seconds that the pass may take so that `job` is not late.
 
-        No limit for a job that is late anyhow.
+        Infinity for a job that would be late even alone.
         """
         left_s = (job.order_at - self._now_at) / self._slowdown
         return left_s if job.estimate_s <= left_s else float("inf")
 
     def may_wait_s(self) -> float:
-        """Seconds to wait for more jobs: within `max_batch_wait_s`, and only as long as no deadline is at risk."""
+        """Return how long to wait for more jobs: at most `max_batch_wait_s`, without a late job."""
         if self.is_full or not self._config.max_batch_wait_s:
             return 0.0
         patient_until_at = (
@@ -262,25 +254,25 @@ class _Batch:
 
 
 class _Shares:
-    """How much of the queue and of the newest pass each tenant has.
+    """The requests of each tenant in the queue and in the newest pass.
 
-    The newest pass counts, since a queue is often empty while a tenant has all of the device.
+    The newest pass counts, since the queue is often empty while one tenant has the whole device.
     """
 
     def __init__(self) -> None:
-        self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
-        # requests of the newest pass; a tenant that has none has no entry
+        self.weights: Mapping[str, float] = {}  # a tenant without an entry has weight 1
+        # Requests of each tenant in the newest pass; a tenant without any has no entry.
         self.newest: Counter[str] = Counter()
-        self._held: Counter[str] = Counter()  # requests that wait, likewise
+        self._held: Counter[str] = Counter()  # the same for the queue
 
     def change(self, tenant: str, by: int) -> None:
-        """Count a request that comes or goes."""
+        """Count requests that join (`by` > 0) or leave the queue."""
         self._held[tenant] += by
         if not self._held[tenant]:
             del self._held[tenant]
 
     def is_under(self, tenant: str) -> bool:
-        """Whether a tenant would hold less than its share of what waits and of the newest pass, with one more."""
+        """Return whether a tenant stays below its share with one more request."""
         names = self._held.keys() | self.newest.keys() | {tenant}
         if len(names) == 1:
             return False
@@ -292,39 +284,36 @@ class _Shares:
 
 
 class JobQueue:
-    """A heap of waiting jobs by `order_at`.
+    """A heap of waiting jobs by `order_at`. Thread-safe.
 
-    Any thread may call every method; a lock guards each call.
-
-    A job that leaves early, or is hastened, leaves its old place in the heap behind; `_pop` skips
-    such places.
+    The old heap entry of a job that is withdrawn or hastened stays; `_pop` skips it.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._lock = threading.RLock()
         self._heap: list[tuple[float, int, Job]] = []
-        # of equal `order_at`, the job that was put first goes first
+        # Ties of `order_at` are broken by the order of `put`.
         self._numbers = itertools.count()
         self._preemptible: dict[Job, None] = {}  # oldest first
         self._waiting = 0
         self.shares = _Shares()
         self._pressure = 0.0
-        self.slowdown = SlowdownEwma()  # of passes; whoever runs them reports how long they took
+        self.slowdown = SlowdownEwma()  # of passes, as reported by the streams that run them
 
     def __len__(self) -> int:
         return self._waiting
 
     @property
     def pressure(self) -> float:
-        """Sum over the waiting requests of (estimated device seconds / objective seconds of the request).
+        """Sum over the waiting requests of (estimated device seconds / SLO objective in seconds).
 
-        Preemptible jobs do not count: they let every request pass.
+        Preemptible jobs do not count, since every request goes before them.
         """
         return self._pressure * self.slowdown.value
 
     def ahead_s(self, order_at: float) -> float:
-        """Estimated device seconds of the waiting jobs that would run before a job of this order."""
+        """Estimate the device seconds of the waiting jobs that go before a job of this order."""
         with self._lock:
             ahead = (
                 job
@@ -337,16 +326,15 @@ class JobQueue:
         return ahead_s * self.slowdown.value
 
     def put(self, job: Job, now_at: float, *, force: bool = False) -> Job | None:
-        """Take a job in.
+        """Add a job to the queue.
 
         Args:
-            job: it gets its final `order_at` here.
-            now_at: the clock.
-            force: take it in even if the queue is full.
+            job: Job to add; this sets its final `order_at`.
+            now_at: instant of the clock.
+            force: add it even if the queue is full.
 
         Returns:
-            the last of the preemptible jobs, if it had to make room: that of the tenant with the
-            most before it.
+            The preemptible job that was shed to make room, the last in the queue; else None.
 
         Raises:
             Overloaded: the queue is full, and no job in it may be shed for this one.
@@ -356,7 +344,7 @@ class JobQueue:
 
     def _put(self, job: Job, now_at: float, force: bool) -> Job | None:
         arrived_at = now_at if job.arrived_at is None else job.arrived_at
-        if job.preemptible:  # behind every request, the oldest first, unless a request waits for it
+        if job.preemptible:  # behind every request unless it is hastened, the oldest first
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
             job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
@@ -385,7 +373,7 @@ class JobQueue:
         return shed
 
     def put_next_step(self, job: Job, now_at: float) -> bool:
-        """Put a job back for its next step. Returns False if the step that ran was its last.
+        """Queue the next step of a job; return False if it has none.
 
         Call it before the next `take`, so that a later job does not overtake this one.
         """
@@ -397,10 +385,7 @@ class JobQueue:
         return True
 
     def withdraw(self, job: Job) -> bool:
-        """Take a job out, and its later steps.
-
-        Returns False if it is not waiting: the step that runs is its last.
-        """
+        """Remove a job and its later steps; return False if a step of it runs, which ends it."""
         with self._lock:
             job.rest = ()
             return self._leave(job)
@@ -416,14 +401,11 @@ class JobQueue:
             self.shares.change(job.tenant, -1)
             self._pressure -= job.estimate_s / job.objective_s
         if len(self._preemptible) == self._waiting:
-            self._pressure = 0.0  # exactly: rounding errors must not add up
+            self._pressure = 0.0  # so that rounding errors do not add up
         return True
 
     def hasten(self, job: Job, order_at: float) -> None:
-        """Move a job forward because something more urgent waits for it.
-
-        If a step of it runs, the later steps move.
-        """
+        """Move a job forward to an earlier `order_at`; if a step of it runs, its later steps."""
         with self._lock:
             if order_at < job.order_at:
                 job.order_at = order_at
@@ -431,7 +413,7 @@ class JobQueue:
                     self._push(job)
 
     def take(self, now_at: float) -> NextPass:
-        """Decide on the next pass, and take its jobs out."""
+        """Choose the next pass, and remove its jobs from the queue."""
         with self._lock:
             expired: list[Job] = []
             first = self._pop(now_at, expired)
@@ -451,19 +433,19 @@ class JobQueue:
             return NextPass(batch.jobs, expired, None)
 
     def _fill(self, batch: _Batch, now_at: float, expired: list[Job]) -> None:
-        """Add the waiting jobs that may share the pass, in their order; the others go back."""
-        passed_over: list[Job] = []
-        while not batch.is_full and len(passed_over) < SCAN:
+        """Add the waiting jobs that may share the pass, in order of `order_at`."""
+        skipped: list[Job] = []
+        while not batch.is_full and len(skipped) < SCAN:
             job = self._pop(now_at, expired)
             if job is None:
                 break
             if not batch.add(job):
-                passed_over.append(job)
-        for job in passed_over:
+                skipped.append(job)
+        for job in skipped:
             self._push(job)
 
     def drain(self) -> list[Job]:
-        """Take every waiting job out."""
+        """Remove and return all waiting jobs."""
         with self._lock:
             left = [job for _, _, job in self._heap if self.withdraw(job)]
             self._heap.clear()
@@ -473,13 +455,13 @@ class JobQueue:
         heapq.heappush(self._heap, (job.order_at, next(self._numbers), job))
 
     def _pop(self, now_at: float, expired: list[Job]) -> Job | None:
-        """Take the first job out of the heap that still waits and is in time.
+        """Take the first waiting job out of the heap whose deadline has not passed.
 
-        It stays `is_waiting`.
+        The job stays `is_waiting`; those whose deadline has passed go to `expired`.
         """
         while self._heap:
             order_at, _, job = heapq.heappop(self._heap)
-            # withdrawn, or hastened and pushed again
+            # The entry is stale: the job was withdrawn, or hastened and pushed again.
             if not job.is_waiting or order_at != job.order_at:
                 continue
             if job.deadline_at <= now_at:

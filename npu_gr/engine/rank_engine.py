@@ -1,14 +1,14 @@
-"""The ranker's device work: prefill a history into pages, score candidates against one.
+"""The ranker's device work: encode a history into pages, and score candidates against it.
 
-READ after `service.py`.
+Read `handlers/service.py` first.
 
-A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the
-best of every item of the model's own table. A later pass over candidates may give each one's
-retrieval score beside its logits; where what was found is all that will be ranked, both passes are
-one job (`PrefetchedScores`).
+A ranker with a retrieval head also finds items: a pass over the token NEXT gives the user vector u,
+and an exact search with u gives the best items of the model's own table. A later pass over
+candidates may return u's product with each of them as a retrieval score, next to the logits. If
+only found items will be ranked, both passes are one job (`PrefetchedScores`).
 
-Every method submits a job to the scheduler and awaits it; tensors are built and read on the device
-threads only.
+Public coroutines submit a job to the scheduler and await it; only device threads build and read
+tensors.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
-FOUND = 200  # items that the warm-up finds
+FOUND = 200  # items to find in the warm-up
 
 
 class LateFeatures(NamedTuple):
-    """The features that no cached prefix holds; None = missing, or the model has none."""
+    """The features that are no part of a prefix; None = missing, or the model has none."""
 
     request: Encoded | None = None  # [1]
     cross: Encoded | None = None  # [c]
@@ -53,32 +53,32 @@ NONE_LATE = LateFeatures()
 
 
 class RankPass(msgspec.Struct, frozen=True, eq=False):
-    """One request's share of a forward pass, in host arrays.
+    """One request's part of a forward pass, in host arrays.
 
         history    0 ........ cached.num_tokens ........ len(tokens)
                    [ read from `cached` ][ computed now, and written to `keep` ]
 
-    Without `cached`, the tokens before `first_token` are left out of the pass.
+    Without `cached`, the pass skips the tokens before `first_token`.
     """
 
     tokens: Tokens
     first_token: int
-    candidates: I64  # [c] item rows; none = a prefill
+    candidates: I64  # [c] item rows; empty = a prefill
     candidate_time: int  # unix seconds at which the candidates are shown
     cached: CachedPrefix | None = None
-    # pages for the whole history; those of `cached`, if there are any
+    # pages for the whole history; they include those of `cached`
     keep: tuple[PageRun, ...] | None = None
-    vector: F32 | None = None  # [d] u, whose product with each candidate is wanted too
+    vector: F32 | None = None  # [d] u, to be multiplied with each candidate too; None = not
     features: LateFeatures = NONE_LATE
 
     @property
     def demand(self) -> Demand:
-        """The tokens and candidates that the pass computes."""
+        """Number of tokens and candidates that the pass computes."""
         start = self.cached.num_tokens if self.cached else self.first_token
         return Demand(len(self.tokens) - start, len(self.candidates))
 
     def leasing(self, cached: CachedPrefix | None, keep: tuple[PageRun, ...] | None) -> RankPass:
-        """Make the same pass over a prefix that is leased; `replace` takes three times as long."""
+        """Copy the pass with a lease. `msgspec.structs.replace` takes three times as long."""
         return RankPass(
             self.tokens,
             self.first_token,
@@ -91,16 +91,23 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
         )
 
     def then(self, candidates: I64, vector: F32, cross: Encoded | None) -> RankPass:
-        """Make the pass over candidates [c] that follows this one at once: it reads the pages that this one wrote."""
+        """Make the next pass, over candidates [c], which reads the pages that this one wrote."""
         cached = self.cached if self.keep is None else CachedPrefix(self.keep, len(self.tokens))
         features = LateFeatures(self.features.request, cross)
         return RankPass(
-            self.tokens, self.first_token, candidates, self.candidate_time, cached, None, vector, features
-        )  # fmt: skip
+            self.tokens,
+            self.first_token,
+            candidates,
+            self.candidate_time,
+            cached,
+            None,
+            vector,
+            features,
+        )
 
 
 class RankScores(NamedTuple):
-    """A rank's logits, and where its time went."""
+    """The scores of a rank, and its times in seconds."""
 
     logits: F32  # [c, tasks]
     retrieval: F32 | None  # [c] u . e_i, if the pass had a vector
@@ -109,45 +116,46 @@ class RankScores(NamedTuple):
 
 
 class NextItems(NamedTuple):
-    """What NEXT found."""
+    """The items that a pass over NEXT has found."""
 
-    rows: I64  # [<= k] item rows, best first; of equals the lower row
+    rows: I64  # [<= k] item rows, best first; ties by the lower row
     vector: F32  # [d] u
-    candidates: I64 | None = None  # [c] item rows that were scored ahead; None = none were
-    scores: RankScores | None = None  # of them
-    features: LateFeatures = NONE_LATE  # of them
+    candidates: I64 | None = None  # [c] item rows that were scored in the same job; None = none
+    scores: RankScores | None = None  # scores of `candidates`
+    features: LateFeatures = NONE_LATE  # features of `candidates`
 
 
 @dataclass(slots=True, eq=False)
 class PrefetchedScores:
-    """A rank of what a pass finds, in the same job: the request would ask for it as soon as it had the items."""
+    """Scores found items in the same job, which the request would otherwise ask for next."""
 
-    # found item rows -> all candidates; called on a device thread; None = as found
+    # Found item rows -> all candidates, called on a device thread; None = the found rows.
     merge: Callable[[I64], I64] | None
-    max_candidates: int  # the first so many are scored
-    least: int = 0  # of fewer candidates none is scored
-    cross: Callable[[I64], Encoded | None] = lambda _rows: None  # of those; called there too
-    # kept here too, for a request whose wait ended before the job did
+    max_candidates: int  # only the first candidates are scored, so many at most
+    least: int = 0  # with fewer candidates none is scored
+    # Cross features of the scored rows, called on a device thread.
+    cross: Callable[[I64], Encoded | None] = lambda _rows: None
+    # The result, for a request that stopped waiting before the job ended.
     found: NextItems | None = None
 
     def candidates(self, found: I64) -> I64:
-        """Choose the rows that are scored, or none."""
+        """Return the rows to score; may be empty."""
         rows = found if self.merge is None else self.merge(found)
         return rows[: self.max_candidates if len(rows) >= self.least else 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FindPass:
-    """One request's share of a pass that finds items."""
+    """One request's part of a pass that finds items."""
 
-    history: RankPass  # without candidates; `candidate_time` is that of NEXT
-    k: int  # most items to find; 0 = only u is wanted
-    hidden: I64  # [n] item rows that must not be found, in any order, maybe more than once
-    ahead: PrefetchedScores | None = None  # None = nothing is scored
+    history: RankPass  # without candidates; `candidate_time` is the time of NEXT
+    k: int  # most items to find; 0 = only u is needed
+    hidden: I64  # [n] item rows that must not be found, in any order, with or without repeats
+    ahead: PrefetchedScores | None = None  # None = the found items are not scored
 
     @property
     def scored_as_found(self) -> tuple[int, int]:
-        """Most of the found items that are scored as they stand, and of how few none is."""
+        """Most found rows to score unmerged, and the least number of rows to score any."""
         ahead = self.ahead
         if ahead is None or ahead.merge is not None or self.k < ahead.least:
             return 0, 0
@@ -155,46 +163,48 @@ class FindPass:
 
     @property
     def demand(self) -> Demand:
-        """The tokens that the pass computes, NEXT, and the candidates of the pass after it."""
+        """Number of tokens and candidates that the pass computes, with NEXT and `ahead`."""
         return self.history.demand.plus(
             Demand(rows=1 + (self.ahead.max_candidates if self.ahead else 0))
         )
 
 
 class _Batches:
-    """Says what passes compute: in numbers, for kernels of whole passes, and in tensors."""
+    """Converts passes to the model's input: tensors, or host arrays for fused kernels."""
 
     def __init__(self, model: HSTU, arena: KVArena) -> None:
         self._arena = arena
         self._next: I64 = np.array([model.items.num_rows])
         self._has_plain_passes = model.config.has_plain_passes
 
-    def told(self, passes: Sequence[RankPass], *, is_next: bool) -> list[HstuSegment] | None:
-        """Say a batch in numbers; None = the model's passes, or one of these, are not for kernels of whole passes."""
+    def host_segments(
+        self, passes: Sequence[RankPass], *, is_next: bool
+    ) -> list[HstuSegment] | None:
+        """Convert a batch to host arrays for a fused kernel; None = no fused kernel takes it."""
         if not self._has_plain_passes:
             return None
-        told = []
+        segments = []
         for work in passes:
-            one = self._one_told(work, is_next=is_next)
-            if one is None:
+            segment = self._host_segment(work, is_next=is_next)
+            if segment is None:
                 return None
-            told.append(one)
-        return told
+            segments.append(segment)
+        return segments
 
     def tensors(
         self, backend: Backend, passes: Sequence[RankPass], *, is_next: bool
     ) -> list[Segment]:
-        """Make a batch of tensors on the backend's device."""
-        return [self._one(backend, work, is_next=is_next) for work in passes]
+        """Convert a batch to tensors on the backend's device."""
+        return [self._segment(backend, work, is_next=is_next) for work in passes]
 
-    def _one_told(self, work: RankPass, *, is_next: bool) -> HstuSegment | None:
-        """Say in numbers what `_one` makes tensors of; None = pages do not say it all."""
+    def _host_segment(self, work: RankPass, *, is_next: bool) -> HstuSegment | None:
+        """Convert a pass to host arrays; None = a fused kernel does not take it."""
         tokens, cached = work.tokens, work.cached
         keep = work.keep
         start = _start(work)
         first = 0 if cached else start
         if keep is not None and first:
-            return None  # its rows stand behind tokens that the pass leaves out
+            return None  # its pages begin with tokens that the pass skips
         runs = keep or (cached.runs if cached else None)
         event = max(start - tokens.num_user, 0)
         candidates = self._next if is_next else work.candidates
@@ -209,12 +219,12 @@ class _Batches:
             HstuIds(tokens.rows[event:], tokens.events.actions[event:], candidates),
         )
 
-    def _one(self, backend: Backend, work: RankPass, *, is_next: bool) -> Segment:
+    def _segment(self, backend: Backend, work: RankPass, *, is_next: bool) -> Segment:
         cached = work.cached
         start = _start(work)
         times = _times(work)
         new = work.tokens[start:] if start else work.tokens
-        told = self._one_told(work, is_next=is_next)
+        host = self._host_segment(work, is_next=is_next)
         past = None
         if cached:
             arena = self._arena
@@ -233,7 +243,7 @@ class _Batches:
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self._arena.sink(work.keep, start),
-            host=None if told is None else HostTokens(told.times, told.pages, told.ids),
+            host=None if host is None else HostTokens(host.times, host.pages, host.ids),
             user=_values(backend, new.user),
             events=_values(backend, new.features),
             request=_values(backend, work.features.request),
@@ -251,11 +261,11 @@ class RankEngine(PageJobs):
     def __init__(self, model: HSTU, backend: Backend, scheduler: Scheduler, arena: KVArena) -> None:
         super().__init__(scheduler, backend, arena)
         self.model = model
-        # device seconds of finding items once u is there, until the warm-up has measured them
+        # Device seconds of the search with u; 0 until the warm-up has measured them.
         self.find_s = 0.0
-        # that `find` searches: of trained items, and of new ones that are shown
+        # Rows that `find` searches: trained items, and new items that are visible.
         self.num_rows = model.config.num_items
-        # [spare rows included, d], fp32: what u is compared with
+        # [rows, d] fp32 item vectors with which u is multiplied, spare rows included.
         self._items: torch.Tensor | None = None
         self._batches = _Batches(model, arena)
 
@@ -267,19 +277,19 @@ class RankEngine(PageJobs):
         order: JobOrder,
         first_token: int = 0,
     ) -> int:
-        """Encode a history into pages, one chunk a pass: a rank waits for one chunk at most.
+        """Encode a history into pages, one chunk a pass, so a rank waits for one chunk at most.
 
         Args:
             tokens: the whole history.
-            keep: pages for all of it; they hold its first `first_token` tokens already.
+            keep: Pages for the whole history; they hold its first `first_token` tokens already.
             deadline_at: instant on time.monotonic(); a chunk that has not begun by then is dropped
                 with the rest.
-            order: its place in the queue. If it is cancelled at a step, the prefill ends with the
-                chunk that runs.
-            first_token: where to continue.
+            order: Place in the queue. If it is cancelled at a step, the prefill ends with the chunk
+                that runs.
+            first_token: First token to encode.
 
         Returns:
-            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
+            Number of tokens that the pages hold now: all, unless `order` was cancelled at a step.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.sequence`.
@@ -290,7 +300,7 @@ class RankEngine(PageJobs):
             work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
             return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
 
-        # which are never parted
+        # The user's own tokens are never split.
         most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)
         parts = list(chunks(first_token, len(tokens), most))
         steps = [step(start, stop) for start, stop in parts]
@@ -302,16 +312,15 @@ class RankEngine(PageJobs):
     async def rank(
         self, work: RankPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
     ) -> RankScores:
-        """Score a request's candidates, in a pass that it may share with other ranks.
+        """Score a request's candidates, in a pass shared with other ranks.
 
         Args:
             work: the request.
             deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
-            arrived_at: the instant at which the request arrived at this instance, before its
-                history was read. Its place in the queue is `arrived_at + objective_s`, and aging
-                counts from it, so time spent reading the history makes the request older, not
-                younger. None = now.
-            tenant: of the request; see `Scheduler.batch`.
+            arrived_at: Instant at which the request arrived, before its history was read. Its place
+                in the queue is `arrived_at + objective_s`, and aging counts from it, so a slow read
+                of the history does not put the request back. None = now.
+            tenant: Tenant of the request (see `Scheduler.batch`).
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
@@ -335,10 +344,9 @@ class RankEngine(PageJobs):
     async def find(
         self, work: FindPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
     ) -> NextItems:
-        """Find the best items for a request, in a pass that it may share with others that find.
+        """Find the best items for a request, in a pass shared with other finds.
 
-        Args:
-            work, deadline_at, arrived_at, tenant: as of `rank`. Only where the model retrieves.
+        The model must have a retrieval head. The arguments are those of `rank`.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
@@ -369,8 +377,8 @@ class RankEngine(PageJobs):
         """Run one forward pass over all requests. Only on a device thread.
 
         Returns:
-            one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it
-            has a vector.
+            Logits [c, tasks] for each request; [c, tasks + 1] with the retrieval scores if the
+            request has a vector.
         """
         scores = self._at_once(passes, is_next=False)
         if scores is not None:
@@ -385,15 +393,13 @@ class RankEngine(PageJobs):
         for place, p in enumerate(passes):
             if p.vector is not None:
                 tensors[place] = torch.cat([tensors[place], self._products(p)[:, None]], 1)
-        # a prefill: its pages are read once this returns
+        # A prefill: wait, since its pages may be read once this returns.
         if not any(len(p.candidates) for p in passes):
             self.backend.synchronize()
         return self.backend.fetch(tensors)
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
-        """Run NEXT behind every history, and search for all of them at once.
-
-        Then score what is wanted ahead.
+        """Find items for all requests in one pass and one search, and score them if asked to.
 
         Only on a device thread.
         """
@@ -422,17 +428,17 @@ class RankEngine(PageJobs):
         return answers
 
     def _found_at_once(self, works: Sequence[FindPass]) -> list[NextItems] | None:
-        """Find, and score what is ranked as it was found, in one call of the device; None = it has none for this."""
+        """Find and score items in one fused call; None = the device has no such call for these."""
         most = max(work.k for work in works)
         passes = [work.history for work in works]
-        told = self._batches.told(passes, is_next=True) if most else None
-        if told is None:
+        segments = self._batches.host_segments(passes, is_next=True) if most else None
+        if segments is None:
             return None
         wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
         hidden = [work.hidden for work in works]
         found = self.model.whole.find(
             self.backend,
-            told,
+            segments,
             partial(self._batches.tensors, self.backend, passes, is_next=True),
             lambda call: HstuFindCall(
                 call, self._table(), self.num_rows, most, hidden, wanted, least
@@ -445,7 +451,7 @@ class RankEngine(PageJobs):
             works, found.vectors, found.items, found.num_scored.tolist(), strict=True
         ):
             own = rows[: work.k]
-            if work.k and own[-1] < 0:  # there are fewer
+            if work.k and own[-1] < 0:  # fewer than k were found
                 own = own[own >= 0]
             answer = NextItems(own, u)
             if count:
@@ -456,7 +462,7 @@ class RankEngine(PageJobs):
         return answers
 
     def _ranked_ahead(self, works: Sequence[FindPass], answers: list[NextItems]) -> list[NextItems]:
-        """Score what the requests choose of what they found, where that was not done yet, all in one more pass."""
+        """Score found items that are not scored yet, for all requests in one more pass."""
         passes: dict[int, RankPass] = {}
         for place, (work, found) in enumerate(zip(works, answers, strict=True)):
             if work.ahead is not None:
@@ -474,13 +480,13 @@ class RankEngine(PageJobs):
 
     @torch.inference_mode()
     def write_items(self, first_row: int, new: NewItems) -> None:
-        """Write the vectors of new items into rows that nobody reads yet.
+        """Write the vectors of new items into rows that no request reads yet.
 
         Only on a device thread.
         """
         vectors = self.model.items.new_vectors(new)
         self.model.items.write(first_row, vectors)
-        # a copy where the model is bf16, or normalises its items; the warm-up made it
+        # The copy that the search reads, if the model is bf16 or normalises its items.
         if self._items is not None:
             self._items[first_row : first_row + len(vectors)] = self.model.items.compared(vectors)
         self.backend.synchronize()
@@ -491,20 +497,23 @@ class RankEngine(PageJobs):
         return self._items
 
     def _products(self, work: RankPass) -> torch.Tensor:
-        """Multiply u with each candidate, [c]: row by row, so that a score does not depend on the others."""
+        """Multiply u with each candidate, [c].
+
+        Row by row, so that a score does not depend on the other candidates.
+        """
         assert work.vector is not None
         return self.backend.item_products(
             self.backend.upload(work.vector), self._table(), self.backend.upload(work.candidates)
         )
 
     def _at_once(self, passes: Sequence[RankPass], *, is_next: bool) -> list[F32] | None:
-        """Run the model over all requests in one call, without a tensor; None = the device does not take them."""
-        told = self._batches.told(passes, is_next=is_next)
-        if told is None:
+        """Run the model in one fused call; None = the device has no such call for these."""
+        segments = self._batches.host_segments(passes, is_next=is_next)
+        if segments is None:
             return None
         return self.model.whole.run(
             self.backend,
-            told,
+            segments,
             is_next,
             partial(self._batches.tensors, self.backend, passes, is_next=is_next),
         )
@@ -512,14 +521,14 @@ class RankEngine(PageJobs):
     async def warm_up(
         self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]
     ) -> CostModel:
-        """Run every shape twice, time the second run, fit the cost model and keep it.
+        """Run every shape twice, time the second run, and fit the cost model to the times.
 
         A live rank waits for one of these passes at most.
 
         Args:
-            tokens: a history at least as long as the longest of `lengths`.
-            lengths: history tokens of the shapes.
-            candidates: candidates of the shapes; every length runs with each of them.
+            tokens: A history at least as long as the longest of `lengths`.
+            lengths: Numbers of history tokens to run.
+            candidates: Numbers of candidates to run, each with every length.
         """
         rows = np.zeros(max(candidates), np.int64)
         samples = []
@@ -535,7 +544,7 @@ class RankEngine(PageJobs):
         return self.cost
 
     async def _time_finding(self, tokens: Tokens) -> float:
-        """Time what follows u in a lone pass."""
+        """Return the device seconds of the search with u, for a pass of one request."""
         history = RankPass(tokens, 0, np.empty(0, np.int64), int(tokens.events.timestamps[-1]))
         without_s, with_s = [
             await self.timed(partial(self.find_all, [FindPass(history, k, np.empty(0, np.int64))]))
@@ -545,22 +554,19 @@ class RankEngine(PageJobs):
 
 
 def _start(work: RankPass) -> int:
-    """The first token that a pass computes: never one among the user's, which are not parted."""
+    """Return the first token that a pass computes. It never splits the user's own tokens."""
     start = work.cached.num_tokens if work.cached else work.first_token
     return max(start, work.tokens.num_user) if start else 0
 
 
 def _times(work: RankPass) -> I64:
-    """Unix seconds of each token.
-
-    Of a history without events, the user's tokens are as old as the candidates.
-    """
+    """Return the unix seconds of each token; of the candidates if the history has no events."""
     times = work.tokens.timestamps
     return times if len(work.tokens.rows) else np.full_like(times, work.candidate_time)
 
 
 def _scores(work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:
-    """Part what `forward` returns for a request."""
+    """Split the result of `forward` for a request into logits and retrieval scores."""
     if work.vector is None:
         return RankScores(scores, None, queue_s, device_s)
     return RankScores(scores[:, :-1], scores[:, -1], queue_s, device_s)

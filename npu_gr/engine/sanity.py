@@ -1,9 +1,8 @@
-"""The self-tests of a model on this very device, before the first request is served: parity, and sanity.
+"""Self-tests of a model on its device, before it serves: parity and sanity.
 
 `parity` compares a ranker with itself: cold scores == HBM hit == DRAM hit. A checkpoint of zeros
-passes it. The sanity checks look at the numbers: every weight is finite, every score is finite, and
-scores differ between candidates and between histories. A model that cannot tell candidates apart,
-or computes no numbers, does not become ready.
+passes that. So the sanity checks look at the numbers: weights and scores must be finite, and scores
+must differ between candidates and between histories. A model that fails does not become ready.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
 from npu_gr.model.history_tokenizer import Tokens
 
-# of the logits' standard deviation
+# Largest difference of scores, in standard deviations of the logits.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}
 _FAR = float("inf")
 
@@ -42,37 +41,37 @@ async def parity(
 ) -> float:
     """Rank one history cold, from HBM and from DRAM, and compare the scores.
 
-    And its vector, where the model retrieves.
+    A model with a retrieval head has its user vectors compared too.
 
     Args:
-        engine: the engine to test. Its ranks wait as live ones do; `engine.objective_s` is set.
-        runs: pages of its arena for `tokens` that nobody else uses; they are zero at the end.
-        dram: the arena of the DRAM tier; None = there is no such tier.
-        dram_runs: pages of `dram` for `tokens` that nobody else uses; they are zero at the end.
-        tokens: a history. Three quarters of it are cached, the rest is computed.
+        engine: Engine to test. Its ranks queue as live ones do, so `engine.objective_s` must be
+            set.
+        runs: Otherwise unused pages of its arena for `tokens`; they are zero at the end.
+        dram: Arena of the DRAM tier; None = there is no such tier.
+        dram_runs: Otherwise unused pages of `dram` for `tokens`; they are zero at the end.
+        tokens: A history; three quarters of it are cached, the rest is computed.
         candidates: [c] item rows.
 
     Returns:
-        the largest difference of a cached score from the cold one, in standard deviations of the
-        cold scores.
+        The largest difference between a cached and a cold score, in standard deviations of the cold
+        scores.
 
     Raises:
-        DeviceError: the difference is over the tolerance of the dtype in which keys and values are
-            kept.
+        DeviceError: the difference is over the tolerance for the dtype of the stored KV.
     """
     layout = engine.arena.layout
     cut = max(len(tokens) * 3 // 4, tokens.num_user)
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
-    cold = await _asked(engine, RankPass(tokens, 0, candidates, shown_at))
+    cold = await _scored(engine, RankPass(tokens, 0, candidates, shown_at))
     await engine.prefill(head, runs, _FAR, warmup_order())
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
-    results = {"HBM": await _asked(engine, hit)}
+    results = {"HBM": await _scored(engine, hit)}
     if dram is not None:
         await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, warmup_order())
         await engine.zero(engine.arena, runs)
         await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, warmup_order())
-        results["DRAM"] = await _asked(engine, hit)
+        results["DRAM"] = await _scored(engine, hit)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)
     worst = 0.0
@@ -82,14 +81,14 @@ async def parity(
         if not drift <= TOLERANCE[layout.dtype]:
             raise DeviceError(
                 f"self-test: scores from {tier} differ from cold ones by {drift:.1e} of their "
-                "standard deviation, "
-                f"the limit for {layout.dtype} is {TOLERANCE[layout.dtype]:.0e}"
+                f"standard deviation, the limit for {layout.dtype} is "
+                f"{TOLERANCE[layout.dtype]:.0e}"
             )
     return worst
 
 
-async def _asked(engine: RankEngine, work: RankPass) -> list[F32]:
-    """Compute the logits; and the user vector, where the model retrieves."""
+async def _scored(engine: RankEngine, work: RankPass) -> list[F32]:
+    """Compute the logits, and the user vector if the model has a retrieval head."""
     answers = [(await engine.rank(work, _FAR)).logits]
     if engine.model.config.retrieval:
         nothing: I64 = np.empty(0, np.int64)
@@ -106,8 +105,8 @@ def check_weights(model: nn.Module, where: str) -> None:
     """Check that every weight is a finite number.
 
     Args:
-        model: on any device.
-        where: begins the message, e.g. "checkpoint /models/ranker".
+        model: Model on any device.
+        where: Prefix of the error message, e.g. "checkpoint /models/ranker".
 
     Raises:
         CheckpointError: names the tensor, how many of its values are wrong, and the first one.
@@ -119,8 +118,7 @@ def check_weights(model: nn.Module, where: str) -> None:
         first = tuple(wrong[0].tolist())
         raise CheckpointError(
             f"{where}: self-test: {len(wrong)} of {tensor.numel()} values of {name} are not "
-            "finite, "
-            f"the first is {float(tensor[first])} at {list(first)}"
+            f"finite, the first is {float(tensor[first])} at {list(first)}"
         )
 
 
@@ -128,10 +126,10 @@ def check_scores(logits: F32, names: Sequence[str], where: str) -> None:
     """Check that scores are finite, and that they differ between candidates and between histories.
 
     Args:
-        logits: [h, c, n] of h different histories, c different candidates, n tasks. Of one
-            candidate or one history nothing can differ, so only the rest is checked.
-        names: [n] what each score is called in the message.
-        where: begins the message.
+        logits: [h, c, n] for h different histories, c different candidates, n tasks. With one
+            candidate or one history, differences between them are not checked.
+        names: [n] names of the scores, for the message.
+        where: Prefix of the error message.
 
     Raises:
         CheckpointError: names the score and what is wrong with it.
@@ -146,8 +144,7 @@ def check_scores(logits: F32, names: Sequence[str], where: str) -> None:
         if num_candidates > 1 and (scores == scores[:, :1]).all():
             raise CheckpointError(
                 f"{where}: self-test: all {num_candidates} candidates have the same score of "
-                f"{name}, "
-                f"{float(scores[0, 0]):g}"
+                f"{name}, {float(scores[0, 0]):g}"
             )
         if num_histories > 1 and (scores == scores[:1]).all():
             raise CheckpointError(
@@ -167,10 +164,10 @@ async def check_ranker(
 
     Args:
         engine: the engine to test.
-        histories: different ones.
+        histories: Distinct histories.
         candidates: [c] item rows, distinct.
-        tasks: names of the scores.
-        where: begins the message.
+        tasks: Name of each score.
+        where: Prefix of the error message.
 
     Raises:
         CheckpointError: as `check_scores`.
@@ -183,7 +180,7 @@ async def check_ranker(
 
 
 def _first(kv: Mapping[int, Slab], num_tokens: int) -> LayerSlabs:
-    """The KV of the first tokens of a prompt."""
+    """Make the function that returns a layer's KV of the first tokens of a prompt."""
     return lambda layer: [(kv[layer][0][:num_tokens], kv[layer][1][:num_tokens])]
 
 
@@ -196,9 +193,9 @@ async def check_generator(
 
     Args:
         engine: the engine to test.
-        codes: number of codes of each level.
+        codes: Number of codes of each level.
         first_token: token of the first level's code 0; the other levels follow.
-        where: begins the message.
+        where: Prefix of the error message.
 
     Raises:
         CheckpointError: as `check_scores`.
@@ -208,7 +205,7 @@ async def check_generator(
     bases = first_token + np.cumsum([0, *codes[:-1]])
 
     def score() -> F32:
-        """Of the token after two random items, on a device thread."""
+        """Score the token after two random items, on a device thread."""
         tokens: I64 = (bases + random.integers(0, codes, (2, len(codes)))).ravel()
         kv: dict[int, Slab] = {}
         for piece in model.encoding(

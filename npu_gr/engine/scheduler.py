@@ -1,20 +1,21 @@
-"""Jobs for the device, submitted and awaited on the event loop.
+"""The scheduler: submits jobs for the device, and awaits them on the event loop.
 
-`device_threads.py` runs them, `queue.py` orders them.
+`queue.py` orders the jobs, `device_threads.py` runs them.
 
     call      one function, alone
-    sequence  functions one after the other; more urgent jobs run in between (the chunks of a prefill)
-    batch     work that shares a pass with other work of the same function (ranks, generates, matches)
-    post      one function before every job that waits (an overwrite of pages)
+    sequence  functions one after the other, with more urgent jobs in between (chunks of a prefill)
+    batch     work that shares a pass with other work of the same function (ranks, generates)
+    post      one function ahead of all waiting jobs (an overwrite of pages)
 
-Only device threads touch tensor values. With several streams, several passes run at once over one
+Only device threads touch tensor values. With several streams, several passes run at a time over one
 copy of the weights.
 
 Invariants, held by tests/engine/test_scheduler.py:
-  S1  every submitted job ends exactly once: with a result, with an error, or dropped because nobody waits for it
-  S2  a job whose deadline has passed, or whose submitter is gone, costs no device time
-  S3  a submitter that is cancelled continues only when its job will not run, or has run. The submitter holds what the
-      job reads and writes (leases, pages), and so holds it for as long as the device may touch it
+  S1  every submitted job ends exactly once: with a result, with an error, or dropped because its
+      submitter was cancelled
+  S2  a job whose deadline has passed, or whose submitter was cancelled, costs no device time
+  S3  a cancelled submitter continues only when its job has run or will not run: so it keeps the
+      leases and pages of the job for as long as the device may touch them
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class BatchWork(Protocol):
 
     @property
     def demand(self) -> Demand:
-        """How much it adds to the pass."""
+        """Size of the work, which counts towards the limits of a pass."""
         ...
 
 
 class Scheduler:
-    """The one way to the device. Every method is for the event loop."""
+    """Submits all jobs for one device. Every method is for the event loop."""
 
     def __init__(
         self,
@@ -51,62 +52,58 @@ class Scheduler:
         stream: Callable[[], AbstractContextManager[None]] = nullcontext,
         streams: Streams | None = None,
     ) -> None:
-        """Nothing runs before `start`.
+        """Run nothing before `start`.
 
         Args:
             config: limits of the queue and of a pass.
-            stream: enters a device thread's own stream of work on the device, for as long as the
-                thread runs.
-            streams: what runs the passes; None = threads.
+            stream: Factory of the context that a device thread stays in, which selects its own
+                stream of the device.
+            streams: Runner of the passes; None = `DeviceThreads`.
         """
         self.config = config
         self._streams = DeviceThreads(config, stream) if streams is None else streams
         self._streams.on_pass = self._pass_ended
-        # Both are called on a device thread.
-        # after a shared pass
+        # Called on a device thread after each pass that may be shared.
         self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None
-        # after every pass
+        # Called on a device thread after every pass.
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
 
     def start(self) -> None:
-        """Begin to run jobs. Results go to the event loop that runs now."""
+        """Begin to run jobs. Results go to the current event loop."""
         self._streams.start()
 
     async def stop(self) -> None:
-        """Let the passes that run end. Jobs that still wait end with Unavailable."""
+        """Let running passes end. Jobs that still wait end with Unavailable."""
         await self._streams.stop()
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants' shares of the queue; all that are not named have 1."""
+        """Set the weights of the tenants' shares of the queue (default 1)."""
         self._streams.queue.shares.weights = tenant_weights
 
     @property
     def depth(self) -> int:
-        """Jobs waiting."""
+        """Number of waiting jobs."""
         return len(self._streams.queue)
 
     @property
     def failures_in_a_row(self) -> int:
-        """Jobs that failed on the device since the last one that did not.
-
-        Our own errors do not count.
-        """
+        """Jobs that failed on the device since the last one that did not, except `NpuGrError`s."""
         return self._streams.failures_in_a_row
 
     @property
     def pressure(self) -> float:
-        """Sum over the waiting requests of (estimated device seconds / objective seconds of the request), a stream."""
+        """Queued work of requests in objectives (see `JobQueue.pressure`), for each stream."""
         return self._streams.queue.pressure / self.config.streams
 
     def wait_s(self, objective_s: float) -> float:
-        """Estimate how long a request that comes now would wait for the device.
+        """Estimate the seconds that a request arriving now would wait for the device.
 
-        It counts the pass that runs and the jobs that go before the request, by their estimates and
-        by how much longer than their estimates passes have taken recently.
+        It counts the running pass and the jobs that go first, by their estimates times the recent
+        slowdown of passes.
 
         Args:
-            objective_s: of the request, from arrival to answer; it sets the request's place in the
-                queue.
+            objective_s: SLO objective of the request, from arrival to answer, which sets its place
+                in the queue.
         """
         return self._streams.wait_s(min(objective_s, self.config.aging_s))
 
@@ -123,19 +120,20 @@ class Scheduler:
         """Run `function` on a device thread, alone.
 
         Args:
-            function: reads and writes tensors; it must not touch the event loop.
+            function: Function that reads and writes tensors; it must not touch the event loop.
             deadline_at: instant on time.monotonic(); a function that has not begun by then is
                 dropped.
-            order: its place in the queue; it can be hastened while the job waits. None = by its
+            order: Place in the queue, which may be hastened while the job waits; None = by the
                 deadline.
-            estimate_s: device seconds.
-            preemptible: it waits behind every request, and a full queue may drop it.
+            estimate_s: Estimated device seconds.
+            preemptible: True = it waits behind every request, and a full queue may drop it.
             kind: label of the device-time metric: prefill, generate, copy, match, other.
 
         Raises:
-            Overloaded: the queue is full, or was when a request came (if preemptible).
-                DeadlineExceeded. DeviceError: the function failed. Unavailable: the scheduler
-                stops.
+            Overloaded: the queue is full, or a request took the place of this preemptible job.
+            DeadlineExceeded: the job had not begun by its deadline.
+            DeviceError: the function failed.
+            Unavailable: the scheduler stops.
         """
         order = JobOrder(deadline_at) if order is None else order
         job = _job([JobStep(function, estimate_s)], deadline_at, order, preemptible, kind)
@@ -151,21 +149,19 @@ class Scheduler:
         preemptible: bool = False,
         kind: str = "other",
     ) -> JobResult[Any]:
-        """Run functions on device threads, each alone and after the one before it.
-
-        Urgent jobs may run in between.
+        """Run functions on device threads, one after the other; urgent jobs may run in between.
 
         Args:
-            steps: at least one; their works read and write tensors and must not touch the event
+            steps: One or more. Their works read and write tensors, and must not touch the event
                 loop.
             deadline_at: instant on time.monotonic(); steps that have not begun by then are dropped.
-            order: its place in the queue. If it is cancelled at a step, the sequence ends after the
+            order: Place in the queue. If it is cancelled at a step, the sequence ends after the
                 step that runs.
-            preemptible: it waits behind every request, and a full queue may drop it.
+            preemptible: True = it waits behind every request, and a full queue may drop it.
             kind: label of the device-time metric.
 
         Returns:
-            the result of the last step that ran, and how many steps did.
+            The result of the last step that ran, and the number of steps that ran.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError, Unavailable: as `call`.
@@ -198,22 +194,19 @@ class Scheduler:
     ) -> JobResult[Any]:
         """Run `work` in a pass that it may share with other work of the same `run`.
 
-        A bound method is the same `run` only for the same object: works of two versions of a model
-        never share a pass.
+        Bound methods of two objects differ, so works of two versions of a model never share a pass.
 
         Args:
-            work: what `run` gets, in a list.
-            run: computes one result for each work of a pass, on a device thread.
+            work: Element of the list that `run` gets.
+            run: Computes one result for each work of a pass, on a device thread.
             deadline_at: instant on time.monotonic(); work that has not begun by then is dropped.
-            objective_s: of the request, from arrival to answer; `arrived_at + objective_s` is its
-                place in the queue.
-            arrived_at: the instant at which the request arrived, not the instant of this call;
-                aging counts from it. None = now.
-            tenant: of the request; one with less than its share of the queue goes before the
-                others.
-            estimate_s: device seconds of this work alone.
-            max_requests: the most works in a pass; the same for every work of one `run`. None = the
-                scheduler's own `max_batch_requests`.
+            objective_s: SLO objective of the request, from arrival to answer; its place in the
+                queue is `arrived_at + objective_s`.
+            arrived_at: Instant at which the request arrived, from which aging counts; None = now.
+            tenant: Tenant of the request; one below its share of the queue goes first.
+            estimate_s: Estimated device seconds of this work alone.
+            max_requests: Most works in a pass, the same for every work of one `run`; None =
+                `scheduler.max_batch_requests`.
             kind: label of the device-time metric.
 
         Raises:
@@ -238,12 +231,10 @@ class Scheduler:
         )
 
     def post(self, function: Callable[[], None]) -> asyncio.Future[JobResult[None]]:
-        """Run `function` before every job that waits.
-
-        It is queued when this returns, and never rejected.
+        """Run `function` ahead of all waiting jobs. It is queued at once, and never rejected.
 
         Returns:
-            its end, which need not be awaited; Unavailable if the scheduler stops.
+            A future of its end, which need not be awaited; Unavailable if the scheduler stops.
         """
         job = Job(run=_each, work=function, order_at=float("-inf"))
         try:
@@ -254,10 +245,10 @@ class Scheduler:
             return future
 
     async def finished(self, wait: Callable[[], None]) -> None:
-        """Run `wait` on a thread of its own, for device work that goes on beside the device threads. S3 holds for it.
+        """Wait on a separate thread for device work that no device thread waits for; S3 holds.
 
         Args:
-            wait: blocks until the device work has ended.
+            wait: Function that blocks until the device work has ended.
         """
         future = asyncio.ensure_future(asyncio.to_thread(wait))
         try:
@@ -272,7 +263,7 @@ class Scheduler:
             return await future
         except asyncio.CancelledError:
             if not future.cancelled():  # it ended in the same turn of the event loop
-                future.exception()  # marks it as retrieved: nobody else will read it
+                future.exception()  # marks it as retrieved, or asyncio would log it
             elif not self._streams.queue.withdraw(job) and not job.has_ended:
                 job.let_go = asyncio.get_running_loop().create_future()
                 await _ended(job.let_go)

@@ -1,7 +1,7 @@
 """The background work of a relay: its tasks, and the overwriting of erased users' pages.
 
-The work belongs to the relay, not to the request that started it. A request that goes away takes no
-task with it, and a task that fails never reaches a caller: it is counted and logged.
+The work belongs to the relay, not to the request that started it: a request that is cancelled
+cancels no task, and a task that fails is counted and logged, and fails no request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BackgroundTasks:
     """Tasks that run until they end, or until `stop`. Event loop only."""
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
-        """`on_error` gets the name of a task that failed with one of our own errors."""
+        """Call `on_error` with the name of each task that fails with an `NpuGrError`."""
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -51,21 +51,23 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # under overload there is one of these a request, and each is counted: not worth a line
-            # of the log
+            # Under overload every request may cause one of these, and the metrics count them: log
+            # them at DEBUG only.
             level = (
                 logging.DEBUG
                 if isinstance(error, DeadlineExceeded | Overloaded)
                 else logging.WARNING
             )
-            log.log(level, "a relay task failed: %s: %s", type(error).__name__, error)
+            log.log(
+                level, "a background task of the relay failed: %s: %s", type(error).__name__, error
+            )
 
     async def finished(self) -> None:
-        """Wait for the tasks of now. A task that fails does not fail the caller."""
+        """Wait for the tasks that run now. A failed task raises nothing here."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Cancel the tasks of now and wait for them."""
+        """Cancel the tasks that run now, and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -73,11 +75,9 @@ class BackgroundTasks:
 
 
 class Overwrites:
-    """Zeroes the pages of erased users, as the tiers report them, before they are free.
+    """Zeroes the pages of erased users before the tiers may reuse them. Event loop only.
 
-    Event loop only.
-
-    The latest relay over shared tiers takes the reports over from the one before it.
+    If several relays share the tiers, the newest one overwrites the pages.
     """
 
     def __init__(self, engine: Encoder[P], tiers: Tiers) -> None:
@@ -101,23 +101,23 @@ class Overwrites:
             self._pending.discard(future)
             free()
             if not future.cancelled() and (error := future.exception()) is not None:
-                log.error("pages of an erased user were not overwritten: %s", error)
+                log.error("the pages of an erased user were not overwritten with zeros: %s", error)
 
         future.add_done_callback(ended)
 
     async def finished(self) -> None:
-        """Wait for the overwrites of now.
+        """Wait for the overwrites that are queued or run now.
 
         Raises:
             NpuGrError: one of them failed.
         """
         if self._pending:
-            # unlike gather, it cancels none if the waiter is cancelled
+            # unlike gather, wait() cancels no overwrite if this coroutine is cancelled
             done, _ = await asyncio.wait(self._pending)
             for future in done:
                 future.result()
 
     async def settled(self) -> None:
-        """Wait for the overwrites of now. One that fails does not fail the caller."""
+        """Wait for the overwrites that are queued or run now, ignoring failures."""
         if self._pending:
             await asyncio.wait(self._pending)

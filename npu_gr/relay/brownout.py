@@ -1,10 +1,13 @@
-"""Brown-out: under overload give up optional work one level after the other, and restore it more slowly.
+"""Brown-out: gives up optional work level by level under overload, and restores it more slowly.
 
-    pressure = work that waits for the device over the objectives of its requests
-             + work that waits at the door over the objective, as long as it stands there
+    pressure = queued device seconds / SLO objective of the requests that wait for the device
+             + queued device seconds / SLO objective of the requests that wait for admission,
+               once that queue has stood for longer than a burst
 
     pressure >= high for rise_s   one level up
-    pressure <= low for fall_s    one level down; low < high and fall_s > rise_s, so the level does not flap
+    pressure <= low for fall_s    one level down
+
+low < high and fall_s > rise_s, so the level does not flap.
 
 `npu_gr.core.request.Brownout` lists the levels.
 """
@@ -18,14 +21,14 @@ import msgspec
 from npu_gr.core.request import Brownout
 from npu_gr.core.settings import Positive, Seconds
 
-OBSERVE_S = 0.05  # between two looks at the load
+OBSERVE_S = 0.05  # interval between two readings of the pressure
 
 
 class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When the level goes up and down, and how far."""
 
     enabled: bool = True
-    # pressure: objectives' worth of work that waits; the door lets 0.75 wait at most
+    # pressure in SLO objectives of queued work; admission lets at most 0.75 wait
     high: Positive = 0.4
     low: Positive = 0.1
     rise_s: Seconds = 0.25
@@ -38,23 +41,23 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class BrownoutControl:
-    """The level in force. Call `observe` every few tens of milliseconds."""
+    """The current level. Call `observe` every `OBSERVE_S`."""
 
     def __init__(self, config: BrownoutConfig) -> None:
         self._config = config
         self.step = Brownout.NONE
-        self._high_from_at: float | None = None  # since when the pressure is high without a break
+        self._high_from_at: float | None = None  # since when the pressure has been high
         self._low_from_at: float | None = None
 
     def reconfigure(self, config: BrownoutConfig) -> None:
-        """Start anew with other settings."""
+        """Apply other settings, and restart at level NONE."""
         self._config = config
         self.step = Brownout.NONE
         self._high_from_at = None
         self._low_from_at = None
 
     def observe(self, pressure: float, now_at: float) -> Brownout:
-        """Take a reading of the pressure and return the level from now on."""
+        """Record a reading of the pressure, and return the new level."""
         config = self._config
         self._high_from_at = _since(self._high_from_at, pressure >= config.high, now_at)
         self._low_from_at = _since(self._low_from_at, pressure <= config.low, now_at)

@@ -1,4 +1,4 @@
-"""The settings of a relay, the ones in force, and what `npu-gr calibrate` measured for them."""
+"""The settings of a relay, as configured and live, and the measurements of `npu-gr calibrate`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from npu_gr.engine.cost import CostModel
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How prefixes are produced, kept and used."""
+    """How prefixes are encoded, kept and used."""
 
     enabled: bool = True
-    t_life_s: Seconds = 10.0  # how long a prefix waits for its rank
-    # a full inference publishes the prefix that it computed anyway, if there is room
+    t_life_s: Seconds = 10.0  # how long a published prefix waits for its rank
+    # a full inference publishes the prefix that it has computed, if there is room
     keep_full: bool = True
     degrade: bool = True  # truncate a history whose full inference would miss the deadline
-    margin_s: SecondsOrZero = 0.002  # kept back for what follows the device
-    max_reloads: Count = 2  # copies from DRAM at once
-    max_joiners: Count = 64  # ranks that wait for one producer; a limit against bots
-    brownout_tokens: Count = 512  # that a rank without prefix reads when the brown-out truncates
+    margin_s: SecondsOrZero = 0.002  # reserved for the work that follows the device
+    max_reloads: Count = 2  # copies from DRAM at a time
+    max_joiners: Count = 64  # ranks that wait for one prefill job; a limit against bots
+    brownout_tokens: Count = 512  # a rank without a prefix reads these when the brown-out truncates
     max_remembered: Count = 100_000  # users whose last signal is remembered
 
 
@@ -34,11 +34,13 @@ class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # always: every prefix that is long enough, if there is room
     policy: Literal["at_risk", "always"] = "at_risk"
-    min_prefix_tokens: Count = 64  # shorter prefixes are never produced
-    max_inflight: Count = 8  # pre-infers and reloads at once
+    min_prefix_tokens: Count = 64  # shorter prefixes are never encoded ahead
+    max_inflight: Count = 8  # pre-infers and reloads at a time
     rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
     margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
-    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c, for a signal that does not say
+    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = (
+        200  # c, for a signal that does not say how many
+    )
     # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
     q_m_per_s: Positive | None = None
     # share of Q_m that pre-infers may take
@@ -48,14 +50,14 @@ class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @dataclass(slots=True)
 class LiveSettings:
-    """The settings in force.
+    """The settings that apply now.
 
-    A reload and the brown-out change them in place, so nobody keeps a copy.
+    A reload of the configuration and the brown-out change them in place: do not copy them.
     """
 
     relay: RelayConfig
     trigger: TriggerConfig
-    # of the shares of tenants; all others have 1
+    # for the tenants' shares; a tenant without one has weight 1
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     brownout: Brownout = Brownout.NONE
 
@@ -66,20 +68,20 @@ class LiveSettings:
 
     @property
     def max_uncached_tokens(self) -> int | None:
-        """The most tokens that a rank may compute itself; None = no limit."""
+        """Most history tokens that a rank may compute itself; None = no limit."""
         return self.relay.brownout_tokens if self.brownout >= Brownout.TRUNCATE else None
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The measurements of `npu-gr calibrate`, kept in a file beside the configuration that they belong to.
+    """The measurements of `npu-gr calibrate` for one checkpoint, device and traffic.
 
-    One checkpoint on one device under one traffic. The symbols are those of `trigger.py`.
+    They are kept in a file next to the configuration. The symbols are those of `trigger.py`.
     """
 
-    version: str  # of the checkpoint
-    device: str  # its name and kernels
-    cost: CostModel  # seconds
-    copy_bytes_per_s: Positive  # from DRAM to HBM
+    version: str  # version of the checkpoint
+    device: str  # name of the device and its kernels
+    cost: CostModel  # coefficients, in seconds
+    copy_bytes_per_s: Positive  # bandwidth from DRAM to HBM
     kv_token_bytes: SomeBytes  # keys and values of one token, all layers
     kv_p99_tokens: Count  # P99 of the length of a prefix
     t_life_s: Seconds  # T_life: P99 of the time from a signal to the end of its rank
@@ -87,6 +89,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     q_m_per_s: Positive
 
 
-def beside(config_path: Path) -> Path:
+def calibration_path(config_path: Path) -> Path:
     """Return the path of the calibration file of a configuration file."""
     return config_path.with_suffix(".calibration.yaml")

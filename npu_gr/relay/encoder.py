@@ -1,7 +1,7 @@
-"""The two contracts of the relay: what it needs of a history (`Prefix`), and of an engine (`Encoder`).
+"""The interfaces that the relay works with: a history (`Prefix`) and an engine (`Encoder`).
 
-The relay knows prefixes and pages, and no model: `RankEngine`, `GenerateEngine` and the simulator's
-`Device` are encoders alike.
+The relay knows prefixes and pages, but no model: `RankEngine`, `GenerateEngine` and the simulator's
+`Device` all implement `Encoder`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ class Prefix(Protocol):
 
     @property
     def timestamps(self) -> I64:
-        """[n] unix seconds of its tokens; they are kept beside the KV."""
+        """[n] unix seconds of the tokens; stored with the KV."""
         ...
 
     @property
     def is_divisible(self) -> bool:
-        """Whether the KV of its first tokens is of use without the rest: it does not depend on later tokens."""
+        """Whether the KV of the first tokens does not depend on later ones, so is useful alone."""
         ...
 
     def __len__(self) -> int:
-        """Count its tokens."""
+        """Count the tokens."""
         ...
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Identify the KV of the first `num_tokens` tokens: the same only where all that it depends on is the same."""
+        """Identify the KV of the first `num_tokens` tokens.
+
+        Two fingerprints are equal only if everything that the KV depends on is equal.
+        """
         ...
 
 
@@ -45,11 +48,11 @@ P_in = TypeVar("P_in", bound=Prefix, contravariant=True)
 
 
 class DeviceEstimates(Protocol):
-    """What an `Encoder` predicts of its device."""
+    """What an `Encoder` predicts about its device."""
 
     @property
     def cost(self) -> CostModel:
-        """Predicts the seconds of a pass."""
+        """Model that predicts the seconds of a pass."""
         ...
 
     @property
@@ -59,7 +62,7 @@ class DeviceEstimates(Protocol):
 
     @property
     def objective_s(self) -> float:
-        """SLO objective of a request in seconds from its arrival: sets its place in the queue."""
+        """SLO objective of a request, in seconds from its arrival; sets its place in the queue."""
         ...
 
 
@@ -68,7 +71,7 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Bandwidth from DRAM to HBM."""
+        """Bandwidth from DRAM to HBM, in bytes a second."""
         ...
 
     @property
@@ -88,15 +91,15 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
 
         Args:
             tokens: the whole prefix.
-            keep: pages for all of it; they hold its first `first_token` tokens already.
+            keep: Pages for the whole prefix; they hold its first `first_token` tokens already.
             deadline_at: instant of the clock; what has not begun by then is dropped.
-            order: its place in the queue. If it is cancelled at a step, the prefill ends with the
-                chunk that runs.
-            first_token: where to continue.
+            order: Place of the work in the queue. If it is cancelled at a step, the prefill ends
+                with the chunk that runs.
+            first_token: First token to encode.
 
         Returns:
-            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
-            Of a prefix that is not divisible, all or none.
+            Number of tokens that the pages hold now: all of them, unless `order` was cancelled at a
+            step. All or none of a prefix that is not divisible.
         """
         ...
 
@@ -108,9 +111,9 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
         *,
         preemptible: bool = False,
     ) -> None:
-        """Copy a prefix between tiers; the contract is that of `PageJobs.copy`."""
+        """Copy a prefix between tiers, as `PageJobs.copy` does."""
         ...
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
-        """Overwrite pages before every job that waits."""
+        """Overwrite pages with zeros, ahead of every job that waits."""
         ...

@@ -1,19 +1,20 @@
-"""Gets a rank the best prefix of its history: decides what to use of what exists, and waits for it if need be.
+"""Prefix lookup: decides which prefix of its history a rank uses, and waits for it if need be.
 
-    the prefix is                       the rank                                     outcome
-    resident in HBM                     leases it                  UseResident       hbm_hit
-    being prefilled, nobody waits       encodes the rest itself    AdoptPrefill      joined | miss_full not_begun
-    on its way into HBM otherwise       waits, if time remains     JoinProducer      joined | miss_full join_timeout
-    in DRAM, and a copy is faster       reloads it and waits       ReloadCopy        dram_hit | miss_full reload_*
-    nowhere                             computes everything        ComputeAll        miss_full | degraded
+    the prefix is                    the rank                  decision      outcome
+    resident in HBM                  leases it                 UseResident   hbm_hit
+    being prefilled, no rank waits   encodes the rest itself   AdoptPrefill  joined | miss_full
+    on its way into HBM otherwise    waits, if time remains    JoinPrefill   joined | miss_full
+    in DRAM, and a copy is faster    reloads it and waits      ReloadCopy    dram_hit | miss_full
+    nowhere                          computes everything       ComputeAll    miss_full | degraded
 
-Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the
-beginning of the history: same user, model version and layout, and the same fingerprint of that many
-tokens.
+The longest usable prefix of a place is taken. A prefix is usable if it is the beginning of the
+history: same user, model version and page layout, and the same fingerprint of that many tokens.
 
-    Inventory     what exists                RankTime   what the rank has time for
-    choose        what to use of it (pure)   LastSignals   why there is nothing
-    PrefixFinder  gets it
+    Inventory      finds the prefixes that exist
+    choose         decides which of them to use (pure)
+    RankTime       says what the rank has time for
+    LastSignals    explains why there is no prefix
+    PrefixFinder   carries the decision out
 
 See `docs/relay.md`.
 """
@@ -37,14 +38,8 @@ from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.encoder import DeviceEstimates, Encoder, P, Prefix
-from npu_gr.relay.prefill_manager import (
-    Adoption,
-    PrefillJob,
-    PrefillKind,
-    PrefillManager,
-    PrefillTable,
-    PrefixFiller,
-)
+from npu_gr.relay.prefill_job import Adoption, PrefillJob, PrefillKind
+from npu_gr.relay.prefill_manager import PrefillManager, PrefillTable, PrefixFiller
 from npu_gr.relay.trigger import reload_pays
 
 E = TypeVar("E", bound=TierEntry)
@@ -59,13 +54,13 @@ class UseResident(msgspec.Struct, frozen=True):
 class AdoptPrefill(msgspec.Struct, frozen=True):
     """Stop a prefill of the whole history, and encode the rest in the rank's own pass."""
 
-    producer: PrefillJob
+    job: PrefillJob
 
 
-class JoinProducer(msgspec.Struct, frozen=True):
-    """Wait for a producer."""
+class JoinPrefill(msgspec.Struct, frozen=True):
+    """Wait until a prefill job has published the prefix."""
 
-    producer: PrefillJob
+    job: PrefillJob
 
 
 class ReloadCopy(msgspec.Struct, frozen=True):
@@ -80,21 +75,24 @@ class ComputeAll(msgspec.Struct, frozen=True):
     reason: Reason
 
 
-Decision = UseResident | AdoptPrefill | JoinProducer | ReloadCopy | ComputeAll
+Decision = UseResident | AdoptPrefill | JoinPrefill | ReloadCopy | ComputeAll
 
 
 class Existing(NamedTuple):
-    """The longest usable prefix of a history in each place, looked up in this order until one is found."""
+    """The longest usable prefix of a history, in the first of these places that has one."""
 
     resident: PrefixEntry | None = None
-    producer: PrefillJob | None = None
+    job: PrefillJob | None = None
     copy: DramEntry | None = None  # in DRAM
-    copy_pays: bool = False  # reloading it is faster than computing it, and in time
-    why_missing: Reason = Reason.NO_SIGNAL  # if none is found
+    copy_pays: bool = False  # a reload is faster than computing it, and ends before the deadline
+    why_missing: Reason = Reason.NO_SIGNAL  # set if no place has one
 
 
 def is_usable(entry: TierEntry, tokens: Prefix) -> bool:
-    """Return whether an entry holds the beginning of a history, given that user, version and layout agree."""
+    """Return whether an entry holds the beginning of a history.
+
+    The entry must be of the same user, model version and page layout.
+    """
     return (
         0 < entry.num_tokens <= len(tokens)
         and tokens.fingerprint(entry.num_tokens) == entry.key.fingerprint
@@ -110,14 +108,9 @@ def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
     return found
 
 
-def longest_producer(producers: Iterable[PrefillJob], tokens: Prefix) -> PrefillJob | None:
-    """Return the producer of the longest usable prefix.
-
-    A producer whose user was erased will publish nothing.
-    """
-    usable = (
-        each for each in producers if not each.entry.is_erased and is_usable(each.entry, tokens)
-    )
+def longest_job(jobs: Iterable[PrefillJob], tokens: Prefix) -> PrefillJob | None:
+    """Return the job with the longest usable prefix; a job of an erased user publishes nothing."""
+    usable = (each for each in jobs if not each.entry.is_erased and is_usable(each.entry, tokens))
     return max(usable, key=lambda each: each.entry.num_tokens, default=None)
 
 
@@ -127,26 +120,26 @@ def choose(existing: Existing, num_tokens: int, max_joiners: int) -> Decision:
     Args:
         existing: the prefixes of its history.
         num_tokens: length of the history.
-        max_joiners: the most ranks that may wait for one producer.
+        max_joiners: Most ranks that may wait for one job.
     """
     if existing.resident is not None:
         return UseResident(existing.resident)
-    producer = existing.producer
-    if producer is not None:
-        if producer.joiners >= max_joiners:
+    job = existing.job
+    if job is not None:
+        if job.joiners >= max_joiners:
             return ComputeAll(Reason.REJECTED_LOAD)
-        if producer.is_adoptable and producer.entry.num_tokens == num_tokens:
-            return AdoptPrefill(producer)
-        return JoinProducer(producer)
+        if job.is_adoptable and job.entry.num_tokens == num_tokens:
+            return AdoptPrefill(job)
+        return JoinPrefill(job)
     if existing.copy is None:
         return ComputeAll(existing.why_missing)
     return ReloadCopy(existing.copy) if existing.copy_pays else ComputeAll(Reason.RELOAD_SLOWER)
 
 
 class RankTime(msgspec.Struct, frozen=True):
-    """One rank of a history of `num_tokens` tokens, to be done by `deadline_at`.
+    """What a rank of `num_tokens` history tokens has time for before its deadline.
 
-    `margin_s` of the settings is kept back everywhere, for what follows the device.
+    Every figure leaves `relay.margin_s` for the work that follows the device.
     """
 
     config: RelayConfig
@@ -168,12 +161,12 @@ class RankTime(msgspec.Struct, frozen=True):
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for a producer: as long as a full inference can still follow.
+        """Seconds to wait for a prefill job, so that a full inference can still follow.
 
-        If there is no time for one anyway, the rank waits until its deadline.
+        If there is no time for a full inference even now, the rank waits until its deadline.
         """
         left_s = self.deadline_at - self.clock()
-        # Kept back: the pass that does without the prefix, what follows it, and waking up late.
+        # Reserved: a full inference, the work that follows it, and a late wake-up of the rank.
         without_s = (
             self.engine.cost.full_s(self.num_tokens, self.num_candidates) + 2 * self.config.margin_s
         )
@@ -181,24 +174,30 @@ class RankTime(msgspec.Struct, frozen=True):
 
     @property
     def order_at(self) -> float:
-        """The rank's place in the queue, and that of the work it waits for: its objective, not its deadline."""
+        """Place in the device queue of the rank and of the work that it waits for.
+
+        It is the instant of the SLO objective, or the deadline if that is earlier.
+        """
         return min(self.deadline_at, self.clock() + self.engine.objective_s)
 
     @property
     def first_token(self) -> int:
-        """0, or where the newest tokens begin that a full inference can still score in time."""
+        """First token that a full inference reads: 0, or more if the rest must be truncated.
+
+        The newest tokens are kept, as many as the device can encode before the deadline.
+        """
         if not self.config.degrade or not self.num_tokens:
             return 0
         safe = self.engine.cost.safe_tokens(self.num_tokens, self.num_candidates, self.device_s)
         return self.num_tokens - safe
 
     def is_enough_from(self, encoded_tokens: int) -> bool:
-        """Return whether the rank can encode the rest of the history, behind `encoded_tokens`, in time."""
+        """Return whether there is time to encode the history after its first `encoded_tokens`."""
         rest = self.num_tokens - encoded_tokens
         return self.engine.cost.pass_s(rest, encoded_tokens, self.num_candidates) <= self.device_s
 
 
-# Why a signal produced nothing. A verdict that is not here produced something, or found it there.
+# Why a signal led to no prefix. All other verdicts started a job, or found the prefix.
 _REJECTIONS = {
     Verdict.SKIP_NOT_AT_RISK: Reason.NOT_AT_RISK,
     Verdict.SKIP_FOOTPRINT: Reason.REJECTED_FOOTPRINT,
@@ -210,16 +209,15 @@ _REJECTIONS = {
 
 
 class _Signal(NamedTuple):
-    rejection: Reason  # NONE = it led to a prefix
-    came_at: float
-    is_pending: bool  # no rank has ended since
+    rejection: Reason  # NONE = the signal led to a prefix
+    came_at: float  # instant of the clock
+    is_pending: bool  # no rank of the user has ended since
 
 
 class LastSignals:
-    """Explains a miss, and times a prefix from its signal to the end of its rank.
+    """Remembers each user's last signal: to explain a miss, and to measure T_life.
 
-    It has the last signal of up to `max_remembered` users; the user whose signal is oldest is
-    forgotten first.
+    At most `relay.max_remembered` users are remembered; the oldest signal is dropped first.
     """
 
     def __init__(self, settings: LiveSettings) -> None:
@@ -227,14 +225,14 @@ class LastSignals:
         self._last: OrderedDict[UserKey, _Signal] = OrderedDict()
 
     def remember(self, user: UserKey, verdict: Verdict, now_at: float) -> None:
-        """Keep a signal and what came of it."""
+        """Store a user's latest signal and its verdict."""
         self._last[user] = _Signal(_REJECTIONS.get(verdict, Reason.NONE), now_at, is_pending=True)
         self._last.move_to_end(user)
         if len(self._last) > self._settings.relay.max_remembered:
             self._last.popitem(last=False)
 
     def rank_ended(self, user: UserKey, now_at: float) -> float | None:
-        """Return the seconds since the user's signal, for the first rank after it; None for any other rank."""
+        """Return the seconds since the user's last signal if this is the first rank after it."""
         signal = self._last.get(user)
         if signal is None or not signal.is_pending:
             return None
@@ -258,7 +256,7 @@ class LastSignals:
 
 
 class Inventory(Generic[P]):
-    """Looks prefixes up. It changes nothing, except that DRAM copies whose TTL is over are dropped."""
+    """Finds existing prefixes. Changes nothing, but drops DRAM copies whose TTL has expired."""
 
     def __init__(
         self,
@@ -266,26 +264,26 @@ class Inventory(Generic[P]):
         engine: Encoder[P],
         tiers: Tiers,
         filler: PrefixFiller[P],
-        producers: PrefillTable,
+        jobs: PrefillTable,
         signals: LastSignals,
         model_version: str,
     ) -> None:
-        """Look things up in `tiers`, `producers` and `signals`.
+        """Search `tiers` and `jobs`.
 
         Args:
-            settings: whether DRAM is used.
-            engine: its cost model.
-            tiers: where prefixes lie; other versions may share them.
-            filler: predicts a reload.
-            producers: prefixes on their way into HBM.
-            signals: explain a miss.
-            model_version: part of every key.
+            settings: Live settings; the brown-out may switch DRAM off.
+            engine: Engine whose cost model is compared with the cost of a reload.
+            tiers: HBM and DRAM; relays of other model versions may share them.
+            filler: Predicts the seconds of a reload.
+            jobs: Prefixes on their way into HBM.
+            signals: Last signals, which explain a miss.
+            model_version: Part of every prefix key.
         """
         self._settings = settings
         self._engine = engine
         self._tiers = tiers
         self._filler = filler
-        self._producers = producers
+        self._jobs = jobs
         self._signals = signals
         self._version = model_version
         self._layout_id = tiers.pool.arena.layout.layout_id
@@ -299,34 +297,34 @@ class Inventory(Generic[P]):
         return self._tiers.pool.get(key) is not None
 
     def is_being_written(self, key: PrefixKey) -> bool:
-        """Return whether a prefix has a producer, in this relay or in another one over the same tiers."""
-        return key in self._producers or self._tiers.pool.is_reserved(key)
+        """Return whether a prefix has a job, in this relay or another one over the same tiers."""
+        return key in self._jobs or self._tiers.pool.is_reserved(key)
 
     def resident(self, user: UserKey, tokens: P) -> PrefixEntry | None:
         """Return the longest usable prefix in HBM."""
         return longest(self._tiers.pool.find(user, self._version, self._layout_id), tokens)
 
     def copy(self, user: UserKey, tokens: P) -> DramEntry | None:
-        """Return the longest usable prefix in DRAM, unless the brown-out keeps DRAM out."""
+        """Return the longest usable prefix in DRAM; None while the brown-out keeps DRAM unused."""
         dram = self._tiers.dram
         if dram is None or not self._settings.uses_dram:
             return None
         return longest(dram.find(user, self._version, self._layout_id), tokens)
 
     def existing(self, user: UserKey, tokens: P, budget_s: float) -> Existing:
-        """Look a history up: in HBM, among the producers, in DRAM, until one place has a usable prefix.
+        """Look for a usable prefix in HBM, then among the prefill jobs, then in DRAM.
 
         Args:
-            user: whose history.
+            user: User of the history.
             tokens: the whole history.
-            budget_s: seconds that a reload may take.
+            budget_s: Most seconds that a reload may take.
         """
         resident = self.resident(user, tokens)
         if resident is not None:
             return Existing(resident=resident)
-        producer = longest_producer(self._producers.of(user), tokens)
-        if producer is not None:
-            return Existing(producer=producer)
+        job = longest_job(self._jobs.of(user), tokens)
+        if job is not None:
+            return Existing(job=job)
         copy = self.copy(user, tokens)
         if copy is None:
             return Existing(why_missing=self._why_missing(user))
@@ -334,8 +332,8 @@ class Inventory(Generic[P]):
         return Existing(copy=copy, copy_pays=pays)
 
     def reload_pays(self, copy: DramEntry, budget_s: float) -> bool:
-        """Return whether a reload is faster than computing the prefix again, and within the budget."""
-        num_reloading = self._producers.in_flight(PrefillKind.RELOAD)
+        """Return whether a reload is within the budget and not slower than a prefill."""
+        num_reloading = self._jobs.in_flight(PrefillKind.RELOAD)
         copy_s = self._filler.reload_s(copy.num_tokens, num_reloading)
         return reload_pays(copy_s, self._engine.cost.full_s(copy.num_tokens, 0), budget_s)
 
@@ -346,12 +344,12 @@ class Inventory(Generic[P]):
 
 
 class FoundPrefix(NamedTuple):
-    """The prefix of a rank, if there is one, and how it came about."""
+    """The prefix of a rank, if there is one, and where it came from."""
 
     outcome: Outcome
     reason: Reason = Reason.NONE
-    entry: PrefixEntry | None = None  # resident; lease it before the next await
-    adoption: Adoption | None = None  # the rank encodes the rest; it must release this
+    entry: PrefixEntry | None = None  # resident; must be leased before the next await
+    adoption: Adoption | None = None  # the rank encodes the rest, and must release this
 
 
 def _miss(reason: Reason) -> FoundPrefix:
@@ -359,28 +357,28 @@ def _miss(reason: Reason) -> FoundPrefix:
 
 
 class PrefixFinder(Generic[P]):
-    """Finds the longest usable prefix: resident, else on its way, else in DRAM. Event loop only."""
+    """Gets a rank its prefix: leases, adopts, joins or reloads one. Event loop only."""
 
     def __init__(
         self,
         settings: LiveSettings,
         inventory: Inventory[P],
-        producers: PrefillManager[P],
+        prefills: PrefillManager[P],
         pool: PrefixPool,
         clock: Callable[[], float],
     ) -> None:
-        """Make the finder.
+        """Search `inventory`, and join, adopt or start the jobs of `prefills`.
 
         Args:
-            settings: limits.
-            inventory: what exists.
-            producers: to join, to adopt, and to reload with.
-            pool: where a producer publishes.
-            clock: the event loop's.
+            settings: Live settings of the relay.
+            inventory: Prefixes that exist.
+            prefills: Manager of the prefill jobs.
+            pool: HBM tier in which the jobs publish.
+            clock: The event loop's clock, in seconds.
         """
         self._settings = settings
         self._inventory = inventory
-        self._producers = producers
+        self._prefills = prefills
         self._pool = pool
         self._clock = clock
 
@@ -391,15 +389,15 @@ class PrefixFinder(Generic[P]):
         time: RankTime,
         while_waiting: Callable[[], AbstractContextManager[None]],
     ) -> FoundPrefix:
-        """Get the best prefix of a history.
+        """Get the longest usable prefix of a history.
 
         Never fails, and never takes longer than the rank can wait.
 
         Args:
-            user: whose history.
+            user: User of the history.
             tokens: the whole history, at least one token.
-            time: that the rank has.
-            while_waiting: entered while it waits.
+            time: Time of the rank until its deadline.
+            while_waiting: Factory of a context that is entered while the rank waits.
         """
         existing = self._inventory.existing(user, tokens, time.left_s)
         decision = choose(existing, len(tokens), self._settings.relay.max_joiners)
@@ -409,21 +407,21 @@ class PrefixFinder(Generic[P]):
             return _miss(decision.reason)
         with while_waiting():
             match decision:
-                case AdoptPrefill(producer):
-                    return await self._adopt(producer, time)
-                case JoinProducer(producer):
-                    return await self._join(producer, time)
+                case AdoptPrefill(job):
+                    return await self._adopt(job, time)
+                case JoinPrefill(job):
+                    return await self._join(job, time)
                 case ReloadCopy(copy):
                     return await self._reload(copy, time)
 
-    async def _adopt(self, producer: PrefillJob, time: RankTime) -> FoundPrefix:
-        """Take a running prefill over; a miss if the remainder is too much for this rank."""
-        adoption = await self._producers.adopt(producer, time.patience_s)
+    async def _adopt(self, job: PrefillJob, time: RankTime) -> FoundPrefix:
+        """Take a running prefill over; a miss if this rank has no time for the rest."""
+        adoption = await self._prefills.adopt(job, time.patience_s)
         if adoption is None:
-            if not producer.ended.done():
+            if not job.ended.done():
                 return _miss(Reason.JOIN_TIMEOUT)
-            return await self._join(producer, time)  # it ended in the meantime
-        encoded = producer.encoded_tokens
+            return await self._join(job, time)  # it ended before the rank could adopt it
+        encoded = job.encoded_tokens
         limit = self._settings.max_uncached_tokens
         is_too_much = limit is not None and time.num_tokens - encoded > limit
         if is_too_much or (self._settings.relay.degrade and not time.is_enough_from(encoded)):
@@ -433,32 +431,32 @@ class PrefixFinder(Generic[P]):
             return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_BEGUN, adoption=adoption)
         return FoundPrefix(Outcome.JOINED, Reason.COMPUTE, adoption=adoption)
 
-    async def _join(self, producer: PrefillJob, time: RankTime) -> FoundPrefix:
-        """Wait for a producer, as long as time to do without the prefix remains."""
-        producer.order.hasten(time.order_at)
-        producer.joiners += 1
+    async def _join(self, job: PrefillJob, time: RankTime) -> FoundPrefix:
+        """Wait for a job, as long as there is time for a full inference afterwards."""
+        job.order.hasten(time.order_at)
+        job.joiners += 1
         try:
-            done, _ = await asyncio.wait({producer.ended}, timeout=time.patience_s)
+            done, _ = await asyncio.wait({job.ended}, timeout=time.patience_s)
         finally:
-            producer.joiners -= 1
+            job.joiners -= 1
         if not done:
             return _miss(Reason.JOIN_TIMEOUT)
-        entry = self._pool.get(producer.key)
+        entry = self._pool.get(job.key)
         if entry is not None:
-            reason = Reason.RELOAD if producer.kind is PrefillKind.RELOAD else Reason.COMPUTE
+            reason = Reason.RELOAD if job.kind is PrefillKind.RELOAD else Reason.COMPUTE
             return FoundPrefix(Outcome.JOINED, reason, entry)
-        return _miss(Reason.EXPIRED if producer.entry.is_published else Reason.PRODUCER_FAILED)
+        return _miss(Reason.EXPIRED if job.entry.is_published else Reason.PRODUCER_FAILED)
 
     async def _reload(self, copy: DramEntry, time: RankTime) -> FoundPrefix:
         """Start a reload, and wait for it."""
         deadline_at = self._clock() + self._settings.relay.t_life_s
         try:
-            producer = self._producers.reload(
+            job = self._prefills.reload(
                 copy, JobOrder(time.order_at), time.left_s, deadline_at, is_signalled=False
             )
         except ResourceError:
             return _miss(Reason.REJECTED_FOOTPRINT)
-        found = await self._join(producer, time)
+        found = await self._join(job, time)
         if found.entry is not None:
             return FoundPrefix(Outcome.DRAM_HIT, entry=found.entry)
         return _miss(Reason.RELOAD_FAILED) if found.reason is Reason.PRODUCER_FAILED else found

@@ -1,17 +1,20 @@
-"""The relay race: a signal produces a user's prefix KV in HBM, and the rank that follows leases it.
+"""The relay race: a signal puts a user's prefix KV into HBM, and the rank that follows leases it.
 
-    signal  ->  Production   what to produce, if anything     ->  PrefillManager   one for each prefix, in the background
-    rank    ->  PrefixFinder what to use, of what exists      ->  Lease       held while the rank runs
-                                                              ->  Spills      used prefixes are copied to DRAM
+    signal -> PrefillAdmission  decides whether to encode the prefix
+           -> PrefillManager    runs the prefill job in the background, one for each prefix
 
-A prefix is identified by (user, model version, KV layout, fingerprint). `lookup.py` says which
-prefix a rank uses; `docs/relay.md` tells the life of a signal and of a lease, and draws the states
-of a producer and of a page.
+    rank   -> PrefixFinder      decides which prefix to use, and waits for it
+           -> Lease             holds it while the rank runs
+           -> Spills            copies the used prefix to DRAM
+
+A prefix is identified by (user, model version, KV layout, fingerprint). `docs/relay.md` follows a
+signal and a lease from beginning to end, and draws the states of a prefill job and of a page.
 
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference and memory-aware expander.
 Invariants, held by tests/relay:
-  R1  at most one producer per key
-  R2  no failure of a pool, a tier or a producer reaches the caller: the lease says miss_full or degraded, and why
+  R1  a key has at most one prefill job
+  R2  no failure of a pool, a tier or a job reaches the caller: the lease says miss_full or
+      degraded, and why
   R3  every lease is released, however the block ends
 """
 
@@ -46,8 +49,9 @@ from npu_gr.relay.background import BackgroundTasks, Overwrites
 from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
-from npu_gr.relay.prefill_job import Production
-from npu_gr.relay.prefill_manager import Adoption, PrefillKind, PrefillManager, PrefixFiller
+from npu_gr.relay.prefill_admission import PrefillAdmission
+from npu_gr.relay.prefill_job import Adoption, PrefillKind
+from npu_gr.relay.prefill_manager import PrefillManager, PrefixFiller
 from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
@@ -62,15 +66,15 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     reason: Reason = Reason.NONE
     cached: CachedPrefix | None = None
-    first_token: int = 0  # degraded: the tokens before it are left out
-    # the pass writes its prefix KV here; published if the block succeeds
+    first_token: int = 0  # degraded: the pass skips the tokens before this one
+    # Pages into which the pass writes its prefix KV; published if the block succeeds.
     keep: tuple[PageRun, ...] | None = None
-    # the pass failed: nothing is published, however the block ends
+    # Call it when the pass has failed: nothing is published, however the block ends.
     discard: Callable[[], None] = lambda: None
 
 
 class Relay(Generic[P]):
-    """Signals in, leases out: one engine over one pair of tiers. Event loop only."""
+    """Turns signals into prefixes and leases them to ranks, for one engine. Event loop only."""
 
     def __init__(
         self,
@@ -83,28 +87,27 @@ class Relay(Generic[P]):
         calibration: Calibration | None = None,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Take the erasures of the tiers over. Nothing runs yet.
+        """Register for the erasures of the tiers. Nothing runs yet.
 
         Args:
             config: settings of the relay.
             trigger: settings of the trigger.
-            engine: encodes and copies.
-            tiers: where the prefixes lie; relays of several model versions may share them.
-            model_version: part of every key.
-            clock: of the event loop, and of the tiers.
-            calibration: measured before; it replaces the first guesses, and gives Q_m if the
-                settings do not.
-            tenant_weights: of the shares of tenants; all that are not named have 1.
+            engine: Engine that encodes and copies prefixes.
+            tiers: HBM and DRAM; relays of several model versions may share them.
+            model_version: Part of every prefix key.
+            clock: Clock of the event loop and of the tiers, in seconds.
+            calibration: Earlier measurements, used until there are new ones; also Q_m where the
+                settings have none.
+            tenant_weights: Weights for the tenants' shares; a tenant without one has weight 1.
         """
         self.tiers = tiers
         self._engine = engine
         self._clock = clock
-        self.settings = LiveSettings(
-            config, trigger, tenant_weights
-        )  # in force now: gauges read it, the brown-out changes it
-        # "prefill", "reload" or "spill" has failed
+        # Gauges read the live settings; a reload and the brown-out change them.
+        self.settings = LiveSettings(config, trigger, tenant_weights)
+        # Called with the work that failed: "prefill", "reload" or "spill".
         self.on_error: Callable[[str], None] = lambda _where: None
-        # of a prefix; seconds since publication
+        # Called at the first use of a prefix, with the seconds since it was published.
         self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         self.measured = RelayMeasurements(self.settings, tiers.pool, calibration, clock)
         self._learn_waits()
@@ -112,16 +115,21 @@ class Relay(Generic[P]):
         self._background = BackgroundTasks(lambda where: self.on_error(where))
         self._overwrites = Overwrites(engine, tiers)
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
-        self.producers = PrefillManager(self._filler, tiers.pool, self._background, clock)
+        self.prefills = PrefillManager(self._filler, tiers.pool, self._background, clock)
         self.spills = Spills(self.settings, engine, tiers, self._background)
         self._signals = LastSignals(self.settings)
-        producers = self.producers.table
         inventory = Inventory(
-            self.settings, engine, tiers, self._filler, producers, self._signals, model_version
+            self.settings,
+            engine,
+            tiers,
+            self._filler,
+            self.prefills.table,
+            self._signals,
+            model_version,
         )
-        self._finder = PrefixFinder(self.settings, inventory, self.producers, tiers.pool, clock)
-        self._production = Production(
-            self.settings, engine, tiers.pool, inventory, self.producers, self.measured, clock
+        self._finder = PrefixFinder(self.settings, inventory, self.prefills, tiers.pool, clock)
+        self._admission = PrefillAdmission(
+            self.settings, engine, tiers.pool, inventory, self.prefills, self.measured, clock
         )
 
     # ---- settings and gauges
@@ -132,10 +140,7 @@ class Relay(Generic[P]):
         trigger: TriggerConfig,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Apply other settings from now on.
-
-        What is being produced, and what was measured, stays.
-        """
+        """Apply other settings from now on. Running jobs and measurements stay."""
         self.settings.relay = config
         self.settings.trigger = trigger
         self.settings.tenant_weights = tenant_weights
@@ -147,14 +152,14 @@ class Relay(Generic[P]):
 
     @property
     def t_life_s(self) -> float:
-        """Seconds that a produced prefix waits for its rank, by the settings in force."""
+        """Seconds that a published prefix waits for its rank, by the live settings."""
         return self.settings.relay.t_life_s
 
     @property
     def is_busy(self) -> bool:
-        """Whether it holds anything for work that runs, or has ended."""
+        """Whether a job, a copy, a task or an overwrite has not ended."""
         return bool(
-            len(self.producers.table)
+            len(self.prefills.table)
             or len(self.spills)
             or len(self._background)
             or len(self._overwrites)
@@ -165,22 +170,23 @@ class Relay(Generic[P]):
         return (
             len(self.spills)
             if work == "spill"
-            else self.producers.table.in_flight(PrefillKind(work))
+            else self.prefills.table.in_flight(PrefillKind(work))
         )
 
     # ---- signal
 
     def signal(self, user: UserKey, tokens: P, num_candidates: int | None = None) -> Verdict:
-        """Decide whether to produce this history's prefix, and start it. Never waits, never fails.
+        """Decide whether to encode this history's prefix, and start it. Never waits, never fails.
 
         Args:
-            user: whose history.
+            user: User of the history.
             tokens: the whole history as the model reads it.
-            num_candidates: that the rank will bring; None = the guess of the settings.
+            num_candidates: Expected number of candidates of the rank; None =
+                `trigger.num_candidates`.
         """
         if num_candidates is None:
             num_candidates = self.settings.trigger.num_candidates
-        verdict = self._production.preinfer(user, tokens, num_candidates)
+        verdict = self._admission.preinfer(user, tokens, num_candidates)
         self._signals.remember(user, verdict, self._clock())
         return verdict
 
@@ -194,14 +200,17 @@ class Relay(Generic[P]):
         deadline_at: float,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> AbstractAsyncContextManager[Lease]:
-        """Get the best way to this history's prefix KV, and hold it while the block runs.
+        """Get a prefix KV of this history, or a reason why there is none, for one rank.
+
+        The lease is valid while the block runs.
 
         Args:
-            user: whose history.
+            user: User of the history.
             tokens: the whole history as the model reads it.
-            num_candidates: of the rank, to estimate what still fits.
+            num_candidates: Number of candidates of the rank, to estimate its cost.
             deadline_at: instant of the clock by which the rank must be done.
-            while_waiting: entered while it waits for another request's work, or for a copy.
+            while_waiting: Factory of a context that is entered while the rank waits for a prefill
+                job.
         """
         rank_time = RankTime(
             self.settings.relay, self._engine, self._clock, len(tokens), num_candidates, deadline_at
@@ -215,48 +224,47 @@ class Relay(Generic[P]):
             self._learn_waits()
 
     def _learn_waits(self) -> None:
-        """Tell the pool how long prefixes usually wait for their ranks."""
+        """Set in the pool how long prefixes usually wait for their ranks."""
         self.tiers.pool.waits.usual_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
 
     def _spill(self, entry: PrefixEntry) -> None:
-        # behind every rank and prefill of now
+        # behind every rank and prefill that is queued now
         self.spills.start(entry, self._clock() + self.t_life_s)
 
-    # ---- the end
+    # ---- erasure and stop
 
     async def erase(self, user: UserKey) -> None:
-        """Forget a user in every tier: unfindable at once, and pages overwritten before anybody else gets them.
+        """Erase a user from every tier.
 
-        Returns when the pages that nobody uses are overwritten. Pages that a rank of this moment
-        reads or writes are overwritten when it ends.
+        The prefixes cannot be found from now on. Returns when their unused pages are overwritten
+        with zeros; pages that a running rank reads or writes are overwritten when it ends, and
+        always before another user gets them.
         """
         self._signals.forget(user)
-        tasks = {
-            producer.task for producer in self.producers.table.of(user) if producer.task is not None
-        }
+        tasks = {job.task for job in self.prefills.table.of(user) if job.task is not None}
         for task in tasks:
             task.cancel()  # each ends with the chunk that the device runs
         self.tiers.erase_user(user)
         self.spills.forget(user)
         if tasks:
             await asyncio.wait(tasks)
-            await asyncio.sleep(0)  # their callbacks give the pages back
+            await asyncio.sleep(0)  # lets the callbacks of the tasks release the pages
         await self._overwrites.finished()
 
     def knows(self, user: UserKey) -> bool:
-        """Whether a tier, a producer or the signals know the user."""
+        """Return whether a tier, a prefill job or a remembered signal belongs to the user."""
         return (
             self.tiers.knows(user)
-            or bool(self.producers.table.of(user))
+            or bool(self.prefills.table.of(user))
             or self._signals.knows(user)
         )
 
     async def settled(self) -> None:
-        """Wait until nothing is being produced, spilled or overwritten."""
+        """Wait until nothing is being prefilled, reloaded, spilled or overwritten."""
         while len(self._background) or len(self._overwrites):
             await self._background.finished()
             await self._overwrites.settled()
-            await asyncio.sleep(0)  # their callbacks
+            await asyncio.sleep(0)  # lets their callbacks run, which may start more
 
     async def stop(self) -> None:
         """Cancel the tasks that still run, and wait for them."""
@@ -264,7 +272,7 @@ class Relay(Generic[P]):
 
 
 class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
-    """The block of `Relay.lease`: finds a prefix, and holds what came of it."""
+    """The context of `Relay.lease`: finds a prefix on entry, and releases it on exit."""
 
     __slots__ = ("_held", "_relay", "_time", "_tokens", "_user", "_while_waiting")
 
@@ -307,7 +315,11 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
         )
 
     def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:
-        """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
+        """Turn the result of the lookup into a lease.
+
+        The rank reads a resident prefix, completes an adopted one, or else computes everything, or
+        the newest tokens that fit before its deadline.
+        """
         relay = self._relay
         if found.entry is not None:
             return _Reading(relay, found, found.entry)
@@ -322,7 +334,7 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
             reason = Reason.BROWNOUT
         if first:
             return nullcontext(Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first))
-        adoption = relay._production.keep(self._user, self._tokens)
+        adoption = relay._admission.keep(self._user, self._tokens)
         if adoption is None:
             return nullcontext(Lease(outcome=found.outcome, reason=reason))
         return self._writing(found, adoption)
@@ -334,9 +346,9 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
         If the block succeeds, publish it and copy it to DRAM.
         """
         pool = self._relay.tiers.pool
-        entry = adoption.producer.entry
+        entry = adoption.job.entry
         runs = tuple(entry.runs)
-        encoded = adoption.producer.encoded_tokens
+        encoded = adoption.job.encoded_tokens
         try:
             yield Lease(
                 outcome=found.outcome,
@@ -347,14 +359,14 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
             )
             if adoption.is_held and pool.publish(entry, self._tokens.timestamps):
                 with pool.lease(entry, consume=True):
-                    pass  # its rank has just been served: from now on the entry may be evicted
+                    pass  # marks it as ranked, so that the entry may be evicted
                 self._relay._spill(entry)
         finally:
             adoption.release()
 
 
 class _Reading(AbstractContextManager[Lease]):
-    """The lease of a resident prefix, which is copied to DRAM at its end."""
+    """The lease of a resident prefix. On exit the prefix is copied to DRAM."""
 
     __slots__ = ("_entry", "_found", "_held", "_relay")
 
@@ -375,17 +387,14 @@ class _Reading(AbstractContextManager[Lease]):
 
     def __exit__(self, *_: object) -> None:
         try:
-            # still leased, so its pages cannot go before the copy holds them
+            # before the lease ends, so that its pages cannot be evicted before the copy leases them
             self._relay._spill(self._entry)
         finally:
             self._held.__exit__(None, None, None)
 
 
 class Spills(Generic[P]):
-    """Copies of used prefixes from HBM into DRAM; at most one per key is on its way.
-
-    Event loop only.
-    """
+    """Copies used prefixes from HBM to DRAM, at most one copy for each key. Event loop only."""
 
     def __init__(
         self, settings: LiveSettings, engine: Encoder[P], tiers: Tiers, background: BackgroundTasks
@@ -397,17 +406,18 @@ class Spills(Generic[P]):
         self._copies: dict[PrefixKey, DramEntry] = {}
 
     def __len__(self) -> int:
-        """Count the copies on their way."""
+        """Count the copies that have not ended."""
         return len(self._copies)
 
     def start(self, entry: PrefixEntry, order_at: float) -> None:
-        """Copy a used prefix to DRAM, unless it is there, or on its way, or DRAM has no room or is not used.
+        """Copy a used prefix to DRAM.
 
-        The HBM pages stay readable until somebody needs them.
+        Does nothing if the prefix is no longer resident, is in DRAM or on its way there, or if DRAM
+        is not in use or full. The HBM pages stay readable until the pool needs them.
 
         Args:
-            entry: resident, or nothing happens.
-            order_at: the copy's place in the queue: behind every request and prefill of now.
+            entry: The prefix in HBM.
+            order_at: Place of the copy in the device queue.
         """
         pool, dram = self._tiers
         key = entry.key
@@ -426,11 +436,11 @@ class Spills(Generic[P]):
             return
         self._copies[key] = copy
         held = ExitStack()
-        held.enter_context(pool.lease(entry, consume=False))  # from now on: the task begins later
+        held.enter_context(pool.lease(entry, consume=False))  # now, since the task begins later
 
         def ended(_: asyncio.Task[None]) -> None:
             held.close()
-            dram.abandon(copy)  # nothing, if it was committed
+            dram.abandon(copy)  # does nothing to a committed copy
             if self._copies.get(key) is copy:
                 del self._copies[key]
 
@@ -447,8 +457,5 @@ class Spills(Generic[P]):
         dram.commit(copy, entry.timestamps)
 
     def forget(self, user: UserKey) -> None:
-        """Let later copies of an erased user begin, although copies of before still run.
-
-        Those come to nothing.
-        """
+        """Allow new copies of an erased user while old ones still run; those commit nothing."""
         self._copies = {key: copy for key, copy in self._copies.items() if key.user != user}

@@ -1,26 +1,25 @@
 """The trigger decides whether a signal leads to a pre-infer, by arithmetic on metadata.
 
-The caller counts the verdict.
+    at risk    queue_delay + T_full(n, c) + residual > B_rank - margin
+               only a rank that would be late without a prefix needs one
+    load       running pre-infers and reloads <= max_inflight
+    footprint  the prefix fits into HBM, so live bytes <= r1 * M always
+    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m), by token buckets
+               L_max / T_life is Little's law
 
-    at risk    queue_delay + T_full(n, c) + residual > B_rank - margin    only such ranks need a prefix
-    load       pre-infers and reloads at once <= max_inflight
-    footprint  the prefix fits into HBM                                   so live bytes <= r1 * M always
-    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)           token buckets; L_max / T_life: Little's law
+The tenants share the last three (`core.shares`). Where one of them is used up, a tenant below its
+share still gets some, and a tenant at its share gets SKIP_SHARE.
 
-The last three are shared by the tenants (`core.shares`): where one of them is used up, those who
-have less than their share get some of it, and those who have it are told so.
+    n, c    history tokens, candidates      B_rank  time budget of a rank, seconds
+    T_full  seconds of a full inference     T_life  P99 of seconds from a signal to its rank's end
+    M, r1   bytes of HBM, prefixes' share   L_max   prefixes alive at once: M * r1 / KV
+    KV      P99 of the bytes of a prefix,   Q_m     pre-infers a second that the device completes
+            in whole pages                          when it does nothing else
 
-    n, c    history tokens, candidates           B_rank  time budget of a rank, seconds
-    T_full  seconds of a full inference          T_life  seconds from a signal to the end of its rank, P99
-    M, r1   bytes of HBM, share for prefixes     L_max   prefixes alive at once: M * r1 / KV
-    KV      P99 of the bytes of a prefix         Q_m     pre-infers a second that the device completes
-            in whole pages                               when it does nothing else
-
-`decide` is pure. `RelayMeasurements` measures T_life and KV, and keeps the buckets of `TenantRates`
-at the rate that follows.
+`decide` is pure. `RelayMeasurements` measures T_life and KV, and sets the rate of `TenantRates`.
 
 Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the paper's, the units
-are our reading. `docs/relay.md` tells the life of a signal.
+are our reading. `docs/relay.md` follows a signal from beginning to end.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from npu_gr.relay.config import Calibration, LiveSettings, TriggerConfig
 
 
 class AtShare(NamedTuple):
-    """Of what the tenant has its share already, while others want the rest."""
+    """Which resources the tenant has its share of, while other tenants want the rest."""
 
     inflight: bool = False
     bytes: bool = False
@@ -45,27 +44,27 @@ class AtShare(NamedTuple):
 
 
 class Headroom(NamedTuple):
-    """The load and the room of this instance, as one tenant finds them."""
+    """The load of this instance and the room in HBM, from the point of view of one tenant."""
 
-    inflight: int  # pre-infers and reloads at work that need not give way to this one
-    available_bytes: int  # of the HBM budget: free, or it can be made free for this tenant
-    needed_bytes: int  # of this prefix
+    inflight: int  # running pre-infers and reloads, less the one that would give way
+    available_bytes: int  # part of the HBM budget that is free or can be freed for this tenant
+    needed_bytes: int  # size of this prefix
     at_share: AtShare = AtShare()
 
 
 class Bucket(Protocol):
-    """The pre-infers a second that a tenant may have."""
+    """Limits the pre-infers of a tenant to a rate."""
 
     def take(self, tenant: str) -> bool:
-        """Take one, if there is one."""
+        """Take a token; return False if there is none."""
         ...
 
 
 class Forecast(NamedTuple):
-    """Seconds that the rank would take without a prefix."""
+    """Predicted seconds of the rank without a prefix."""
 
     queue_s: float  # for the work that waits for the device now
-    full_s: float  # T_full(n, c), less what is cached already
+    full_s: float  # T_full(n, c), less the part that is cached already
     residual_s: float  # P90 of (actual - predicted) seconds of recent full passes
 
 
@@ -73,7 +72,7 @@ def at_risk(forecast: Forecast, budget_s: float, margin_s: float) -> bool:
     """Return whether a full inference would make the rank late.
 
     Args:
-        forecast: of the full inference.
+        forecast: Predicted seconds of the full inference.
         budget_s: B_rank.
         margin_s: part of the budget for everything but queue and device.
     """
@@ -81,7 +80,7 @@ def at_risk(forecast: Forecast, budget_s: float, margin_s: float) -> bool:
 
 
 def live_limit(hbm_bytes: int, kv_p99_bytes: int) -> int:
-    """Return L_max, the prefixes alive at once: r1 * M over the P99 of their size in whole pages."""
+    """Return L_max, the most prefixes alive at a time: r1 * M / KV."""
     return hbm_bytes // kv_p99_bytes
 
 
@@ -89,9 +88,9 @@ def admitted_rate(l_max: int, t_life_s: float, q_m_per_s: float | None) -> float
     """Return Q_inst in pre-infers a second: the lower of the limits by memory and by the device.
 
     Args:
-        l_max: prefixes alive at once.
+        l_max: Most prefixes alive at a time.
         t_life_s: T_life.
-        q_m_per_s: the share of Q_m that pre-infers may take; None = no limit by the device.
+        q_m_per_s: Part of Q_m that pre-infers may take; None = no limit by the device.
     """
     return min(l_max / t_life_s, math.inf if q_m_per_s is None else q_m_per_s)
 
@@ -106,17 +105,17 @@ def decide(
 ) -> Verdict:
     """Return PREINFER, or the first reason against it: risk, load, footprint, rate, in this order.
 
-    SKIP_SHARE stands for the last three where the tenant has its share.
-
-    The bucket comes last, so that only a pre-infer that is admitted takes a token.
+    For a tenant at its share, SKIP_SHARE replaces the last three reasons. The caller counts the
+    verdict.
 
     Args:
-        prefix_tokens: length of the prefix.
-        forecast: of its rank without a prefix.
-        headroom: of this instance.
-        config: thresholds.
-        bucket: the rate limit; None = no limit.
-        tenant: who signals.
+        prefix_tokens: Length of the prefix.
+        forecast: Predicted seconds of its rank without a prefix.
+        headroom: Load and room of this instance.
+        config: Thresholds.
+        bucket: Rate limit; None = no limit. Asked last, so that only an admitted pre-infer takes a
+            token.
+        tenant: Tenant that sent the signal.
     """
     if prefix_tokens < config.min_prefix_tokens:
         return Verdict.SKIP_NOT_AT_RISK
@@ -133,12 +132,12 @@ def decide(
 
 
 def reload_pays(copy_s: float, compute_s: float, budget_s: float) -> bool:
-    """Return whether a copy from DRAM is not slower than computing the prefix again, and within the budget."""
+    """Return whether a copy from DRAM is within the budget and not slower than a prefill."""
     return copy_s <= compute_s and copy_s <= budget_s
 
 
 class _Allowance(Account):
-    """The bucket of one tenant."""
+    """The token bucket of one tenant."""
 
     __slots__ = ("level",)
 
@@ -148,24 +147,23 @@ class _Allowance(Account):
 
 
 class TenantRates:
-    """Limits the pre-infers of all tenants together to a rate, of which `burst` may come at once.
+    """Limits the pre-infers of all tenants together to a rate, with bursts of up to `burst`.
 
-    Each tenant that wants pre-infers has a bucket of its own, which fills at its share of the rate
-    and holds its share of the burst. What runs over goes into one that everybody may take from. So
-    a tenant alone has the whole rate, and a tenant within its share finds a token whatever the
-    others do. The first token of a tenant is lent by the common bucket.
+    Each tenant that wants pre-infers has its own bucket, which fills at its share of the rate and
+    holds its share of the burst. Overflow goes into a common bucket for all tenants. So a tenant
+    alone has the whole rate, and a tenant within its share always finds a token. A new bucket
+    starts with one token out of the common bucket.
 
-    Invariant: takes <= burst + rate x time + one for each account, as for a single bucket.
+    Invariant: tokens taken <= burst + rate x time + one for each account.
     """
 
     def __init__(self, rate_per_s: float, burst: float, clock: Callable[[], float]) -> None:
-        """Begin full.
+        """Start with a full common bucket.
 
         Args:
-            rate_per_s: tokens that come in; it may be changed at any time.
-            burst: tokens held at most, in all buckets together; less than 1 is 1. It may be changed
-                at any time.
-            clock: seconds that never go back.
+            rate_per_s: Tokens added a second; may be changed at any time.
+            burst: Most tokens in all buckets together, at least 1; may be changed at any time.
+            clock: Monotonic clock, in seconds.
         """
         self.rate_per_s = rate_per_s
         self.burst = burst
@@ -181,7 +179,7 @@ class TenantRates:
         return opened
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Give tenants other weights; all that are not named have 1."""
+        """Set the weights of the tenants' shares; a tenant without one has weight 1."""
         self._shares.weights = weights
 
     def is_shared(self) -> bool:
@@ -189,7 +187,7 @@ class TenantRates:
         return len(self._shares.ratios()) > 1
 
     def take(self, tenant: str) -> bool:
-        """Take one token for a tenant. Returns False if there is none for it."""
+        """Take one token for a tenant; return False if there is none for it."""
         allowance = self._shares.asking(tenant)
         self._fill()
         if allowance.level >= 1.0:
@@ -228,11 +226,11 @@ class RelayMeasurements:
         """Start from a calibration, or from guesses that the first samples replace.
 
         Args:
-            settings: Q_m and its fraction, and T_life as a guess.
-            pool: its bytes are the HBM budget.
-            calibration: measured before; None = start from guesses. It also gives Q_m if the
-                settings do not.
-            clock: of the buckets.
+            settings: Live settings: Q_m and its fraction, and `t_life_s` as the first guess.
+            pool: HBM tier, whose size is the HBM budget.
+            calibration: Earlier measurements, and Q_m where the settings have none; None = start
+                from guesses.
+            clock: Monotonic clock of the buckets, in seconds.
         """
         self._clock = clock
         self._settings = settings
@@ -265,7 +263,7 @@ class RelayMeasurements:
 
     @property
     def q_inst_per_s(self) -> float:
-        """Q_inst: pre-infers a second to admit, by the measurements so far."""
+        """Q_inst: pre-infers a second to admit, from the measurements so far."""
         q_m = self._q_m_per_s
         l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
         fraction = self._settings.trigger.q_m_fraction
@@ -275,7 +273,7 @@ class RelayMeasurements:
 
     @property
     def rates(self) -> TenantRates | None:
-        """The token buckets at the present Q_inst; None = no Q_m is known, so pre-infers have no rate limit."""
+        """The token buckets at the current Q_inst; None = no Q_m is known, so no rate limit."""
         if self._rates is not None:
             self._rates.rate_per_s = self.q_inst_per_s
             self._rates.burst = self._rates.rate_per_s * self._settings.trigger.burst_s

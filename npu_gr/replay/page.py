@@ -116,12 +116,13 @@ _WORDS = {
 }
 
 
-def page(study: Study, title: str) -> str:
-    """The whole HTML document of a study."""
+def page(study: Study, title: str, first: str = "") -> str:
+    """Write the HTML document of a study; `first` is a figure that stands before its tables."""
     head = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     )
-    parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
+    parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"]
+    parts += [first, _summary(study)]
     for place, run in enumerate(study.runs, 1):
         parts.append(_run(run, f"run-{place}"))
     words = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _WORDS.items())

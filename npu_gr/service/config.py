@@ -23,7 +23,7 @@ from npu_gr.handlers.config import GenerateConfig, RankingConfig
 from npu_gr.history_store.store import HistoryConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.brownout import BrownoutConfig
-from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, beside
+from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, calibration_path
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.server.config import ServerConfig
@@ -148,8 +148,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: names the file, the field and the limit.
     """
     config = settings.load(path, Config, overrides, os.environ)
-    if config.calibration is None and beside(path).exists():
-        return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
+    if config.calibration is None and calibration_path(path).exists():
+        return msgspec.structs.replace(
+            config, calibration=settings.load(calibration_path(path), Calibration)
+        )
     return config
 
 

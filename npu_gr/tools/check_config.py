@@ -31,7 +31,7 @@ from npu_gr.feature_store.user_features import open_source
 from npu_gr.handlers.cascade_plan import load_hook
 from npu_gr.handlers.config import GenerateConfig
 from npu_gr.history_store.store import HistoryConfig
-from npu_gr.relay.config import beside
+from npu_gr.relay.config import calibration_path
 from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.config import load as load_router
@@ -85,7 +85,9 @@ def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = 
     gathered, origins = settings.gather(path, type(config), overrides, os.environ)
     if table.get("calibration") and gathered.get("calibration") is None:
         origins.pop("calibration", None)  # `calibration:` without a value
-        origins |= {f"calibration.{key}": str(beside(path)) for key in table["calibration"]}
+        origins |= {
+            f"calibration.{key}": str(calibration_path(path)) for key in table["calibration"]
+        }
     return "".join(_lines(table, origins, "", ""))
 
 

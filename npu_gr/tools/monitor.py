@@ -23,6 +23,7 @@ from npu_gr.core.kinds import EVENTS
 from npu_gr.metrics.dashboards import write
 from npu_gr.replay.run import replay, stop_on_interrupt
 from npu_gr.tools import demo
+from npu_gr.tools.demo_instance import served, started
 
 SCRAPE_S = 2.0
 EVALUATE_S = 5.0  # rules
@@ -37,11 +38,10 @@ async def monitor(
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:
-        made: the demo's site; its folder is absolute.
-        console: to print on.
-        port: of the service.
-        admin_port: of its admin address.
-        prometheus_port: of the Prometheus.
+        made: The demo's site; its folder is absolute.
+        console: Output for people.
+        port, admin_port: Ports of the service.
+        prometheus_port: Port of the Prometheus.
 
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`; also if there is no Prometheus.
@@ -51,7 +51,7 @@ async def monitor(
     await asyncio.to_thread(write, boards, prepared.instance.config.slo.objectives())
     admin_url = prepared.instance.admin_url
     async with (
-        demo.served(prepared.instance) as url,
+        served(prepared.instance) as url,
         prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
@@ -104,11 +104,11 @@ async def prometheus(
     """Run a Prometheus until the end of the block; yields its URL.
 
     Args:
-        folder: holds `rules.yml`, and gets its configuration, data and log.
+        folder: Folder with `rules.yml`, for the configuration, data and log of Prometheus.
         target: host:port to scrape.
-        port: to listen on.
-        scrape_s: from one scrape to the next.
-        evaluate_s: from one evaluation of the rules to the next.
+        port: Port on loopback.
+        scrape_s: Seconds between two scrapes.
+        evaluate_s: Seconds between two evaluations of the rules.
 
     Raises:
         ConfigError: the program is not installed. Unavailable: it did not start.
@@ -136,7 +136,7 @@ async def prometheus(
         f"--web.listen-address=127.0.0.1:{port}",
         "--enable-feature=exemplar-storage",
     ]
-    process = await demo.started("prometheus", command, f"{url}/-/ready", folder / "prometheus.log")
+    process = await started("prometheus", command, f"{url}/-/ready", folder / "prometheus.log")
     try:
         yield url
     finally:

@@ -50,7 +50,7 @@ class CascadeWay(NamedTuple):
     @property
     def name(self) -> str:
         """In words."""
-        found = " + ".join(self.sources)
+        found = " + ".join(self.sources).replace("_", " ")
         return (
             f"{found} alone"
             if self.order == "retrieval" and len(self.sources) == 1
@@ -93,14 +93,15 @@ class CascadeChoice(NamedTuple):
 
     way: CascadeWay
     rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
-    hurts: list[str]  # stages without which the whole is measurably better, in words
+    hurts: list[str]  # stages without which the configured way is measurably better, in words
     num_users: int  # who chose; as many or one fewer evaluated
 
     def lines(self) -> list[str]:
         """Say it in words."""
         return [
-            f"chosen by {self.num_users} users: {self.way.name}; evaluated by the others, NDCG@10 "
-            "of it less the row's:",
+            f"recommend asks {self.way.name}: the best of all sources and orders for "
+            f"{self.num_users} users. For the other users (in brackets: its NDCG@{TOP} less that "
+            "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]
@@ -185,22 +186,33 @@ def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[st
     """Name the stages without which the configured way is better on all users."""
     for source in whole.sources if len(whole.sources) > 1 else ():
         without = CascadeWay(tuple(name for name in whole.sources if name != source), whole.order)
-        yield from _hurt(places, whole, without, f"source {source}")
+        name = source.replace("_", " ")
+        yield from _hurt(
+            places, whole, without, f"source {name}", f"recommend.sources without {source}"
+        )
     for order in ORDERS[1:]:
         way = CascadeWay(whole.sources, order)
         if way in places:
-            yield from _hurt(places, way, CascadeWay(whole.sources, "retrieval"), f"order {order}")
+            without = CascadeWay(whole.sources, "retrieval")
+            yield from _hurt(places, way, without, f"order {order}", "recommend.order: retrieval")
 
 
 def _hurt(
-    places: Mapping[CascadeWay, F64], whole: CascadeWay, without: CascadeWay, stage: str
+    places: Mapping[CascadeWay, F64],
+    whole: CascadeWay,
+    without: CascadeWay,
+    stage: str,
+    setting: str,
 ) -> Iterator[str]:
     if whole in places and without in places:
         gap = difference_of_users(
             ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP)
         )
-        if gap.high < 0:
-            yield f"{stage} hurts: NDCG@{TOP} {_interval(gap)} of {whole.name} less {without.name}"
+        if gap.mean < 0 and gap.p * len(places) <= CHANCE:
+            yield (
+                f"{stage} makes the answers worse: NDCG@{TOP} {_interval(gap)} against the same "
+                f"cascade without it; set {setting} in serve.yaml"
+            )
 
 
 def _row_text(row: CascadeRow) -> str:

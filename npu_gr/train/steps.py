@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.progress import heartbeat, time_left
 from npu_gr.core.settings import Count, Positive
 from npu_gr.train.options import Decay, Seed, Share
 
@@ -268,7 +270,14 @@ def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
-    """Show a progress bar for each stage of a training; yields what to call with its progress."""
+    """Show how far each stage of a training is; yields what to call with its progress.
+
+    A terminal gets a bar for each stage, a pipe a line every 20 s.
+    """
+    if not console.is_terminal:
+        with _lines_of_progress(console) as show:
+            yield show
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -297,3 +306,24 @@ def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress],
         yield show
         for model in latest:
             end(model)
+
+
+@contextmanager
+def _lines_of_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
+    """Print a line for all models that are being trained, at a fixed interval."""
+    began_at: dict[str, float] = {}  # by stage
+    lines: dict[str, str] = {}  # by model, of its current stage
+
+    def write(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    with heartbeat(write, "starting the training processes") as progress:
+
+        def show(step: TrainingProgress) -> None:
+            elapsed_s = time.monotonic() - began_at.setdefault(step.stage, time.monotonic())
+            left = time_left(step.done, step.total, elapsed_s)
+            line = f"{step.stage} {step.done / max(step.total, 1e-9):.0%}"
+            lines[step.stage.partition(":")[0]] = f"{line} ({left})" if left else line
+            progress.status = "; ".join(lines.values())
+
+        yield show

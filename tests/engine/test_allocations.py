@@ -1,4 +1,4 @@
-"""No request makes a tensor over 32 MiB: glibc would map fresh memory, whose page faults cost more than arithmetic."""
+"""No request makes a tensor over 32 MiB, for which glibc would map fresh memory."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def test_generate(normalise: Any) -> None:
     torch.manual_seed(0)
     books = Codebooks.stacked([8192] * 3)
     shape = DecoderConfig(
-        vocab_size=3 * 8192, dim=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64,
-        max_tokens=1024, rope_theta=1e4, norm_eps=1e-6, qk_norm=True, qkv_bias=False, tied_head=False,
+        vocab_size=3 * 8192, dim=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+        mlp_dim=64, max_tokens=1024, rope_theta=1e4, norm_eps=1e-6, qk_norm=True, qkv_bias=False,
+        tied_head=False,
     )  # fmt: skip
     decoder = Decoder(shape).eval()
     sids = np.random.default_rng(0).integers(0, 8192, (100_000, 3))

@@ -150,7 +150,7 @@ async def test_the_fastest_right_way_is_taken_and_of_equals_the_first(
     assert (right.name, right.total_ms, right.drift) == ("right", 2 * right_ms, 0.0)
     assert (plain.name, plain.total_ms) == ("torch", 2 * torch_ms)
     assert off.total_ms == lost.total_ms == float("inf")
-    assert "differ from plain torch ops'" in off.rejected
+    assert "differ from those of plain torch ops" in off.rejected
     assert lost.rejected == "RuntimeError on the device"
     assert f"attention by {best}: right {right_ms:.2f} ms a chunk" in caplog.text
     assert "lost rejected: RuntimeError on the device" in caplog.text
@@ -164,7 +164,7 @@ async def test_a_single_way_is_rejected_where_it_computes_something_else(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"attention: off is of no use here: scores differ .* the "
+        match=r"attention: off cannot be used here: scores differ .* the "
         r"limit is 1e-03",
     ):
         await choose_way(engine, engine.backend, ["off"], trial())
@@ -175,7 +175,7 @@ async def test_scores_that_are_no_numbers_are_rejected_also_behind_right_ones(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"attention: nan of pages is of no use here: scores "
+        match=r"attention: nan of pages cannot be used here: scores "
         r"differ .* by nan of",
     ):
         await choose_way(engine, engine.backend, ["nan of pages"], trial())
@@ -186,13 +186,13 @@ async def test_scores_that_are_no_numbers_are_rejected_also_behind_right_ones(
     [
         (
             "reads on",
-            "1 of 1 tokens cached: scores differ from plain torch ops' by nan of their deviation",
+            "1 of 1 tokens cached: scores differ from those of plain torch ops by nan of their",
         ),
         ("reads the other's", "requests of two users in a pass: scores differ"),
         ("writes on", "1 of 1 tokens cached: a rank writes into pages"),
-        ("spills", "1 of 1 tokens cached: a prefill writes where its tokens do not stand"),
+        ("spills", "1 of 1 tokens cached: a prefill writes outside of its tokens"),
         ("spoils", "1 of 1 tokens cached: keys and values differ"),
-        ("unsteady", "1 of 1 tokens cached: the same request has other scores a second time"),
+        ("unsteady", "1 of 1 tokens cached: a second run of the same request gives other scores"),
         ("long", "1 of 1 tokens cached: scores differ"),
         ("whole pages", "65 of 65 tokens cached: scores differ"),
     ],
@@ -250,7 +250,7 @@ async def test_a_way_that_cannot_run_the_ranker_is_named(engine: RankEngine) -> 
     assert possible(engine, engine.backend, "torch") == ("torch",)
     with pytest.raises(
         ConfigError,
-        match="attention: triton cannot run this ranker here; what can: right, off, lost",
+        match="attention: triton cannot run this ranker here; available: right, off, lost",
     ):
         possible(engine, engine.backend, "triton")
 

@@ -275,7 +275,7 @@ def test_a_nan_in_the_weights_is_said() -> None:
 
 
 def test_searches_that_share_rounds_find_what_each_finds_alone() -> None:
-    """Prompts of several lengths, widths 1 to 40, all ways to normalise, filters, one that is exhausted: one search."""
+    """Searches of mixed lengths, widths, normalisations and filters give what each gives alone."""
     decoder, trie = model(80), catalogue(3, 20, 150)
     tables, random = Tables.upload(trie, torch.device("cpu")), np.random.default_rng(0)
     nothing = tuple(torch.zeros(len(codes), dtype=torch.bool) for codes in trie.token)

@@ -1,4 +1,4 @@
-"""The cost model finds planted coefficients, never falls with length, and never promises what does not fit."""
+"""The cost model finds planted coefficients, and never falls with length."""
 
 from __future__ import annotations
 

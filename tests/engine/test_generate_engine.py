@@ -1,4 +1,4 @@
-"""A history in, items out: cold equals cached, filters hold, what does not fit is rejected in words."""
+"""Generates: cold equals cached, filters hold, and requests over a limit are rejected."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ async def ask(
 
 
 async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
-    """Cold, kept by an earlier request, joined after a signal, from DRAM, and a longer history on an old prefix."""
+    """Cold, kept, joined, reloaded from DRAM, and a longer history on an old prefix."""
     trie, history = catalogue(), [0, 7, 21, 70, 7, 14]
     prompt = make_prompt(trie, np.array(history), 60)
     longer = make_prompt(trie, np.array([*history, 28, 35]), 60)
@@ -257,8 +257,8 @@ async def test_a_generate_goes_on_in_the_pages_of_its_pre_infer(encoded: int) ->
         begun = Prompt(prompt.tokens[:encoded], 0)
         assert await engine.prefill(begun, runs, 1e9, JobOrder(1e9)) == encoded
         work = GeneratePass(
-            trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=20), num_items=10, keep=runs,
-            cached=CachedPrefix(runs, encoded),
+            trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=20), num_items=10,
+            keep=runs, cached=CachedPrefix(runs, encoded),
         )  # fmt: skip
         again = replace(work, cached=CachedPrefix(runs, len(prompt)), keep=None)
         for each in (work, again):  # the second reads what the first has left

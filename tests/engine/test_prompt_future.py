@@ -1,4 +1,4 @@
-"""Whoever waits for a prompt future goes on within the call that ends it, and sees what it would see of any other."""
+"""The waiter of a prompt future resumes within `end`; otherwise it is like an asyncio future."""
 
 from __future__ import annotations
 

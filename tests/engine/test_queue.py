@@ -1,4 +1,4 @@
-"""The queue on a fake clock: a job leaves once, a pass is within the limits, the earliest goes first, none starves."""
+"""The queue on a fake clock: passes are within limits, the earliest goes first, none starves."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_request_waits_for_what_goes_before_it() -> None:
     assert q.ahead_s(2.0) == pytest.approx(6.0)
 
 
-def test_a_pass_makes_nobody_late() -> None:
+def test_a_pass_makes_no_job_late() -> None:
     q = queue(max_batch_requests=8, aging_s=100.0)
     soon, small, large, later = [
         job(order, estimate_s=takes)
@@ -303,7 +303,7 @@ def test_a_share_of_the_queue_is_by_weight() -> None:
     assert first({"a": 9.0, "b": 9.0}) == "b"
 
 
-def test_a_pass_that_goes_first_for_a_share_has_nobody_with_more_than_that_in_it() -> None:
+def test_a_pass_that_is_ahead_for_a_share_has_no_tenant_over_its_share() -> None:
     q = queue(max_batch_requests=4)
     hot = [job(1.0 + n / 10, tenant="hot") for n in range(4)]
     for each in hot:

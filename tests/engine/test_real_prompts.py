@@ -1,4 +1,4 @@
-"""Real semantic IDs and histories (Amazon Beauty): nothing invalid, and the top 10 of Hugging Face transformers."""
+"""Amazon Beauty: no invalid item, and the same top 10 as Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU, LEVELS, CODES, HISTORY = CPUBackend(), 4, 256, 20
 
 def test_real_prompts(tmp_path: Path) -> None:
     if not DATA.exists():
-        pytest.skip("the Amazon Beauty data is not beside the checkout")
+        pytest.skip("the Amazon Beauty data is not next to the checkout")
     index, histories = (
         json.loads((DATA / name).read_text()) for name in ("index_rqvae.json", "inter.json")
     )

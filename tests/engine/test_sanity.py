@@ -1,4 +1,4 @@
-"""A model whose numbers say nothing is told from one whose numbers do, in words that name what is wrong."""
+"""The self-tests reject a model whose scores carry no information, and name the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every job ends once, in deadline order, and one that nobody waits for costs no device time."""
+"""Every job ends once, in deadline order, and a cancelled job costs no device time."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
 
 
 async def test_a_run_has_its_own_limit_and_never_mixes_two_objects() -> None:
-    """As matches: 64 share a pass where ranks are few, and a pass searches the vectors of one version."""
+    """As matches do: up to 64 share a pass, and a pass searches the vectors of one version."""
     old, new, passes = Device(), Device(), list[tuple[str, int]]()
     async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
         scheduler.on_batch = lambda kind, requests, _rows: passes.append((kind, requests))
@@ -285,7 +285,7 @@ async def test_a_pass_that_forgets_a_result_is_one_error_a_job() -> None:
         assert (await scheduler.batch(Work("next"), device.run, FAR)).value == "NEXT"
 
 
-async def test_a_device_thread_outlives_whoever_watches_its_passes(
+async def test_a_device_thread_outlives_a_failing_callback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def watch(kind: str, took_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A generator whose prompts are encoded whole (T5): brute force, the same bits from every tier, no page left over."""
+"""A T5 generator: equals brute force, gives the same bits from every tier, leaks no page."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ async def test_a_prefill_lets_others_run_between_its_steps_and_gives_the_same_kv
 async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An erasure, a rank that goes away, a deadline: the pool is whole, and the next rank gets the cold items."""
+    """After an erasure, a cancelled rank or a deadline, the next rank gets the cold items."""
     monkeypatch.setattr(t5, "ROWS", 8)
     trie = catalogue()
     prompt = make_prompt(

@@ -169,7 +169,7 @@ CAUSES: list[Case] = [
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
     *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
-    *one("NpuGrShedding", shed(3, 97), shed(1, 199), 15, **INSTANCE),
+    *one("NpuGrOverload", shed(3, 97), shed(1, 199), 15, **INSTANCE),
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     Case({**wasted(4, 1), COPIED_BACK: "0+20x70"}, 65, {}, ["NpuGrPrefixesWasted"]),

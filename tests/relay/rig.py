@@ -77,7 +77,7 @@ class Bench:
         ).logits
 
     async def idle(self) -> None:
-        """Every producer and spill has ended."""
+        """Every prefill job and spill has ended."""
         await self.relay.settled()
 
     def has_leaked(self) -> bool:

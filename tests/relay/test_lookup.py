@@ -1,4 +1,4 @@
-"""Which prefix a rank uses, of what exists: resident before running before DRAM, and the longest usable one of each.
+"""A rank uses the longest usable prefix: resident before running before DRAM.
 
 A rank waits only as long as it can still do without, and computes only what it can finish.
 
@@ -27,16 +27,16 @@ from npu_gr.relay.lookup import (
     AdoptPrefill,
     ComputeAll,
     Existing,
-    JoinProducer,
+    JoinPrefill,
     LastSignals,
     RankTime,
     ReloadCopy,
     UseResident,
     choose,
     longest,
-    longest_producer,
+    longest_job,
 )
-from npu_gr.relay.prefill_manager import PrefillJob, PrefillKind, PrefillState
+from npu_gr.relay.prefill_job import PrefillJob, PrefillKind, PrefillState
 from tests.relay.rig import bench, tokens
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
@@ -60,7 +60,7 @@ def copied(num_tokens: int) -> DramEntry:
     return store.reserve(key(num_tokens), num_tokens)
 
 
-def producer(
+def prefill_job(
     num_tokens: int = 100,
     kind: PrefillKind = PrefillKind.PREFILL,
     state: PrefillState = PrefillState.RUNNING,
@@ -78,7 +78,7 @@ ENTRY, COPY = resident(60), copied(70)
 
 
 def test_what_is_nearer_wins() -> None:
-    running = producer()
+    running = prefill_job()
     for entry, each, copy in itertools.product((ENTRY, None), (running, None), (COPY, None)):
         got = choose(
             Existing(entry, each, copy, copy_pays=True, why_missing=Reason.EXPIRED), 100, 64
@@ -97,20 +97,20 @@ def test_a_copy_that_does_not_pay_is_left() -> None:
 
 @pytest.mark.parametrize("state", [PrefillState.RUNNING, PrefillState.DESERTED])
 def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: PrefillState) -> None:
-    adoptable = producer(state=state)
-    assert choose(Existing(producer=adoptable), 100, 64) == AdoptPrefill(adoptable)
+    adoptable = prefill_job(state=state)
+    assert choose(Existing(job=adoptable), 100, 64) == AdoptPrefill(adoptable)
     for other in (
-        producer(60, state=state),  # of the beginning of the history
-        producer(kind=PrefillKind.RELOAD, state=state),
-        producer(state=PrefillState.STOPPING),  # for another rank
-        producer(state=PrefillState.ADOPTED),
-        producer(state=state, joiners=1),
+        prefill_job(60, state=state),  # of the beginning of the history
+        prefill_job(kind=PrefillKind.RELOAD, state=state),
+        prefill_job(state=PrefillState.STOPPING),  # for another rank
+        prefill_job(state=PrefillState.ADOPTED),
+        prefill_job(state=state, joiners=1),
     ):
-        assert choose(Existing(producer=other), 100, 64) == JoinProducer(other)
+        assert choose(Existing(job=other), 100, 64) == JoinPrefill(other)
 
 
-def test_a_producer_has_a_limited_number_of_joiners() -> None:
-    assert choose(Existing(producer=producer(joiners=64)), 100, 64) == ComputeAll(
+def test_a_prefill_job_has_a_limited_number_of_joiners() -> None:
+    assert choose(Existing(job=prefill_job(joiners=64)), 100, 64) == ComputeAll(
         Reason.REJECTED_LOAD
     )
 
@@ -123,11 +123,11 @@ def test_the_longest_usable_prefix_counts() -> None:
     assert longest([], HISTORY) is None
 
 
-def test_the_producer_of_an_erased_user_counts_for_nothing() -> None:
-    short, long = producer(50), producer(80)
-    assert longest_producer([short, long], HISTORY) is long
+def test_the_prefill_job_of_an_erased_user_counts_for_nothing() -> None:
+    short, long = prefill_job(50), prefill_job(80)
+    assert longest_job([short, long], HISTORY) is long
     long.entry.is_erased = True
-    assert longest_producer([short, long], HISTORY) is short
+    assert longest_job([short, long], HISTORY) is short
 
 
 MARGIN_S = 0.01

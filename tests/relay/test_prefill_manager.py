@@ -18,7 +18,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.model.history_tokenizer import Tokens
-from npu_gr.relay.prefill_manager import PrefillKind
+from npu_gr.relay.prefill_job import PrefillKind
 from npu_gr.relay.relay import Lease
 from tests.engine.kv_cache.invariants import check_pool
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
@@ -116,13 +116,13 @@ async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> No
 async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
     """It does not count against those that may run, and an erasure does not wait for it."""
     async with bench(max_inflight=1) as b:
-        history, producers = tokens(100), b.relay.producers.table
+        history, jobs = tokens(100), b.relay.prefills.table
         async with b.relay.lease(USER, history, 1, time.monotonic() + 30) as lease:
             assert lease.keep
             assert b.relay.signal(USER, history) is Verdict.ALREADY_RUNNING
-            assert (producers.in_flight(), producers.in_flight(PrefillKind.PREFILL)) == (0, 0)
+            assert (jobs.in_flight(), jobs.in_flight(PrefillKind.PREFILL)) == (0, 0)
             assert b.relay.signal(UserKey("", "v"), tokens(90, seed=1)) is Verdict.PREINFER
-            assert (producers.in_flight(), producers.in_flight(PrefillKind.PREFILL)) == (1, 1)
+            assert (jobs.in_flight(), jobs.in_flight(PrefillKind.PREFILL)) == (1, 1)
             await b.relay.erase(USER)
         await b.idle()
         assert b.pool.find(USER, "v1", b.pool.arena.layout.layout_id) == []
@@ -130,7 +130,7 @@ async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
 
 
 async def test_a_user_erased_while_ranked_may_be_ranked_again_meanwhile() -> None:
-    """The first pass writes into pages that nobody will find.
+    """The first pass writes into pages that no lookup will find.
 
     Who comes meanwhile does without it, at once.
     """
@@ -191,7 +191,7 @@ async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> N
                 assert third.keep == lease.keep
                 await first.__aexit__(None, None, None)
                 assert not len(b.pool)
-                assert len(b.relay.producers.table) == 1  # nor does it end what the third writes
+                assert len(b.relay.prefills.table) == 1  # nor does it end what the third writes
             assert len(b.pool) == 1
         await b.idle()
         assert not b.has_leaked()
@@ -259,7 +259,7 @@ async def test_a_rank_that_goes_away_while_it_takes_a_pre_infer_over(
 
 
 async def test_erasing_one_user_never_touches_another() -> None:
-    """What was erased is overwritten before its pages are anybody else's, however busy the device is."""
+    """Erased pages are overwritten before another user gets them, however busy the device is."""
     async with bench(num_pages=8, dram_pages=0) as b:
         mine, other = tokens(100), tokens(100, seed=5)
         want = await b.cold(other)
@@ -279,7 +279,7 @@ async def test_erasing_one_user_never_touches_another() -> None:
 
 
 async def test_a_user_erased_while_ranked_is_answered_and_leaves_nothing() -> None:
-    """A pass that keeps its prefix, and one that reads it, are in the queue when their user is erased."""
+    """A pass that keeps its prefix and one that reads it are queued when their user is erased."""
     async with bench(dram_pages=0) as b:
         kept, read = tokens(100), tokens(90, seed=3)
         want_kept, want_read = await b.cold(kept), await b.cold(read)
@@ -305,7 +305,7 @@ async def test_a_user_erased_while_ranked_is_answered_and_leaves_nothing() -> No
 
 @pytest.mark.parametrize("streams", [1, 3])
 async def test_bytes_never_exceed_the_budget(streams: int) -> None:
-    """More users than room, signals, ranks and erasures interleaved at random, on one stream and on several."""
+    """Signals, ranks and erasures of more users than fit, interleaved at random."""
     async with bench(num_pages=20, dram_pages=10, t_life_s=0.05, streams=streams) as b:
         random = np.random.default_rng(0)
         wants: dict[int, F32] = {}
@@ -332,10 +332,10 @@ async def test_bytes_never_exceed_the_budget(streams: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whoever_comes_goes_or_fails_in_any_order(
+async def test_ranks_come_go_and_fail_in_any_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signals, ranks that are cancelled at any point or discard what they have, erasures, passes that fail."""
+    """Signals, erasures, failing passes, and ranks that are cancelled or discard their lease."""
     random, errors = np.random.default_rng(seed), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with bench(num_pages=40, dram_pages=20, streams=1 + seed % 2) as b:

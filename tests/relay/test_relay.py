@@ -1,4 +1,4 @@
-"""Cold, HBM hit, joined and DRAM hit give the same scores, and each lease says how it came about."""
+"""Cold, HBM hit, joined and DRAM hit give the same scores, and each lease names its outcome."""
 
 from __future__ import annotations
 

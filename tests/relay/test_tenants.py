@@ -1,7 +1,4 @@
-"""What a signal was promised holds.
-
-And whoever has fewer pre-infers at work than its share gets its turn.
-"""
+"""A promised prefix stays, and a tenant with fewer pre-infers than its share gets its turn."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ STEPS = st.lists(
 def test_a_signal_that_promises_a_prefix_keeps_it_for_as_long_as_it_says(
     steps: list[tuple[str, int, float]],
 ) -> None:
-    """Alone on the instance: until its rank comes, or the time is up, whoever else signals or ranks."""
+    """Until its rank comes or T_life is over, whatever other users signal or rank."""
 
     async def work() -> None:
         async with instance(4) as one:
@@ -91,9 +88,7 @@ def test_a_signal_that_promises_a_prefix_keeps_it_for_as_long_as_it_says(
     clock.run(work())
 
 
-def test_a_tenant_with_fewer_at_work_than_its_share_starts_one_and_the_other_s_youngest_gives_way() -> (
-    None
-):
+def test_a_tenant_below_its_share_starts_a_job_and_the_others_youngest_gives_way() -> None:
     async def work() -> None:
         async with instance(640, max_inflight=4) as one:
             flood = [one.relay.signal(UserKey("e", str(n)), PREFIX) for n in range(5)]
@@ -145,7 +140,7 @@ def test_a_pre_infer_that_a_rank_waits_for_does_not_give_way() -> None:
 
 @pytest.mark.parametrize("tenant", ["e", "v"])
 def test_the_device_takes_the_prefills_of_tenants_in_turn(tenant: str) -> None:
-    """A tenant with one pre-infer waits for the one that runs, not for all that another tenant has before it."""
+    """A tenant with one pre-infer waits for the running one, not for the other tenant's queue."""
 
     async def work() -> bool:
         async with instance(640, max_inflight=8) as one:

@@ -1,4 +1,4 @@
-"""The trigger is arithmetic: one cause a verdict, in a fixed order, monotone in what is left, and within its rate.
+"""The trigger is arithmetic: one cause a verdict, in a fixed order, monotone, within its rate.
 
 Together the tenants never exceed the rate; one alone has all of it; one within its share is never
 rejected.
@@ -68,7 +68,7 @@ def test_one_cause_each() -> None:
     assert decide(10, LATE, ROOMY, CONFIG, empty, "") is Verdict.SKIP_RATE
 
 
-def test_who_has_its_share_of_what_is_used_up_is_told_so() -> None:
+def test_a_tenant_at_its_share_of_what_is_used_up_gets_skip_share() -> None:
     empty = OneBucket()
     assert empty.take("")
     whole = ROOMY._replace(at_share=AtShare(inflight=True, bytes=True, rate=True))

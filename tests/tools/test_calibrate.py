@@ -16,7 +16,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.settings import to_table
 from npu_gr.handlers.histories import UserHistory
-from npu_gr.relay.config import Calibration, beside
+from npu_gr.relay.config import Calibration, calibration_path
 from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load
 from npu_gr.tools.calibrate import LogTraffic, calibrate, traffic
@@ -108,10 +108,10 @@ def test_the_command_writes_the_file_that_a_start_reads(tmp_path: Path) -> None:
     assert load(path).calibration is None
     done = CliRunner().invoke(main, ["calibrate", "--config", str(path), "--seconds", "0.1"])
     assert done.exit_code == 0, done.output
-    assert beside(path) == tmp_path / "serve.calibration.yaml"
-    assert f"in {beside(path)}" in done.output
+    assert calibration_path(path) == tmp_path / "serve.calibration.yaml"
+    assert f"in {calibration_path(path)}" in done.output
     found = load(path).calibration
-    assert found == msgspec.convert(yaml.safe_load(beside(path).read_text()), Calibration)
-    beside(path).write_text("q_m: 5\n")
+    assert found == msgspec.convert(yaml.safe_load(calibration_path(path).read_text()), Calibration)
+    calibration_path(path).write_text("q_m: 5\n")
     with pytest.raises(ConfigError, match=r"serve\.calibration\.yaml: unknown key q_m"):
         load(path)

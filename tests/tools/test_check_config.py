@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from npu_gr.core import settings
-from npu_gr.relay.config import beside
+from npu_gr.relay.config import calibration_path
 from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, read, shown
@@ -266,9 +266,9 @@ def test_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     calibration = (
         "{version: v, device: d, cost: {a0: 1, a1: 1, a2: 1, b0: 1, b1: 1}, copy_bytes_per_s: 1, "
     )
-    beside(path).write_text(
+    calibration_path(path).write_text(
         f"{calibration}kv_token_bytes: 2, kv_p99_tokens: 3, t_life_s: 4, q_m_per_s: 5}}"
     )
-    assert f"  version: v  # {beside(path)}" in shown(read(path), path).splitlines()
+    assert f"  version: v  # {calibration_path(path)}" in shown(read(path), path).splitlines()
     path.write_text("checkpoint: x\ncalibration:\n")
-    assert f"  version: v  # {beside(path)}" in shown(read(path), path).splitlines()
+    assert f"  version: v  # {calibration_path(path)}" in shown(read(path), path).splitlines()

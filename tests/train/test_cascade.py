@@ -88,14 +88,15 @@ def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
     assert choose_way(ways, whole).way == whole  # it is one of 68
 
 
-def test_a_stage_that_hurts_is_named_and_one_that_does_not_is_not() -> None:
+def test_a_stage_that_makes_answers_worse_is_named_and_no_other_is() -> None:
     whole = CascadeWay(("shared_encoder", "match"), "rank")
     good = places(0.6, 1)
     ways = dict.fromkeys(cascade_ways(["shared_encoder", "match"], has_blend=False), good)
     assert choose_way(ways, whole).hurts == []
     ways[whole] = places(0.2, 2)
     hurts = choose_way(ways, whole).hurts
-    assert [line.partition(" hurts")[0] for line in hurts] == [
+    assert "set recommend.sources without match in serve.yaml" in hurts[1]
+    assert [line.partition(" makes the answers worse")[0] for line in hurts] == [
         "source shared encoder",
         "source match",
         "order rank",

@@ -1,10 +1,10 @@
-"""The memory of keys and values: the pages of one tier (`KVArena`), and what beams add (`BeamArena`).
+"""The memory of keys and values: pages of one tier (`KVArena`), and tokens of beams (`BeamArena`).
 
 Every page is allocated and touched at start, and read in place. Keys and values are separate
 planes, `[layer, page, token, head, dim]`. So consecutive pages of a layer are one contiguous
 `[tokens, heads, dim]` slab: attention reads it without a gather, and a copy between tiers is a few
-long copies. If the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a
-run is one `Tiles`.
+long copies. If the arrangement is `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and
+a run of pages is one `Tiles`.
 
 Only device threads call these methods.
 """
@@ -24,10 +24,10 @@ from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]
-# all tokens of a layer; None = read the rows that the pass computed
+# All tokens of a layer; None = attention reads the rows that the pass has computed.
 LayerKV = Sequence[Slab | Tiles] | None
 Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # the signature of `tiles.pack`
-PINNED_CHUNK_BYTES = 1 << 26  # under 128 MB, and a power of two: torch's allocator rounds up to one
+PINNED_CHUNK_BYTES = 1 << 26  # a power of two, as torch's pinned allocator rounds up to one
 
 
 class KVArena:
@@ -44,11 +44,11 @@ class KVArena:
         """Allocate the pages.
 
         Args:
-            layout: of a page.
-            num_pages: how many.
-            device: whose memory.
-            pinned: page-locked host memory, which a device copies asynchronously.
-            pack: the backend's function that writes rows into tiles; used if the layout has tiles.
+            layout: Shape of a page.
+            num_pages: Number of pages.
+            device: Device that holds the memory.
+            pinned: True = page-locked host memory, which a device copies asynchronously.
+            pack: Backend function that writes rows into tiles; used if the layout has tiles.
         """
         self.layout = layout
         self.num_pages = num_pages
@@ -68,14 +68,14 @@ class KVArena:
         )
 
         def plane(width: int) -> list[Tensor]:
-            # zero_ after empty touches every page now, so that no request pays for the first fault
+            # zero_ after empty touches every page now, so that no request pays for a page fault
             made = partial(torch.empty, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
             starts = range(0, max(1, num_pages), self._chunk_pages)
             pages = [min(self._chunk_pages, num_pages - start) for start in starts]
             shape = (rows, layout.num_heads, width * group)
             return [made(layout.num_layers, count, *shape).zero_() for count in pages]
 
-        # chunks [layer, page, ...]
+        # Chunks of pages, [layer, page, ...] each.
         self._keys, self._values = (plane(width) for width in layout.widths)
         self._pinned = pinned
 
@@ -96,12 +96,12 @@ class KVArena:
             count -= here
 
     def slabs(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> Sequence[Slab | Tiles]:
-        """Return views of the first `num_tokens` tokens of a layer: slabs or tiles, as the layout has them.
+        """Return views of the first `num_tokens` tokens of a layer: slabs, or tiles.
 
         Args:
             layer: index of the layer.
             runs: pages in token order.
-            num_tokens: how many tokens of them to read.
+            num_tokens: Number of tokens to read.
         """
         if self.layout.arrangement == "natural":
             return self.views(layer, runs, num_tokens)
@@ -124,10 +124,10 @@ class KVArena:
         Args:
             layer: index of the layer.
             runs: pages in token order.
-            num_tokens: how many tokens of them to read.
+            num_tokens: Number of tokens to read.
 
         Returns:
-            one (k [m, H, Dq], v [m, H, Dv]) a run; their m add up to `num_tokens`.
+            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`.
         """
         assert self.layout.arrangement == "natural"
         slabs = []
@@ -140,11 +140,7 @@ class KVArena:
         return slabs
 
     def paged(self, runs: Sequence[PageRun]) -> PagedKV:
-        """Name pages to kernels that read and write them by number.
-
-        Args:
-            runs: pages in token order.
-        """
+        """Describe pages, in token order, to kernels that address them by number."""
         assert not self._pinned, "a device reads pages of its own memory"
         return PagedKV(runs, self._keys[0], self._values[0], self.layout.arrangement == "tiles")
 
@@ -158,8 +154,8 @@ class KVArena:
 
         Args:
             layer: index of the layer.
-            runs: pages in token order; large enough for start_token + n tokens.
-            start_token: where the rows begin.
+            runs: Pages in token order, enough for start_token + n tokens.
+            start_token: Token of the first row.
             k: [n, H, Dq]
             v: [n, H, Dv]
         """
@@ -185,15 +181,14 @@ class KVArena:
     def sink(
         self, runs: Sequence[PageRun], start_token: int = 0
     ) -> Callable[[int, Tensor, Tensor], LayerKV]:
-        """Make the function that a model's forward pass calls with each layer's rows, to keep them in these pages.
+        """Make the function with which a forward pass writes each layer's rows to the pages.
 
-        The function returns all tokens of the layer if attention should read them from the pages
-        instead of the rows: if the pages are in tiles and hold the same numbers. Packing the rows a
-        second time would cost as much again.
+        If the pages are in tiles and of the dtype of the rows, the function returns all tokens of
+        the layer, which attention then reads in place of the rows: so the rows are packed once.
 
         Args:
             runs: pages in token order.
-            start_token: tokens that the pages hold already.
+            start_token: Number of tokens that the pages hold already.
         """
 
         def keep(layer: int, k: Tensor, v: Tensor) -> LayerKV:
@@ -227,7 +222,7 @@ class KVArena:
             part.fill_(number)
 
     def copies(self, runs: Sequence[PageRun]) -> list[Tensor]:
-        """Return the contents of pages on the host: keys, then values of each run, [layer, page, ...]."""
+        """Copy pages to the host: keys, then values of each run, [layer, page, ...] each."""
         return [
             part.cpu() if part.device.type != "cpu" else part.clone() for part in self._parts(runs)
         ]
@@ -251,10 +246,10 @@ class KVArena:
         used.
 
         Args:
-            source: the other tier's arena.
-            source_runs: its pages, in token order.
-            target_runs: pages of this arena, in token order; at least as many.
-            num_tokens: length of the prefix.
+            source: Arena of the other tier.
+            source_runs: Pages of `source`, in token order.
+            target_runs: Pages of this arena, in token order; at least as many.
+            num_tokens: Length of the prefix.
         """
         assert source.layout == self.layout
         non_blocking = self._pinned or source._pinned
@@ -271,21 +266,24 @@ class KVArena:
                 if not non_blocking:
                     to.copy_(out_of)
                     continue
-                # layer by layer both sides are contiguous; torch copies anything else through
-                # pageable memory
+                # One layer is contiguous on both sides; torch would copy anything else through
+                # pageable memory.
                 for target_layer, source_layer in zip(to, out_of, strict=True):
                     target_layer.copy_(source_layer, non_blocking=True)
 
 
 class _Place(NamedTuple):
     chunk: int
-    page: int  # in the chunk
+    page: int  # index in the chunk
 
 
 def _common_pieces(
     a: Sequence[tuple[int, int, int]], b: Sequence[tuple[int, int, int]], num_pages: int
 ) -> Iterator[tuple[_Place, _Place, int]]:
-    """Walk two sequences of (chunk, page, count) together for `num_pages` pages: yield (place in a, in b, count)."""
+    """Walk two sequences of (chunk, page, count) together for `num_pages` pages.
+
+    Yields (place in a, place in b, count).
+    """
     left = [list(piece) for piece in reversed(a)]
     right = [list(piece) for piece in reversed(b)]
     while num_pages:
@@ -305,10 +303,10 @@ _IN_TWO_PASSES: Fork = PlainOps().beam_fork_
 
 
 class BeamArena:
-    """Unshared KV: the few tokens that each of up to `max_beams` beams has added to its prompt, one slot a round.
+    """Unshared KV: the tokens that each beam has added to its prompt, one slot for each round.
 
-    It is allocated once and reused, and holds the memory of a round's logits too: a new tensor
-    would cost page faults in every round. H = KV heads, D = width of a head.
+    Allocated once and reused, together with the memory of a round's logits: a new tensor would cost
+    page faults in every round. H = KV heads, D = width of a head.
 
     Source: the separated KV cache of xGR (arXiv:2512.11529). Invariant: slot s of row i holds round
     s of beam i (after `move`), or of beam ancestry[s, i] (with `fork_ancestry`).
@@ -326,16 +324,16 @@ class BeamArena:
         device: torch.device,
         fork: Fork = _IN_TWO_PASSES,
     ) -> None:
-        """Allocate.
+        """Allocate the memory.
 
         Args:
-            num_layers: of the decoder.
-            num_heads: KV heads.
-            head_dim: width of a head.
-            max_beams: of all requests of a pass.
-            num_slots: rounds whose KV is read again: the levels of the catalogue, less one.
-            dtype: of keys, values and logits.
-            device: whose memory.
+            num_layers: Number of layers of the decoder.
+            num_heads: Number of KV heads.
+            head_dim: Width of a head.
+            max_beams: Most beams of all requests of a pass.
+            num_slots: Rounds whose KV is read again: the levels of the catalogue, less one.
+            dtype: Dtype of keys, values and logits.
+            device: Device that holds the memory.
             fork: `beam_fork_` of the backend.
         """
         self.max_beams = max_beams
@@ -347,7 +345,7 @@ class BeamArena:
         self._logits = torch.empty(0, dtype=dtype, device=device)
 
     def part(self, first: int, count: int) -> BeamArena:
-        """Return a view of `count` beams: each of several requests that share the memory gets its own."""
+        """Return a view of `count` beams, for one of several requests that share the memory."""
         assert 0 <= first <= first + count <= self.max_beams
         view = object.__new__(BeamArena)
         view.max_beams = count
@@ -371,7 +369,7 @@ class BeamArena:
     def logits(self, num_rows: int, num_columns: int) -> Tensor:
         """Return uninitialised memory for a round's logits [rows, columns].
 
-        It is the same memory each time; the warm-up makes it grow to its largest size.
+        Every call returns the same memory; the warm-up lets it grow to its largest size.
         """
         count = num_rows * num_columns
         if len(self._logits) < count:
@@ -379,20 +377,20 @@ class BeamArena:
         return self._logits[:count].view(num_rows, num_columns)
 
     def move(self, parent: Tensor, num_slots: int) -> None:
-        """Fork in place: the first `num_slots` slots of row i become those of row parent[i] (`Backend.beam_fork_`)."""
+        """Fork in place: row i gets the first `num_slots` slots of row parent[i]."""
         self._fork(self._keys, self._values, parent, num_slots)
 
 
 def fork_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:
-    """Fork by index: no KV moves, a table says which row holds each slot of a beam.
+    """Fork by index: no KV moves, and a table names the row that holds each slot of a beam.
 
     Args:
-        ancestry: int64 [slots, rows before]: the table of the rounds so far.
-        parent: int64 [rows]: the beam that each new beam grew from.
+        ancestry: int64 [slots, rows before], the table of the rounds so far.
+        parent: int64 [rows], the beam from which each new beam grew.
 
     Returns:
-        int64 [slots + 1, rows]: the table of the new beams. A new beam's own token goes into its
-        own row.
+        int64 [slots + 1, rows], the table of the new beams. The token that a beam adds goes into
+        its own row.
     """
     own = torch.arange(len(parent), device=parent.device)
     return torch.cat([ancestry[:, parent], own[None]])

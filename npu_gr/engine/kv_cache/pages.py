@@ -1,4 +1,4 @@
-"""Pages: the layout of one model's prefix KV, which is the same in every tier, and an allocator of page numbers."""
+"""Pages of prefix KV: their layout, the same in every tier, and an allocator of page numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a page: the keys and values of `page_tokens` tokens, of every layer."""
+    """Shape of a page, which holds the keys and values of `page_tokens` tokens in every layer."""
 
     num_layers: int
     num_heads: int
@@ -30,13 +30,14 @@ class KVLayout:
     v_dim: int  # per head
     page_tokens: int = 64
     dtype: str = "float32"
-    # of the tokens within a page: row by row, or in tiles (`backend/tiles.py`)
+    # order of the numbers within a page: token by token, or in tiles (`backend/tiles.py`)
     arrangement: Arrangement = "natural"
 
     def __post_init__(self) -> None:
         if self.arrangement == "tiles" and self.page_tokens % TILE_TOKENS:
             raise ValueError(
-                f"page_tokens: {self.page_tokens} is no multiple of a tile's {TILE_TOKENS}"
+                f"page_tokens: {self.page_tokens} is no multiple of {TILE_TOKENS}, the tokens of a "
+                "tile"
             )
 
     @property
@@ -47,7 +48,7 @@ class KVLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers stored for a token's key and value, per head. Tiles pad them."""
+        """Widths of a stored key and value, for each head; tiles pad them."""
         return (
             padded(self.qk_dim, self.v_dim)
             if self.arrangement == "tiles"
@@ -66,29 +67,26 @@ class KVLayout:
 
     @property
     def layout_id(self) -> str:
-        """Identifies the layout.
-
-        It is part of every prefix key, so entries of different layouts never meet.
-        """
+        """Identifier of the layout; part of every prefix key, so layouts are never mixed."""
         shape = f"{self.num_layers}x{self.num_heads}x{self.qk_dim}+{self.v_dim}"
         return f"{shape}/{self.page_tokens}/{self.dtype}/{self.arrangement}"
 
     def pages(self, num_tokens: int) -> int:
-        """Return how many pages hold this many tokens."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the pages that hold this many tokens."""
+        """Return the bytes of the pages that hold `num_tokens` tokens."""
         return self.pages(num_tokens) * self.page_bytes
 
 
 class PageAllocator:
-    """The free ones of the pages 0..num_pages-1: a binary buddy that hands out any n as few aligned blocks.
+    """A binary buddy allocator of the pages 0..num_pages-1, without rounding up.
 
-    A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest
-    first, so a request succeeds whenever n pages are free. Blocks coalesce with their buddies when
-    they come back, which keeps entries in few long runs however long the instance lives. Costs grow
-    with log(num_pages), never with the number of users.
+    A classic buddy allocator rounds a request up to a power of two. This one covers n pages by
+    power-of-two blocks, largest first, so a request succeeds whenever n pages are free. Freed
+    blocks merge with their buddies, so entries stay in few long runs. Costs grow with
+    log(num_pages), not with the number of users.
 
     Invariants:
       B1  every page is in exactly one free block or one allocated run
@@ -97,17 +95,17 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = self.num_free = num_pages
-        # per order k: first pages of the free blocks of 2**k pages, as ordered sets
+        # For each order k, the first pages of the free blocks of 2**k pages, as an ordered set.
         self._free: list[dict[int, None]] = [{} for _ in range(num_pages.bit_length())]
         for first, order in _blocks(PageRun(0, num_pages)):
             self._free[order][first] = None
-        self.steps = 0  # blocks split or joined so far: the work done, for tests
+        self.steps = 0  # blocks split or merged so far, for tests
 
     def allocate(self, num_pages: int) -> tuple[PageRun, ...]:
-        """Take `num_pages` pages. The order of the runs is the order of the tokens.
+        """Take `num_pages` pages, in runs in token order.
 
         Raises:
-            PoolExhausted: fewer are free; nothing was taken.
+            PoolExhausted: fewer are free; none was taken.
         """
         if num_pages > self.num_free:
             raise PoolExhausted(
@@ -123,7 +121,10 @@ class PageAllocator:
         return _merged(runs)
 
     def _take(self, order: int) -> tuple[int, int]:
-        """(first page, order) of a free block: of `order`, split from a larger one, or else the largest there is."""
+        """Take a free block of `order`, or else the largest: return (first page, order).
+
+        A larger block is split first.
+        """
         larger = next((k for k in range(order, len(self._free)) if self._free[k]), None)
         if larger is None:
             order = next(k for k in range(order - 1, -1, -1) if self._free[k])
@@ -137,7 +138,7 @@ class PageAllocator:
         return first, order
 
     def free(self, runs: Sequence[PageRun]) -> None:
-        """Give pages back; a run may be any part of what was allocated."""
+        """Free pages; a run may be any part of an allocation."""
         for run in runs:
             self.num_free += run.num_pages
             for first, order in _blocks(run):
@@ -154,7 +155,7 @@ class PageAllocator:
 
 
 def _blocks(run: PageRun) -> list[tuple[int, int]]:
-    """(first page, order) of the aligned power-of-two blocks that a run is made of."""
+    """Split a run into aligned power-of-two blocks: (first page, order) of each."""
     first, left = run
     blocks = []
     while left:

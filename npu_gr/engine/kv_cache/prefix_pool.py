@@ -1,32 +1,34 @@
-"""Prefix KV in HBM: reserve pages before the work, publish the prefix after it, lease the pages while they are read.
+"""Prefix KV in HBM: pages are reserved, then published with a prefix, then leased by its readers.
 
-The pool is a sliding window in time, not an LRU cache. An entry lives from its production to its
-rank, or for `t_life_s`; admission keeps the sum of the living entries within the budget. A later
-signal renews an entry.
+The pool is a sliding window in time, not an LRU cache. An entry lives until its rank, or for
+`t_life_s`; the trigger keeps the sum of the live entries within the budget. A later signal renews
+an entry.
 
-    RESERVED ----publish----> LIVE <----lease, renew / last lease released---> EVICTABLE ---room is needed--> DROPPED
-       |                       |            (ranked or expired)                                                 ^
-       +--abandon, drop--------+-------drop, or a tenant within its share needs the room------------------------+
+    RESERVED --publish--> LIVE <--lease, renew / last lease ends--> EVICTABLE --evicted--> DROPPED
+       |                   |           (ranked or expired)                                    ^
+       +--abandon, drop----+----drop, or a tenant within its share needs the room-------------+
 
-Tenants share the pages by weight (`core.shares`), but only while the room is too small for all that
-want some:
+While there is too little room for all tenants, they share the pages by weight (`core.shares`):
 
-    a tenant within its share    takes what is free, then from tenants over their share: what waits for a rank that
-                                 hardly ever comes so late, what has been ranked or has expired,
-                                 what waits at all
-    a tenant over its share      takes what is free, and what has been ranked or has expired of tenants over their share
-    a tenant that wastes         may have the less waiting for ranks, the fewer of its signals were followed by one
+    a tenant within its share   takes free pages, then those of tenants over their share: first
+                                entries whose rank is overdue, then those ranked or expired, then
+                                those that still wait for a rank
+    a tenant over its share     takes free pages, then ranked or expired entries of tenants over
+                                their share
+    a tenant that wastes        may have fewer pages waiting for ranks, in proportion to the part
+                                of its signals that a rank followed
 
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference. See `docs/relay.md`.
 Invariants, checked after every step by tests/engine/kv_cache/test_prefix_pool.py:
-  I1  every page is free, reserved, or held by an entry: exactly one of the three; the sum is the budget
-  I2  a leased entry is never evicted; an entry that waits for its rank is so only if its tenant is over its share, for
-      a tenant that is not
+  I1  every page is free, reserved, or held by an entry: exactly one of the three; the sum is the
+      budget
+  I2  a leased entry is never evicted; one that waits for its rank is evicted only if its tenant is
+      over its share, and for a tenant that is not
   I3  an entry can be found only after it was published
-  I4  entry.leases == number of `with pool.lease(entry)` blocks now open
+  I4  entry.leases == number of open `with pool.lease(entry)` blocks
 
-All methods are for one thread (the event loop's). They take O(1) amortised, whatever the number of
-users; where room must be made, O(tenants).
+Not thread-safe: for the event loop only. Every method is O(1) amortised in the number of users, and
+O(tenants) where room must be made.
 """
 
 from __future__ import annotations
@@ -46,20 +48,19 @@ from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageAllocator, PageRun
 from npu_gr.engine.kv_cache.tier import PageTier, PrefixKey, TierEntry
 
-# of its share, that a tenant nobody knows yet may have waiting for ranks, while others want room
-CREDIT = 1 / 8
-LEAST_CREDIT = 1 / 64  # that one keeps whose signals are never followed by a rank
-CREDIT_WEIGHT = 1 / 16  # of one more prefix in the ratio of those that were ranked
+# A tenant's credit is the part of its share that may wait for ranks while others want room.
+CREDIT = 1 / 8  # of a new tenant
+LEAST_CREDIT = 1 / 64  # of a tenant whose signals are never followed by a rank
+CREDIT_WEIGHT = 1 / 16  # of the latest prefix in the moving average of ranked prefixes
 
 
 class EntryState(Enum):
-    """Where an entry is in its life."""
+    """The state of an entry."""
 
     RESERVED = auto()  # being written; cannot be found
     LIVE = auto()  # waiting for its rank, or leased
     EVICTABLE = auto()  # ranked or expired, and not leased: readable until its pages are needed
-    # cannot be found; its pages are free, or will be when its writer or last reader is done
-    DROPPED = auto()
+    DROPPED = auto()  # cannot be found; its pages are free once its writer or last reader is done
 
 
 class PrefixEntry(TierEntry):
@@ -88,14 +89,13 @@ class PrefixEntry(TierEntry):
         self.holding = holding
         self.state = EntryState.RESERVED
         self.consumed = False  # a rank has used it
-        self.is_signalled = is_signalled  # for a rank to come, not for one that is there
-        # no rank has used it since it was reserved or renewed, and its time is not up
+        self.is_signalled = is_signalled  # made for a rank that will come, not for one that waits
+        # Not expired, and no rank has used it since it was reserved or renewed.
         self.awaits_rank = True
-        # since when it has been published and awaited a rank; a renewal before is none
+        # When it began to wait: published, or renewed after a rank or its expiry.
         self.waits_since_at = 0.0
-        self.is_evaluated = False  # its rank is late: it counts as wasted
-        # of two evictable entries, the one with the smaller number has been so for longer
-        self.evictable_number = 0
+        self.is_evaluated = False  # counted as wasted, since its rank is overdue
+        self.evictable_number = 0  # rises with the time at which it became evictable
         if is_signalled:
             holding.awaiting_pages += self.num_pages
 
@@ -126,7 +126,7 @@ class _Group:
 
 
 class _Holding(Account):
-    """What one tenant has of the pool, in pages."""
+    """The pages that one tenant holds."""
 
     __slots__ = ("awaiting_pages", "evictable", "ranked_ratio", "waiting")
 
@@ -134,9 +134,10 @@ class _Holding(Account):
         super().__init__(name)
         self.waiting = _Group()  # LIVE and not leased
         self.evictable = _Group()
-        self.awaiting_pages = 0  # signalled, being written or written, and no rank has come
-        # of the prefixes that it signalled, those that were ranked; the latest count most
-        self.ranked_ratio = CREDIT
+        self.awaiting_pages = 0  # of signalled entries that no rank has used, written or not
+        self.ranked_ratio = (
+            CREDIT  # moving average: part of the signalled prefixes that were ranked
+        )
 
     def evaluate(self, *, is_ranked: bool) -> None:
         self.ranked_ratio += CREDIT_WEIGHT * (is_ranked - self.ranked_ratio)
@@ -147,14 +148,14 @@ class _Holding(Account):
 
 
 class Room(NamedTuple):
-    """What a tenant can get."""
+    """The pages that a tenant can get."""
 
-    num_pages: int  # at least so many, if the prefix needs so many
-    is_at_share: bool  # it has its share, and others want the rest
+    num_pages: int  # a lower bound, exact up to the pages that the prefix needs
+    is_at_share: bool  # the tenant has its share, and other tenants want the rest
 
 
 class _TenantRoom:
-    """Who may have how many pages, and whose entry makes room: the table in the text at the top."""
+    """How many pages a tenant may have, and which entries make room (see the module docstring)."""
 
     def __init__(self, shares: Shares[_Holding], pages: PageAllocator, waits: _RankWaits) -> None:
         self._shares = shares
@@ -162,7 +163,7 @@ class _TenantRoom:
         self._waits = waits
 
     def of(self, holding: _Holding, need: int, *, is_signalled: bool) -> Room:
-        """Say how much a tenant can get for a prefix of so many pages."""
+        """Return what a tenant can get for a prefix of `need` pages."""
         ratios = self._shares.ratios()
         is_shared = len(ratios) > 1
         share = ratios.get(holding, 0.0) * self._pages.num_pages
@@ -179,18 +180,18 @@ class _TenantRoom:
         return Room(num_pages, is_at_share=is_shared and not within)
 
     def victims(self, holding: _Holding, need: int) -> Iterator[PrefixEntry]:
-        """Yield the entries that make room, until so many pages are free; the caller drops each."""
+        """Yield the entries to drop until `need` pages are free; the caller drops each."""
         ratios = self._shares.ratios()
         within = self._is_within(holding, need, ratios)
         while self._pages.num_free < need:
             yield self._victim(holding, ratios, within=within)
 
     def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
-        """Whether a tenant stays within its share with so many pages more.
+        """Return whether a tenant stays within its share with `need` more pages.
 
-        Its first prefix always is.
+        Its first prefix always does.
         """
-        if holding is self._shares.nobody:
+        if holding is self._shares.own_work:
             return False
         return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
 
@@ -201,7 +202,7 @@ class _TenantRoom:
     def _obtainable(
         self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool
     ) -> int:
-        if other is taker or taker is self._shares.nobody:
+        if other is taker or taker is self._shares.own_work:
             return other.evictable.num_pages
         over = self._over(other, ratios)
         return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
@@ -213,7 +214,7 @@ class _TenantRoom:
         for number, other in enumerate(self._shares.accounts):
             if (
                 other is not taker
-                and taker is not self._shares.nobody
+                and taker is not self._shares.own_work
                 and not self._over(other, ratios)
             ):
                 continue
@@ -228,47 +229,47 @@ class _TenantRoom:
 
 
 class _RankWaits:
-    """The published entries that await a rank: until when each does, and which tenants' prefixes nobody ranked."""
+    """The published entries that wait for a rank: when they expire, and which count as wasted."""
 
     def __init__(self, t_life_s: float, clock: Callable[[], float]) -> None:
         self.t_life_s = t_life_s
-        self.usual_s = t_life_s  # hardly any rank comes later than that after its signal
+        self.usual_s = t_life_s  # P99 of the time to a rank: an entry without one is overdue
         self._clock = clock
         # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late,
-        # never early.
+        # but never early.
         self.expiring: dict[PrefixEntry, None] = {}
-        # signalled; since when it waits, oldest first
-        self._unjudged: deque[tuple[float, PrefixEntry]] = deque()
+        # Signalled entries that are not yet overdue, and since when they wait; oldest first.
+        self._unevaluated: deque[tuple[float, PrefixEntry]] = deque()
 
     def begin(self, entry: PrefixEntry) -> None:
-        """Let an entry begin to wait for a rank."""
+        """Start the wait of an entry for its rank."""
         entry.waits_since_at = self._clock()
         entry.is_evaluated = False
         if entry.is_signalled:
-            self._unjudged.append((entry.waits_since_at, entry))
+            self._unevaluated.append((entry.waits_since_at, entry))
         self.extend(entry)
 
     def extend(self, entry: PrefixEntry) -> None:
-        """Let an entry wait for `t_life_s` from now."""
-        self.expiring.pop(entry, None)  # it is not there if its time was up while it was leased
+        """Let an entry expire `t_life_s` from now."""
+        self.expiring.pop(entry, None)  # it is absent if it expired while it was leased
         entry.expires_at = self._clock() + self.t_life_s
         self.expiring[entry] = None
 
     def end(self, entry: PrefixEntry) -> None:
-        """A rank has come, or none will."""
+        """End the wait: a rank has used the entry, or none will."""
         if entry.awaits_rank and entry.is_signalled:
             entry.holding.awaiting_pages -= entry.num_pages
         entry.awaits_rank = False
 
     def is_overdue(self, entry: PrefixEntry) -> bool:
-        """Whether an entry waits for longer than hardly any rank takes."""
+        """Return whether an entry has waited for longer than ranks usually take."""
         return self._clock() - entry.waits_since_at >= self.usual_s
 
     def ended(self) -> Iterator[PrefixEntry]:
-        """Evaluator what nobody ranked in the usual time, and yield the entries whose time is up."""
+        """Count overdue entries as wasted, and yield those that have expired."""
         now_at = self._clock()
-        while self._unjudged and now_at - self._unjudged[0][0] >= self.usual_s:
-            waits_since_at, entry = self._unjudged.popleft()
+        while self._unevaluated and now_at - self._unevaluated[0][0] >= self.usual_s:
+            waits_since_at, entry = self._unevaluated.popleft()
             if entry.awaits_rank and entry.waits_since_at == waits_since_at:
                 entry.is_evaluated = True
                 entry.holding.evaluate(is_ranked=False)
@@ -278,7 +279,7 @@ class _RankWaits:
 
 
 class _Leased(AbstractContextManager[PrefixEntry]):
-    """A block that reads an entry."""
+    """The context in which a block reads an entry."""
 
     __slots__ = ("_consume", "_entry", "_pool")
 
@@ -297,7 +298,7 @@ class _Leased(AbstractContextManager[PrefixEntry]):
             entry.holding.waiting.remove(entry)
         self._pool.shares.asked(entry.holding)
         entry.leases += 1
-        # a signal that comes while this rank runs is for the next one
+        # from now on, a signal renews the entry for the next rank
         if self._consume and entry.awaits_rank:
             if entry.is_signalled:
                 entry.holding.evaluate(is_ranked=True)
@@ -313,7 +314,10 @@ class _Leased(AbstractContextManager[PrefixEntry]):
 
 
 class PrefixPool(PageTier[PrefixEntry]):
-    """Prefix entries over the pages of one HBM arena. free + reserved + live + evictable bytes == budget."""
+    """Prefix entries over the pages of one HBM arena.
+
+    free + reserved + live + evictable bytes == budget.
+    """
 
     def __init__(
         self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]
@@ -321,10 +325,10 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Start with every page free.
 
         Args:
-            arena: the memory.
-            budget_bytes: how much of it to use, in whole pages.
-            t_life_s: how long a published entry waits for its rank.
-            clock: instants for expiry.
+            arena: Memory of the pages.
+            budget_bytes: Bytes of it to use, rounded down to whole pages.
+            t_life_s: Seconds that a published entry waits for its rank.
+            clock: Monotonic clock, in seconds.
 
         Raises:
             ValueError: the budget is less than one page.
@@ -350,25 +354,23 @@ class PrefixPool(PageTier[PrefixEntry]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the entries that can still be read, and are given up as soon as room is needed."""
+        """Bytes of the entries that are readable until their room is needed."""
         self._expire()
         pages = sum(holding.evictable.num_pages for holding in self.shares.accounts)
         return pages * self.arena.layout.page_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the entries that wait for their rank, are leased, are dropped but leased, or are overwritten."""
+        """Bytes of all other entries.
+
+        They wait for a rank, are leased (dropped or not), or are being overwritten.
+        """
         return self.budget_bytes - self.free_bytes - self.reserved_bytes - self.evictable_bytes
 
-    # ---- production
+    # ---- filling entries
 
     def room(self, tenant: str, num_tokens: int) -> Room:
-        """Say how much of the pool a tenant can get for a prefix that it signals.
-
-        Args:
-            tenant: who asks.
-            num_tokens: length of the prefix.
-        """
+        """Return how many pages a tenant can get for a prefix of `num_tokens` that it signals."""
         self._expire()
         return self._tenant_room.of(
             self.shares.asking(tenant), self.arena.layout.pages(num_tokens), is_signalled=True
@@ -379,23 +381,23 @@ class PrefixPool(PageTier[PrefixEntry]):
     ) -> PrefixEntry:
         """Take pages for a prefix that is about to be computed or copied.
 
-        It is invisible until `publish`.
-
-        The caller must end the reservation with `publish` or `abandon`, whatever happens.
+        The entry cannot be found until `publish`. The caller must end the reservation with
+        `publish` or `abandon`, whatever happens.
 
         Args:
-            key: no other reservation may have it.
-            num_tokens: length of the prefix.
-            is_signalled: for a rank to come, not for one that is there.
-            is_own: work of the instance itself; it takes what no rank waits for, of any tenant.
+            key: Key of the prefix; no other reservation may have it.
+            num_tokens: Length of the prefix.
+            is_signalled: True for a rank that will come, False for one that waits now.
+            is_own: True for work of the instance itself, which may evict ranked and expired entries
+                of every tenant.
 
         Raises:
-            PoolExhausted: there is no such room for this tenant; nothing was evicted.
+            PoolExhausted: this tenant cannot get that much room; nothing was evicted.
         """
-        assert key not in self._reserved, "one producer a key"
+        assert key not in self._reserved, "a key has at most one prefill job"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
-        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
+        holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
         room = self._tenant_room.of(holding, need, is_signalled=is_signalled)
         if need > room.num_pages:
             raise PoolExhausted(
@@ -414,15 +416,15 @@ class PrefixPool(PageTier[PrefixEntry]):
         return entry
 
     def publish(self, entry: PrefixEntry, timestamps: I64) -> bool:
-        """Make a completely written entry visible, for at least `t_life_s`.
+        """Make a completely written entry findable, for at least `t_life_s`.
 
         Args:
-            entry: as `reserve` returned it.
+            entry: Result of `reserve`.
             timestamps: [num_tokens] unix seconds of its tokens.
 
         Returns:
-            False if the entry was dropped meanwhile (its user asked to be forgotten): its pages go
-            back.
+            False if the entry was dropped in the meantime, because its user was erased; its pages
+            are freed.
         """
         assert len(timestamps) == entry.num_tokens
         if entry.state is EntryState.DROPPED:
@@ -440,7 +442,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Let an entry wait for one more rank, for `t_life_s` from now.
 
         Args:
-            entry: as `get` or `find` returned it, with no await in between.
+            entry: Result of `get` or `find`, with no await in between.
         """
         self.shares.asked(entry.holding)
         if entry.state is EntryState.EVICTABLE:
@@ -457,13 +459,10 @@ class PrefixPool(PageTier[PrefixEntry]):
         self.waits.begin(entry)
 
     def abandon(self, entry: PrefixEntry) -> None:
-        """Give the pages of an unfinished entry back.
-
-        Nothing happens to an entry that was published.
-        """
+        """Free the pages of an unfinished entry; does nothing to a published one."""
         if entry.is_published or not entry.is_held:
             return
-        self.drop(entry)  # or it was dropped while it was being written
+        self.drop(entry)  # does nothing if it was dropped while it was being written
         self._give_back(entry)
 
     # ---- use
@@ -476,13 +475,13 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Keep the entry's pages while the block reads them.
 
         Args:
-            entry: as `get` or `find` returned it, with no await in between.
-            consume: the block is the entry's rank; afterwards its pages may go to other prefixes.
+            entry: Result of `get` or `find`, with no await in between.
+            consume: True if the block is the entry's rank, after which the entry may be evicted.
         """
         return _Leased(self, entry, consume)
 
     def _unleased(self, entry: PrefixEntry) -> None:
-        """No block reads the entry any more."""
+        """Handle the end of the last lease."""
         if entry.state is EntryState.DROPPED:
             self._give_back(entry)
         elif entry.awaits_rank and entry.expires_at > self._clock():
@@ -494,19 +493,17 @@ class PrefixPool(PageTier[PrefixEntry]):
             entry.holding.evictable.add(entry)
 
     def _expire(self) -> None:
-        """Make the entries evictable whose time is up, except those that are leased."""
+        """Make the expired entries evictable, except leased ones."""
         for entry in self.waits.ended():
             if entry.state is EntryState.LIVE and not entry.leases:
                 entry.holding.waiting.remove(entry)
                 self._unleased(entry)
 
     def drop(self, entry: PrefixEntry) -> None:
-        """Make an entry unfindable.
+        """Make an entry unfindable, and free its pages once its writer or last reader is done.
 
-        Its pages go back at once, or when its writer or its last reader is done.
-
-        One that was signalled, and gives way to a longer one of its user before its rank came,
-        counts as wasted.
+        A signalled entry that no rank has used, e.g. because a longer prefix of its user replaces
+        it, counts as wasted.
         """
         if (
             entry.state is EntryState.LIVE

@@ -1,19 +1,19 @@
-"""What the two tiers of prefix KV have in common, and the DRAM tier.
+"""The common part of both tiers of prefix KV, and the DRAM tier.
 
 `prefix_pool.py` is the HBM tier.
 
-    free pages --reserve--> an entry that is written --publish | commit--> an entry that can be found
-        ^                        | abandon                                    | drop, when nobody reads it
-        |                        v                                            v
-        +------------------- give back <--------------------------------------+
+    free pages --reserve--> entry being written --publish, commit--> findable entry
+        ^                        | abandon                              | drop, after its last lease
+        |                        v                                      v
+        +--------------------- freed <----------------------------------+
                                  |
-                                 +-- of an erased user: `on_erased` overwrites the pages before they are free
+                                 +-- `on_erased` overwrites the pages of an erased user first
 
-The DRAM tier has copies of used prefixes for users who come back: LRU with a TTL, under a byte
-limit. Tenants share the bytes by weight (`core.shares`): room is made from those over their share,
-and from the one that asks.
+The DRAM tier keeps copies of used prefixes for returning users: LRU with a TTL, under a byte limit.
+Tenants share the bytes by weight (`core.shares`): copies of tenants over their share, and of the
+tenant that needs room, are evicted.
 
-All methods are for one thread (the event loop's). `docs/relay.md` draws the states of a page.
+Not thread-safe: for the event loop only. `docs/relay.md` draws the states of a page.
 
 Source: RelayGR (arXiv:2601.01712), memory-aware expander.
 Invariants of the DRAM tier, held by tests/engine/kv_cache/test_dram_store.py:
@@ -21,8 +21,8 @@ Invariants of the DRAM tier, held by tests/engine/kv_cache/test_dram_store.py:
   D2  an entry can be found only after its copy is complete
   D3  a leased entry is never evicted
   D4  a copy of a tenant within its share is evicted for another copy of that tenant only
-  D5  the epoch of a page changes each time the page is handed out, so a reader can detect that its pages
-      were reused during the copy
+  D5  the epoch of a page changes each time the page is allocated, so a reader can detect that its
+      pages were reused during the copy
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from npu_gr.engine.kv_cache.pages import PageAllocator, PageRun
 class PrefixKey(NamedTuple):
     """Identifies a prefix.
 
-    Prefixes whose keys differ in one field never stand for each other (the version fence).
+    A prefix is never used for another key, however little they differ: so no request mixes model
+    versions.
     """
 
     user: UserKey
     model_version: str
     layout_id: str  # `KVLayout.layout_id`
-    fingerprint: str  # of the tokens
+    fingerprint: str  # identifies the tokens
 
 
 class _Keyed(Protocol):
@@ -84,7 +85,7 @@ class ByUser(Generic[Keyed]):
             del self._entries[entry.key.user]
 
     def of(self, user: UserKey) -> list[Keyed]:
-        """Return the user's entries, in a list of their own."""
+        """Return a new list of the user's entries."""
         return list(self._entries.get(user, ()))
 
     def matching(self, user: UserKey, model_version: str, layout_id: str) -> list[Keyed]:
@@ -97,7 +98,7 @@ class ByUser(Generic[Keyed]):
 
 
 class TierEntry:
-    """One prefix and the pages that it holds in one tier. `runs` are in token order."""
+    """One prefix and the pages that it holds in one tier; `runs` are in token order."""
 
     __slots__ = (
         "account",
@@ -116,21 +117,21 @@ class TierEntry:
         self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], account: Account
     ) -> None:
         self.key = key
-        self.account = account  # of its tenant; it counts the pages
+        self.account = account  # counts the pages of the tenant
         self.num_tokens = num_tokens
         self.runs = runs
         self.num_pages = sum(run.num_pages for run in runs)
         # [num_tokens] unix seconds; None = the prefix is not completely written
         self.timestamps: I64 | None = None
-        self.leases = 0  # readers now
+        self.leases = 0  # open leases
         self.expires_at = 0.0
-        self.is_held = True  # it still has its pages
-        self.is_erased = False  # its user asked to be forgotten
+        self.is_held = True  # the pages are not freed yet
+        self.is_erased = False  # its user was erased
         account.held += self.num_pages
 
     @property
     def is_published(self) -> bool:
-        """Whether it was ever completely written and findable."""
+        """Whether it is, or was, completely written and findable."""
         return self.timestamps is not None
 
 
@@ -145,10 +146,10 @@ class PageTier(ABC, Generic[E]):
         self._clock = clock
         self._pages = PageAllocator(num_pages)
         self._found: dict[PrefixKey, E] = {}  # completely written
-        # entries that are not dropped, whether they are written or not
+        # entries that are not dropped, also those being written
         self._users: ByUser[E] = ByUser()
-        # Called with the pages of an erased user, and a function that makes them free: call it once
-        # the pages are overwritten. Without a listener they are free at once.
+        # Called with the pages of an erased user and a function that frees them, to be called once
+        # the pages are overwritten. By default they are freed at once.
         self.on_erased: Callable[[tuple[PageRun, ...], Callable[[], None]], None] = (
             lambda _runs, free: free()
         )
@@ -173,10 +174,7 @@ class PageTier(ABC, Generic[E]):
 
     @abstractmethod
     def abandon(self, entry: E) -> None:
-        """Give up an entry whose writer failed.
-
-        Nothing happens to an entry that was completely written.
-        """
+        """Free an entry whose writer failed; does nothing to a completely written one."""
 
     def get(self, key: PrefixKey) -> E | None:
         """Find the completely written entry with this key."""
@@ -184,13 +182,10 @@ class PageTier(ABC, Generic[E]):
 
     @abstractmethod
     def drop(self, entry: E) -> None:
-        """Make an entry unfindable.
-
-        Its pages go back when its writer or its last reader is done.
-        """
+        """Make an entry unfindable, and free its pages once its writer or last reader is done."""
 
     def find(self, user: UserKey, model_version: str, layout_id: str) -> list[E]:
-        """Find a user's completely written entries of one model version and page layout, newest first."""
+        """Find a user's complete entries of one model version and page layout, newest first."""
         return [
             entry
             for entry in self._users.matching(user, model_version, layout_id)
@@ -198,14 +193,11 @@ class PageTier(ABC, Generic[E]):
         ]
 
     def knows(self, user: UserKey) -> bool:
-        """Whether there are entries of a user, those being written too."""
+        """Return whether the tier has entries of a user, also ones being written."""
         return bool(self._users.of(user))
 
     def erase_user(self, user: UserKey) -> None:
-        """Drop all entries of a user, those being written too.
-
-        `on_erased` gets their pages as they come back.
-        """
+        """Drop all entries of a user, also ones being written. `on_erased` gets their pages."""
         for entry in self._users.of(user):
             entry.is_erased = True
             self.drop(entry)
@@ -235,29 +227,28 @@ class DramEntry(TierEntry):
     ) -> None:
         super().__init__(key, num_tokens, runs, holding)
         self.holding = holding
-        # of two entries, the one with the smaller number was used less recently
-        self.used_number = 0
-        self.epoch = epoch  # of all its pages, for as long as they are its own
+        self.used_number = 0  # rises with each use: the entry with the smallest is the LRU one
+        self.epoch = epoch  # of all its pages, until they are reused
         self.is_dropped = False  # it cannot be found any more
 
 
 class _Holding(Account):
-    """What one tenant has of the store, in pages."""
+    """The copies that one tenant holds."""
 
     __slots__ = ("copies",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # complete; least recently used first
+        # complete copies, least recently used first
         self.copies: OrderedDict[PrefixKey, DramEntry] = OrderedDict()
 
     def least_recent(self) -> DramEntry | None:
-        """The least recently used copy that is not leased; few are."""
+        """Return the least recently used copy that is not leased. Few copies are ever leased."""
         return next((entry for entry in self.copies.values() if not entry.leases), None)
 
 
 class DramStore(PageTier[DramEntry]):
-    """Copies over the pages of one host arena."""
+    """Copies of prefixes over the pages of one host arena."""
 
     def __init__(
         self,
@@ -271,12 +262,12 @@ class DramStore(PageTier[DramEntry]):
         """Start with every page free.
 
         Args:
-            arena: the memory; all of it is used.
-            ttl_s: how long an unused copy is kept.
-            ttl_jitter_ratio: each TTL is longer or shorter by up to this share, so that copies made
+            arena: Host memory; all of it is used.
+            ttl_s: Seconds for which an unused copy is kept.
+            ttl_jitter_ratio: Largest random change of a TTL, as a part of it, so that copies made
                 together do not expire together.
-            seed: of that jitter.
-            clock: instants for expiry.
+            seed: Seed of the jitter.
+            clock: Monotonic clock, in seconds.
         """
         super().__init__(arena, arena.num_pages, clock)
         self._ttl_s = ttl_s
@@ -293,25 +284,24 @@ class DramStore(PageTier[DramEntry]):
         return self.budget_bytes - self.free_bytes
 
     def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> DramEntry:
-        """Take pages for a copy; least recently used entries make room.
+        """Take pages for a copy; least recently used copies are evicted to make room.
 
-        It is invisible until `commit`.
-
-        The caller must end the reservation with `commit` or `abandon`, whatever happens.
+        The copy cannot be found until `commit`. The caller must end the reservation with `commit`
+        or `abandon`, whatever happens.
 
         Args:
-            key: of the prefix.
-            num_tokens: its length.
-            is_own: work of the instance itself; it takes from any tenant.
+            key: Key of the prefix.
+            num_tokens: Length of the prefix.
+            is_own: True for work of the instance itself, which may evict copies of every tenant.
 
         Raises:
-            PoolExhausted: all pages that this tenant may get, and that are neither leased nor being
-                written, are too few; no more entries were evicted than necessary.
+            PoolExhausted: too few pages can be freed for this tenant, since leased copies and
+                copies being written stay. Other copies may have been evicted.
         """
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
             raise PoolExhausted(f"need {need} pages, the DRAM tier has {self.arena.num_pages}")
-        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
+        holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
         while self._pages.num_free < need and (victim := self._victim(holding)) is not None:
             self.drop(victim)
         self._epoch += 1
@@ -322,28 +312,27 @@ class DramStore(PageTier[DramEntry]):
         return entry
 
     def _victim(self, taker: _Holding) -> DramEntry | None:
-        """Choose the entry that makes room for a tenant: the least recently used of those over their share, or its own.
+        """Choose the copy to evict for a tenant, or None.
 
-        A tenant within its share gives up its own only if nobody is over his.
+        It is the least recently used copy of all tenants over their share. If no tenant is, it is
+        the least recently used copy of the tenant itself.
         """
         ratios = self.shares.ratios()
-        is_nobody = taker is self.shares.nobody
+        is_own_work = taker is self.shares.own_work
         num_pages = self.arena.num_pages
         over = [
             one
             for one in self.shares.accounts
-            if is_nobody or self.shares.is_over(one, ratios, num_pages)
+            if is_own_work or self.shares.is_over(one, ratios, num_pages)
         ]
         heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
         return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
 
     def commit(self, entry: DramEntry, timestamps: I64) -> None:
-        """Make a complete copy findable for its TTL.
-
-        The pages of a copy that was dropped meanwhile go back.
+        """Make a complete copy findable for its TTL, or free it if it was dropped meanwhile.
 
         Args:
-            entry: as `reserve` returned it.
+            entry: Result of `reserve`.
             timestamps: [num_tokens] unix seconds of its tokens.
         """
         if entry.is_dropped:
@@ -355,7 +344,7 @@ class DramStore(PageTier[DramEntry]):
         self._touch(entry)
 
     def abandon(self, entry: DramEntry) -> None:
-        """Give the pages of an incomplete copy back. Nothing happens to a complete one."""
+        """Free the pages of an incomplete copy; does nothing to a complete one."""
         if entry.is_published or not entry.is_held:
             return
         self.drop(entry)
@@ -371,10 +360,7 @@ class DramStore(PageTier[DramEntry]):
 
     @contextmanager
     def lease(self, entry: DramEntry) -> Iterator[DramEntry]:
-        """Keep the entry's pages while the block copies them.
-
-        Using an entry starts its TTL again.
-        """
+        """Keep the entry's pages while the block copies them. This restarts its TTL."""
         self.shares.asked(entry.holding)
         entry.leases += 1
         try:
@@ -387,22 +373,17 @@ class DramStore(PageTier[DramEntry]):
                 self._give_back(entry)
 
     def verify(self, entry: DramEntry) -> None:
-        """Check that the entry's pages were not handed out again.
-
-        Call it before and after reading them.
+        """Check, before and after a copy, that the entry's pages were not reused.
 
         Raises:
-            StaleEntry: they were.
+            StaleEntry: they were reused.
         """
         for first, count in entry.runs:
             if not (self._epochs[first : first + count] == entry.epoch).all():
                 raise StaleEntry("the DRAM copy was overwritten while it was read")
 
     def drop(self, entry: DramEntry) -> None:
-        """Make an entry unfindable.
-
-        Its pages go back at once, or when its writer or its last reader is done.
-        """
+        """Make an entry unfindable, and free its pages once its writer or last reader is done."""
         if entry.is_dropped:
             return
         entry.is_dropped = True
@@ -415,7 +396,7 @@ class DramStore(PageTier[DramEntry]):
             self._give_back(entry)
 
     def _touch(self, entry: DramEntry) -> None:
-        """Start the entry's TTL again, and make it the most recently used."""
+        """Restart the entry's TTL, and make it the most recently used."""
         jitter = 1.0 + self._jitter_ratio * (2.0 * self._random.random() - 1.0)
         entry.expires_at = self._clock() + self._ttl_s * jitter
         entry.used_number = next(self._numbers)

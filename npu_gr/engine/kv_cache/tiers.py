@@ -1,7 +1,4 @@
-"""The two memory tiers of one model's prefixes, made from their settings.
-
-The service and the simulator use it.
-"""
+"""Opens the two memory tiers of one model's prefixes, for the service and the simulator."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ from npu_gr.engine.kv_cache.tier import DramStore
 
 
 class Tiers(NamedTuple):
-    """Where the prefixes of one page layout lie.
+    """The tiers that hold the prefixes of one page layout.
 
-    Several model versions may share the tiers: keys hold the version.
+    Several model versions may share them, since a prefix key includes the version.
     """
 
     pool: PrefixPool  # HBM
     dram: DramStore | None  # None = no second tier
 
     def knows(self, user: UserKey) -> bool:
-        """Whether a tier has entries of a user, those being written too."""
+        """Return whether a tier has entries of a user, also ones being written."""
         return self.pool.knows(user) or (self.dram is not None and self.dram.knows(user))
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
-        """Give tenants shares by other weights; all that are not named have 1."""
+        """Set the weights of the tenants' shares; a tenant without one has weight 1."""
         self.pool.shares.weights = tenant_weights
         if self.dram is not None:
             self.dram.shares.weights = tenant_weights
@@ -60,16 +57,16 @@ def open_tiers(
     """Allocate both tiers and touch every page.
 
     Args:
-        config: sizes in bytes, and the TTL of the DRAM tier. The DRAM tier exists if it has room
-            for one page.
-        layout: of a page, in both tiers.
-        backend: whose device holds the HBM tier, and who packs tiles and pins host memory. None =
-            pages without memory, on torch's `meta` device: for a simulation.
-        t_life_s: how long a published prefix waits for its rank.
-        clock: instants for expiry, in both tiers.
-        section: of the configuration, which an error names.
-        least_pages: of the HBM tier.
-        seed: of the jitter of the DRAM tier's TTLs.
+        config: Sizes of the tiers, and the TTL of the DRAM tier. There is a DRAM tier if
+            `dram_bytes` holds one page.
+        layout: Shape of a page, in both tiers.
+        backend: Backend of the device that holds the HBM tier; it packs tiles and pins host memory.
+            None = pages without memory, on torch's `meta` device, for a simulation.
+        t_life_s: Seconds that a published prefix waits for its rank.
+        clock: Monotonic clock of both tiers, in seconds.
+        section: Section of the configuration, for error messages.
+        least_pages: Least number of pages of the HBM tier.
+        seed: Seed of the jitter of the DRAM tier's TTLs.
 
     Raises:
         ConfigError: `hbm_bytes` holds fewer than `least_pages` pages.
@@ -78,8 +75,7 @@ def open_tiers(
     if pages < least_pages:
         raise ConfigError(
             f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} "
-            "bytes, "
-            f"the least is {least_pages}"
+            f"bytes, the least is {least_pages}"
         )
     arena = _arena(layout, pages, backend)
     pool = PrefixPool(arena, config.hbm_bytes, t_life_s, clock)
@@ -100,7 +96,7 @@ def _arena(layout: KVLayout, num_pages: int, backend: Backend | None) -> KVArena
     if backend is None:
         return KVArena(layout, num_pages, torch.device("meta"))
     arena = KVArena(layout, num_pages, backend.device, pack=backend.pack_kv)
-    # the zeros are written before a device thread, in a stream of its own, writes a prefix
+    # Wait for the zeros: device threads write prefixes on streams of their own.
     backend.synchronize()
     return arena
 

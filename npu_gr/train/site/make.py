@@ -23,6 +23,7 @@ from rich.console import Console
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError, NpuGrError
+from npu_gr.core.progress import heartbeat
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
@@ -108,12 +109,13 @@ def train_site(
             for name in PARTS:
                 folder.discard(name)
             raise DataError(f"{data}: was changed while it was trained on; run the command again")
-        report = _finish(folder, data, made_by, dataset, options, parts, console)
+        with heartbeat(console.print, "choosing the sources and the order of recommend"):
+            report = _finish(folder, data, made_by, dataset, options, parts, console)
     console.print(report.table())
     for line in report.words():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for warning in report.warnings():
-        console.print(warning, style="yellow", soft_wrap=True)
+        console.print(warning, soft_wrap=True, markup=False, highlight=False)
     return report
 
 
@@ -364,7 +366,7 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
 
     interactions, features = dataset.interactions(), dataset.item_features()
     # Features say more of a new item than codes that come of neighbours, which it has not: see
-    # docs/measured.md.
+    # docs/history/README.md.
     codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = (

@@ -15,6 +15,7 @@ from npu_gr.train.rank.blend_choice import in_words
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+_SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
@@ -73,8 +74,8 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
             "strongest baseline",
             "measured on",
             title=f"{self.num_events} events of {self.num_users} users with {self.num_items} items",
-            caption="evaluated first; then each model was trained again on all events, and that "
-            "one is served",
+            caption="Figures are of models that had not seen the newest events. The served models "
+            "were then trained again on all events.",
             title_justify="left",
             caption_justify="left",
         )
@@ -96,8 +97,19 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         return [*own, *(self.cascade.words if self.cascade else ())]
 
     def warnings(self) -> list[str]:
-        """Name the models that are not shown to be better than a baseline."""
-        return [part.warning for part in self.parts.values() if part.warning]
+        """Name the models that are not shown to be better than a baseline.
+
+        A model that recommend does not ask is a note, not a warning.
+        """
+        asked = self.cascade.sources if self.cascade else None
+        found = []
+        for name, part in self.parts.items():
+            text = part.warning
+            source = _SOURCE_OF.get(name)
+            if text and source and asked is not None and source not in asked:
+                text = f"{text} recommend does not ask this model.".replace("WARNING", "Note")
+            found.append(text)
+        return [text for text in found if text]
 
 
 def warning_of(comparison: BaselineComparison | None) -> str:
@@ -108,9 +120,8 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the "
-        "next item, "
-        f"{comparison.grounds}. More events, more epochs or other settings may help."
+        f"WARNING: {comparison.model} is not shown to be better than {comparison.baseline} at the "
+        f"next item ({comparison.grounds}). More events or more epochs may help."
     )
 
 
@@ -120,13 +131,13 @@ def warning_of_ranker(found: Evaluation) -> str:
 
 
 def ranker_words(found: Evaluation) -> tuple[str, ...]:
-    """Say how the fitted order, which a recommend uses, stands beside the strongest baseline and Markov counts."""
+    """Compare the fitted order, which a recommend uses, with the best baseline and Markov counts."""
     beside = filter(None, (found.comparison(), found.beside(Markov.name)))
     rows = {each.baseline: each.differences for each in beside}
     return tuple(
-        f"ranker in its fitted order less {name}: "
+        f"ranker against {name}: "
         + ", ".join(
-            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+            f"{figure} {gap.mean:+.4f} (95 %: {gap.low:+.4f} to {gap.high:+.4f})"
             for figure, gap in list(gaps.items())[:2]
         )
         for name, gaps in rows.items()

@@ -214,7 +214,7 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
         np.testing.assert_allclose(scores, found["torch"][1], rtol=1e-4, atol=1e-5)
     monkeypatch.setattr("npu_gr.service.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
     with pytest.raises(
-        ConfigError, match="attention: ascend_c cannot run this ranker here; what can: torch"
+        ConfigError, match="attention: ascend_c cannot run this ranker here; available: torch"
     ):
         async with serving(tmp_path, attention="ascend_c"):
             pass

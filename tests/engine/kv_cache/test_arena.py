@@ -137,7 +137,7 @@ def test_layouts_never_meet() -> None:
 def test_page_locked_memory_is_in_chunks_and_copies_cross_them(
     data: st.DataObject, num_tokens: int, chunk_pages: int
 ) -> None:
-    """From a device to chunks of few pages, on to others, and back: bit for bit, whatever the runs."""
+    """Copies from a device to small chunks, to others and back are bit for bit, for any runs."""
     shape = layout()
     page_bytes = 2 * 4 * 2 * 5 * 4  # layers x tokens x heads x the wider of keys and values x bytes
     npu = FakeRuntime()

@@ -1,4 +1,4 @@
-"""The DRAM tier keeps complete copies only, gives up the least recently used, and notices an overwritten one."""
+"""The DRAM tier finds complete copies only, evicts the LRU one, and detects an overwritten one."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_overwritten_copy_is_noticed() -> None:
 
 
 def test_erasing_a_user_during_a_copy() -> None:
-    """The pages stay with the copy that may still write them, and are reported as they come back."""
+    """The pages stay with the copy that is being written, and are reported when it ends."""
     dram, _ = store()
     erased: list[tuple[tuple[PageRun, ...], Callable[[], None]]] = []
     dram.on_erased = lambda runs, free: erased.append((runs, free))

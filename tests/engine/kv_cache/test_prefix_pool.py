@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: pages are conserved, leases protect, nothing unfinished is ever found."""
+"""In any order of events, pages are conserved, leases protect, and only published KV is found."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def filled(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random interleavings of producers, ranks, expiry and erasure, against a plain model of what must be found.
+    """Random interleavings of prefill jobs, ranks, expiry and erasure, against a plain model.
 
     Users "a" and "b" are of one tenant each, "c" of a third that has twice their weight.
     """
@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
         return sum(entry.num_pages for entry in entries if entry.key.user.user == user)
 
     def share_pages(self, user: str) -> float:
-        """By the definition: weight over the weights of all who asked within the minute, times the pages."""
+        """By definition: weight / weights of all that asked within the minute * pages."""
         wanting = {u for u, at in self.asked_at.items() if self.clock.now_at - at < WANTS_S}
         weights = {u: 2.0 if u == "c" else 1.0 for u in wanting}
         return 12 * weights.get(user, 0.0) / (sum(weights.values()) or 1.0)
@@ -228,13 +228,13 @@ TestPool.settings = settings(
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])
 def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
-    """The pages stay with their writer, who may still be at work, and are reported as they come back."""
+    """The pages stay with their writer, and are reported when it ends."""
     made, _ = pool()
     erased: list[tuple[tuple[PageRun, ...], Callable[[], None]]] = []
     made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = made.reserve(key(), 5)
     made.erase_user(key().user)
-    other = made.reserve(key(), 5)  # a new producer of the same prefix, before the old one is done
+    other = made.reserve(key(), 5)  # a new job for the same prefix, before the old one is done
     assert not set(entry.runs) & set(other.runs)
     assert not erased
     if end == "publish":
@@ -326,7 +326,7 @@ def test_a_renewed_prefix_waits_for_one_more_rank() -> None:
     assert prefixes.get(key("a")) is None
 
 
-def test_renewals_hold_up_nobody_elses_expiry() -> None:
+def test_renewals_do_not_delay_the_expiry_of_others() -> None:
     prefixes, clock = pool(2)
     first = filled(prefixes, key("a"))
     filled(prefixes, key("b"))
@@ -359,7 +359,7 @@ def test_a_tenant_within_its_share_takes_what_was_signalled_and_never_ranked_fir
 
 
 @pytest.mark.parametrize("asks", ["e", "w"])
-def test_nobody_takes_what_a_tenant_within_its_share_has_left_to_read(asks: str) -> None:
+def test_evictable_entries_of_a_tenant_within_its_share_stay(asks: str) -> None:
     prefixes, _ = pool(8)
     gone: list[PrefixEntry] = []
     prefixes.on_evict = gone.append
@@ -433,11 +433,11 @@ def test_the_instance_s_own_work_takes_what_no_rank_waits_for_and_no_tenant_s_sh
         prefixes.reserve(own, 4, is_own=True)
     with prefixes.lease(entries[1], consume=True):
         pass
-    # of a tenant that is not over its share: nobody else wants any
-    lent = prefixes.reserve(own, 4, is_own=True)
+    # of a tenant that is not over its share: no other tenant wants any
+    borrowed = prefixes.reserve(own, 4, is_own=True)
     assert prefixes.get(entries[1].key) is None
     assert not prefixes.room("e", 4).is_at_share
-    prefixes.abandon(lent)
+    prefixes.abandon(borrowed)
     check_pool(prefixes)
 
 
@@ -473,7 +473,7 @@ def test_the_version_fence(changed: PrefixKey) -> None:
 
 
 def test_a_million_users_cost_what_a_few_do() -> None:
-    """Entries looked at by one reserve do not grow: eviction takes the oldest, expiry the front of a queue."""
+    """The entries that one reserve visits do not grow with the pool."""
     prefixes, clock = pool(100_000)
     for number in range(100_000):
         filled(prefixes, key(str(number)), 1)

@@ -92,7 +92,7 @@ def test_what_is_served_is_not_below_the_strongest_baseline(
     # by which it is evaluated
     assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])
     words = ranker_words(found)
-    assert words[0].startswith(f"ranker in its fitted order less {beside.baseline}: ")
+    assert words[0].startswith(f"ranker against {beside.baseline}: ")
     order = checkpoint.order
     assert order is not None
     assert max(order.weights, key=lambda name: order.weights[name]) == term
@@ -102,7 +102,7 @@ def test_what_is_served_is_not_below_the_strongest_baseline(
         assert len(words) == 1
     else:
         assert all(gap.low > 0 for gap in list(markov.differences.values())[:2])
-        assert words[1].startswith("ranker in its fitted order less Markov counts: ")
+        assert words[1].startswith("ranker against Markov counts: ")
 
 
 def test_of_a_baseline_that_is_not_there_nothing_is_said() -> None:
