@@ -1,14 +1,14 @@
-"""`python -m benchmarks cascade`: one recommend from its first to its last stage, with and without the relay.
+"""`python -m benchmarks cascade`: a recommend request with and without the relay.
 
-The engine, relay, tiers and cascade are real. One request runs at a time, each of a user of its own
-with a history of the same length. Retrieval answers items drawn at random:
+The engine, relay, tiers and cascade are real. One request runs at a time, each of a new user with a
+history of the same length. Retrieval returns random items, in one of two ways:
 
-    elsewhere       it waits as long as another machine would take: a multiple of the pre-infer
-    on this device  it keeps the one device thread busy with a full inference, so nothing can overlap
+    elsewhere       it waits for the time of another machine: a multiple of the pre-infer
+    on this device  it keeps the only device thread busy with a full inference: nothing overlaps
 
-The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval +
-cached rank); it assumes that the pre-infer is over when the retrieval is. Every request checks that
-both arms answer the same items.
+The floor is computed from the parts measured alone: (retrieval + full inference) / (retrieval +
+cached rank); it assumes that the pre-infer ends before the retrieval. Every request checks that
+both arms return the same items.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ OPTIONS = (
     option("--layers", default=3, type=COUNT),
     option("--count", default=15, type=click.IntRange(3), help="Requests of each arm."),
 )
-MULTIPLES = (1.0, 2.0, 4.0)  # of the pre-infer: the time that retrieval takes elsewhere
-ROUNDS = 3  # in which the arms take turns
+MULTIPLES = (1.0, 2.0, 4.0)  # time of retrieval elsewhere, relative to the pre-infer
+ROUNDS = 3  # rounds in which the arms alternate
 NO_RELAY = Arm("no relay", signals=False)
 RELAY = Arm("relay")
 BUDGET_S = 60.0
-WITHIN = 0.85  # of the floor
+WITHIN = 0.85  # target, as a share of the floor
 
 
 def lines(
     backend: BackendName, lengths: Sequence[int], layers: int, count: int, seed: int
 ) -> Iterator[Line]:
-    """One line for each length of history and each retrieval: the median of the cascade.
+    """Yield the median of the cascade for each length of history and each retrieval.
 
     Args:
-        backend: as in a configuration.
-        lengths: tokens of a history.
-        layers: of the ranker.
-        count: requests of each arm.
-        seed: of weights and inputs.
+        backend: Name of the backend.
+        lengths: Tokens of a history.
+        layers: Number of layers of the ranker.
+        count: Requests of each arm.
+        seed: Random seed of weights and inputs.
 
     Raises:
-        AssertionError: the relay changed what is recommended.
+        AssertionError: The relay changed the recommended items.
     """
     device = choose(backend)
     for num_tokens in lengths:
@@ -90,7 +90,7 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
             found[arm.name] += asyncio.run(_round(rig, arm, multiple, count // ROUNDS, turn))
     for (_, cold), (_, warm) in zip(found["no relay"], found["relay"], strict=True):
         assert warm.item_ids.tolist() == cold.item_ids.tolist(), (
-            "the relay changed what is recommended"
+            "the relay changed the recommended items"
         )
     ours, base = ([took_s for took_s, _ in found[name]] for name in ("relay", "no relay"))
     hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
@@ -113,7 +113,7 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
 async def _round(
     rig: Rig, arm: Arm, multiple: float | None, count: int, turn: int
 ) -> list[tuple[float, RecommendAnswer]]:
-    """Seconds and answers of `count` requests; every arm gets the same users."""
+    """Run `count` requests, the same users for every arm; return their seconds and answers."""
     random = np.random.default_rng(turn)
     found = []
     serving: AbstractAsyncContextManager[ServedArm] = rig.serving(arm, 1.0)
@@ -122,7 +122,7 @@ async def _round(
         source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
         cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
-        for number in range(-1, count):  # the first is not counted
+        for number in range(-1, count):  # the first is a warm-up
             history = UserHistory.of(rig.user(random), 0, rig.model.config.max_history_tokens)
             request = RecommendRequest(
                 user=UserKey("bench", f"{turn}-{number}"),
@@ -164,7 +164,7 @@ def _ranking(rig: Rig, served: ServedArm) -> Ranking:
 
 
 def _drawn(rig: Rig, events: Events) -> I64:
-    """Items drawn at random by the user's history, so that both arms retrieve the same."""
+    """Draw random items, seeded by the history, so that both arms retrieve the same."""
     random = np.random.default_rng(int(events.items[0]))
     items: I64 = random.permutation(rig.model.config.num_items)[: rig.shape.num_candidates]
     return items

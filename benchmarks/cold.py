@@ -1,8 +1,10 @@
-"""The same ranker without the service: what FastAPI calls in `benchmarks door`, and what all answers must equal.
+"""The ranker without the service: the FastAPI baseline of `benchmarks door`, and its check.
 
-Every call is a full inference by the same kernels: no prefix is cached, no pass is shared.
+Every call is a full inference by the same kernels, without a prefix cache or batching.
 
-    python -m benchmarks.cold CHECKPOINT PORT     FastAPI and uvicorn in their usual form: a typed body, a plain handler
+    python -m benchmarks.cold CHECKPOINT PORT
+
+serves it by FastAPI and uvicorn in their usual form: a typed body and a plain handler.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from npu_gr.model.weights import load
 
 
 class ColdRanker:
-    """One checkpoint on one backend. Threads may call it at once."""
+    """One checkpoint on one backend. Thread-safe."""
 
     def __init__(self, checkpoint: Path, backend: BackendName = "cpu") -> None:
         torch.set_num_threads(1)
@@ -36,7 +38,7 @@ class ColdRanker:
         self._vocabulary = ItemVocabulary(found.item_ids)
 
     def scores(self, body: dict[str, Any]) -> dict[str, list[float]]:
-        """Score the candidates of a rank's body, which brings its history and its timestamp."""
+        """Score the candidates of a rank's body, which includes history and timestamp."""
         history = body["history"]
         tokens = tokenize(
             Events.make(history["items"], history["actions"], history["timestamps"]),
@@ -55,7 +57,7 @@ class ColdRanker:
             times=upload(tokens.events.timestamps),
             candidates=upload(candidates),
             candidate_time=body["timestamp"],
-            # the same kernels as ours: one native call
+            # the same kernels as the service: one native call
             host=HostTokens(tokens.events.timestamps, None, ids),
         )
         with torch.inference_mode():
@@ -66,7 +68,7 @@ class ColdRanker:
 
 
 def main(checkpoint: Path, port: int) -> None:
-    """Serve with FastAPI until the process is ended."""
+    """Serve with FastAPI until the process is terminated."""
     import uvicorn
     from fastapi import FastAPI
     from pydantic import create_model

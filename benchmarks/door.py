@@ -1,21 +1,23 @@
-"""`python -m benchmarks door`: what is answered in time over HTTP, behind HAProxy and alone, under any load.
+"""`python -m benchmarks door`: HTTP goodput under load, with HAProxy and without.
 
-Real server processes with the configuration that ships, and a client in C. In time = within the
-rank's objective, by the client's clock, from the instant the request was due. The arms run every
-load in turn, and between any two of them the reference runs: 8 clients at the same instance without
-admission, without a proxy. Its mean of before and after is the capacity, and sets the rates.
+Real server processes with the shipped configuration, and a client in C. Goodput counts the answers
+within the rank's SLO, by the client's clock, from the instant the request was due. The arms run
+every load in turn; between any two of them runs the reference: 8 clients on the same instance
+without admission and proxy. The mean of the reference before and after is the capacity, which sets
+the rates.
 
-    behind HAProxy       an instance behind the file that `npu-gr route` writes
-    alone                the instance by itself
+    behind HAProxy       an instance behind HAProxy with the file of `npu-gr route`
+    alone                the instance without a proxy
     the code of before   with --before: an older checkout, its native libraries built
 
-    closed    clients that send again at once, also after a 429
-    poisson   1x (.8 of the capacity: what one plans for), 3x and 10x
-    slow      3x, while neighbours take half of the instance's core; compared with the reference on that core
-    bursts    a quarter of the capacity, in clumps
-    fair      a tenant of 20/s beside another's hot clients
-    pause     the instance's process is stopped; when is it normal again
-    density   ranks a core at an equal P99, beside FastAPI with the same model
+    closed    clients that send the next request immediately, also after a 429
+    poisson   1x (.8 of the capacity, the planned load), 3x and 10x
+    slow      3x, while other processes take half of the instance's core; compared with the
+              reference on that core
+    bursts    a quarter of the capacity, in bursts
+    fair      a tenant of 20/s while another tenant floods the instance
+    pause     the instance's process is stopped; time until it is back to normal
+    density   ranks a core at an equal P99, compared with FastAPI and the same model
     fleet     three instances behind HAProxy: killed, frozen, joining, rolled, reloaded (`fleet.py`)
 """
 
@@ -82,18 +84,18 @@ OPTIONS = (
         type=FILE,
         help="A checkout of older code, its native libraries built: one more arm.",
     ),
-    timed_for(4.0, "Of each load; 60 is the long form."),
+    timed_for(4.0, "Seconds of each load; 60 for a long run."),
     option(
-        "--repeats", default=3, type=COUNT, help="Run every load so many times; the median counts."
+        "--repeats", default=3, type=COUNT, help="Repetitions of every load; the median counts."
     ),
     only(PARTS),
     SET,
     SEED,
 )
-BUDGETS_MS = (100.0, 1000.0)  # of the requests, at random
-PATIENT_MS = (500.0, 1000.0)  # of those to a fleet: there is time to ask a second instance
+BUDGETS_MS = (100.0, 1000.0)  # range of the requests' random budgets
+PATIENT_MS = (500.0, 1000.0)  # the same for a fleet: enough for a retry on another instance
 TENANTS = 256
-CHECKED = 4  # bodies
+CHECKED = 4  # number of bodies whose scores are checked
 DENSITY_CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 DENSITY_S = 1.5
 
@@ -111,19 +113,19 @@ def lines(
     """Start the servers, check their answers, then run load after load.
 
     Args:
-        config: as it ships.
-        checkpoint: of a ranker; None = an untrained one.
-        before: a checkout of older code; None = without it.
-        seconds: of each load.
-        repeats: times that all loads run.
-        parts: of `PARTS`.
-        overrides: of every instance of ours.
-        seed: of everything that is drawn.
+        config: Configuration file of the instances.
+        checkpoint: Checkpoint of a ranker; None = an untrained one.
+        before: Checkout of older code; None = without this arm.
+        seconds: Duration of each load.
+        repeats: Number of repetitions of all loads.
+        parts: Subset of `PARTS`.
+        overrides: Overridden settings of every instance.
+        seed: Random seed.
 
     Raises:
-        AssertionError: a server's scores are wrong; nothing was timed.
-        ConfigError: a file or a program is missing, or the client cannot be compiled.
-        Unavailable: a server does not start.
+        AssertionError: A server's scores are wrong; nothing was timed.
+        ConfigError: A file or a program is missing, or the client cannot be compiled.
+        Unavailable: A server does not start.
     """
     compiled()
     goal_s = load_config(config, overrides).slo.objective_s("rank")
@@ -147,8 +149,8 @@ def lines(
                     servers, folder, config, checkpoint, overrides, before, bodies, goal_s, seed
                 )
                 bench.check(ranks)
-                told = [list(bench.run_all(chosen)) for _ in range(repeats)]
-                yield from door_lines.of_repeats(told)
+                repeated = [list(bench.run_all(chosen)) for _ in range(repeats)]
+                yield from door_lines.of_repeats(repeated)
                 if "density" in parts:
                     yield from bench.density(repeats)
         if "fleet" in parts:
@@ -163,7 +165,7 @@ def lines(
 
 
 class _Bench:
-    """The servers of all arms, started."""
+    """The running servers of all arms."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class _Bench:
             self._arms[BEFORE] = stack.enter_context(running(BEFORE, old))
 
     def check(self, ranks: Sequence[dict[str, object]]) -> None:
-        """Compare everybody's scores with the reference model, and let prefixes be found."""
+        """Compare all servers' scores with the reference model, and warm their caches."""
         for name, server in {"plain": self._plain, **self._arms}.items():
             check(server, self._checkpoint, ranks[:CHECKED])
             tell(
@@ -221,7 +223,7 @@ class _Bench:
                     yield from door_lines.of_run(name, rows[name])
 
     def _in_turn(self, load: Load, names: Sequence[str], slowed: float = 1.0) -> dict[str, Run]:
-        """One load on its arms, the reference before, between and after."""
+        """Run one load on its arms, with the reference before, between and after them."""
         found = {}
         earlier = self._reference(load)
         for name in names:
@@ -246,20 +248,20 @@ class _Bench:
                 slowed=slowed,
             )
             earlier = later
-            tell("door", f"{load.name}, {name}: {door_lines.told(found[name])}")
+            tell("door", f"{load.name}, {name}: {door_lines.summary(found[name])}")
         return found
 
     def _slow(self, load: Load, names: Sequence[str]) -> dict[str, Run]:
-        """The same, while neighbours take half of the instances' core."""
+        """Run one load while other processes take half of the instances' core."""
         servers = [self._plain, *(self._arms[name] for name in names)]
         with on_one_core(*servers) as core:
             if core is None:
-                tell("door", f"{load.name}: left out, this machine has one core")
+                tell("door", f"{load.name}: skipped, this machine has one core")
                 return {}
-            whole = self._reference(load)
+            undisturbed = self._reference(load)
             for count in range(1, MOST_NEIGHBOURS + 1):
                 with neighbours(core, count):
-                    slowed = self._reference(load).answered / whole.answered
+                    slowed = self._reference(load).answered / undisturbed.answered
                     if slowed <= SLOWED[1] or count == MOST_NEIGHBOURS:
                         tell(
                             "door",
@@ -277,7 +279,7 @@ class _Bench:
         return found
 
     def density(self, repeats: int) -> Iterator[Line]:
-        """Ranks a core of ours and of FastAPI, in turn."""
+        """Measure ranks a core of our arms and of FastAPI, in turn."""
         servers = dict(self._arms)
         if has_fastapi():
             name = door_lines.FASTAPI
@@ -285,7 +287,7 @@ class _Bench:
                 running(name, fastapi(self._checkpoint, self._folder))
             )
         else:
-            tell("door", "FastAPI is not installed (pip install 'npu_gr[bench]'): no line of it")
+            tell("door", "FastAPI is not installed (pip install 'npu_gr[bench]'): it is skipped")
         found: dict[str, list[Density]] = {name: [] for name in servers}
         for _ in range(repeats):
             for name, server in servers.items():
@@ -299,13 +301,13 @@ def density(server: Server, bodies: Path, goal_s: float, seed: int) -> Density:
     """Raise the number of closed clients until the P99 is over the goal.
 
     Args:
-        server: nobody else asks it.
-        bodies: of the ranks.
-        goal_s: of the P99.
-        seed: of the order of the ranks.
+        server: Server without other clients.
+        bodies: File with the bodies of the ranks.
+        goal_s: Largest P99.
+        seed: Random seed of the order of the ranks.
 
     Returns:
-        The best; 0 = the P99 of a single client is over the goal.
+        The best result; 0 ranks = the P99 of a single client is over the goal.
     """
     best = Density(0.0, 0, 0.0, float("inf"))
     for clients in DENSITY_CLIENTS:

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks door` concludes from its runs: one line a row, with its target."""
+"""The result lines of `python -m benchmarks door`, with their targets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ BEFORE = "the code of before"
 FASTAPI = "FastAPI"
 REFERENCE = "plain aiohttp, {} clients"
 
-PLANNED = 0.995  # of 1x in time: what one stall of a shared machine loses
-# of the capacity
+# Targets.
+PLANNED = 0.995  # share within the SLO at 1x; one stall of a shared machine costs the rest
+# share of the capacity, by number of clients
 CLOSED = {BEHIND: {4: 0.95, 16: 0.95, 64: 0.95, 256: 0.7}, ALONE: {4: 0.9, 16: 0.9, 64: 0.9}}
-OVERLOAD = {3.0: 0.8}  # of the capacity, behind HAProxy, by the multiple
-SLOW = 0.7  # of the slowed capacity
-LATE = 0.02  # of the answers at 3x
-WORST_SECOND = 0.5  # of the mean second at 3x
-NORMAL_S = 1.0  # after a pause or an overload
-DENSITY = 1.15  # of FastAPI
+OVERLOAD = {3.0: 0.8}  # share of the capacity, behind HAProxy, by multiple
+SLOW = 0.7  # share of the slowed capacity
+LATE = 0.02  # share of late answers at 3x
+WORST_SECOND = 0.5  # goodput of the worst second relative to the mean at 3x
+NORMAL_S = 1.0  # time until normal after a pause or an overload
+DENSITY = 1.15  # ranks a core relative to FastAPI
 
 
 class Density(NamedTuple):
-    """The best that a server does for a core while 99 of 100 answers are within the goal."""
+    """The best ranks per core of a server with a P99 within the goal."""
 
     ranks_per_core_s: float
     clients: int
@@ -38,11 +39,11 @@ class Density(NamedTuple):
 
 
 def of_run(arm: str, found: Run) -> Iterator[Line]:
-    """The lines of one load on one arm; the code of before has figures, and no target.
+    """Yield the lines of one load on one arm; the code of before has no targets.
 
     Args:
-        arm: its name.
-        found: the run.
+        arm: Name of the arm.
+        found: Results of the run.
     """
     load = found.load
     case = f"{load.name}, {arm}"
@@ -54,8 +55,8 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
         case "poisson" if load.size < 1:
             share = found.main.in_time / max(found.main.due, 1)
             yield compared(
-                "door", f"{case}: "
-                        f"{told(found)}", found.main.in_time, "in time", "due", found.main.due, share,
+                "door", f"{case}: {summary(found)}",
+                found.main.in_time, "within SLO", "due", found.main.due, share,
                 *((1.0, share >= PLANNED) if must else ()),
             )  # fmt: skip
             ours, plain = found.cpu_s * 1e3, found.reference_cpu_s * 1e3
@@ -73,9 +74,9 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
         case "slow":
             yield _goodput(f"{case}, {found.slowed:.2f} of it", found, SLOW if must else None)
         case "bursts" | "fair":
-            yield _rejected(f"{case}: {told(found)}", found.main, is_new)
+            yield _rejected(f"{case}: {summary(found)}", found.main, is_new)
         case _:
-            yield _normal(f"{case}: {told(found)}", found, is_new)
+            yield _normal(f"{case}: {summary(found)}", found, is_new)
     if load.group in ("poisson", "slow") and load.size > 1 and must:
         lost = found.main.unanswered
         yield compared(
@@ -83,12 +84,13 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
         )
     if load.group in ("poisson", "slow") and load.size == 3 and must:
         yield compared(
-            "door", f"{case}: late", found.late_share * 100, "% of answers", "the target", LATE * 100,
+            "door", f"{case}: late",
+            found.late_share * 100, "% of answers", "the target", LATE * 100,
             LATE / found.late_share if found.late_share else math.inf, 1.0,
         )  # fmt: skip
         yield compared(
-            "door", f"{case}: the worst "
-                    "second", found.worst_second * found.main.good_per_s, "in time/s",
+            "door", f"{case}: the worst second",
+            found.worst_second * found.main.good_per_s, "within SLO/s",
             "the mean second", found.main.good_per_s, found.worst_second, WORST_SECOND,
         )  # fmt: skip
     if load.group in ("closed", "poisson") and load.size > 1 and is_new:
@@ -96,12 +98,12 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
 
 
 def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
-    """Of lines that were measured several times: each by the run whose ratio is the median.
+    """Merge repeated lines: take the run with the median ratio, and list all ratios.
 
-    What the others came to is told beside it: the median of bursts hides one that was rejected.
+    The list matters because the median of bursts hides a single rejection.
 
     Args:
-        repeats: of each time, the same lines.
+        repeats: The same lines for each repetition.
     """
     for same in zip(*repeats, strict=True):
         if len(same) == 1:
@@ -111,7 +113,7 @@ def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
         ascending = sorted(
             same, key=lambda line: -math.inf if math.isnan(line.ratio) else line.ratio
         )
-        middle = ascending[(len(same) - 1) // 2]  # of an even number the lower one
+        middle = ascending[(len(same) - 1) // 2]  # the lower one of an even number
         reached = (
             (f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok")
             if middle.ok is not None
@@ -121,11 +123,11 @@ def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
 
 
 def of_density(found: dict[str, list[Density]], goal_s: float) -> Iterator[Line]:
-    """Ranks a core second at a P99 within the goal, of every server beside FastAPI.
+    """Yield each server's ranks per core second, with a P99 within the goal, against FastAPI.
 
     Args:
-        found: what each server did each time; 0 = its P99 is over the goal with one client.
-        goal_s: of the P99.
+        found: Results of each server's repetitions; 0 ranks = one client exceeds the P99.
+        goal_s: Largest P99.
     """
     medians = {name: sorted(each)[(len(each) - 1) // 2] for name, each in found.items()}
     theirs = medians[FASTAPI].ranks_per_core_s if FASTAPI in medians else math.nan
@@ -144,12 +146,12 @@ def of_density(found: dict[str, list[Density]], goal_s: float) -> Iterator[Line]
         )
 
 
-def told(found: Run) -> str:
-    """What a run came to, in words."""
+def summary(found: Run) -> str:
+    """Describe the result of a run in one line."""
     main = found.main
     span_s = main.span_s
     text = (
-        f"{main.good_per_s:.0f} in time, {main.rejected_per_s:.0f} rejected, "
+        f"{main.good_per_s:.0f} within SLO, {main.rejected_per_s:.0f} rejected, "
         f"{main.late / span_s:.0f} late, "
         f"{main.unanswered / span_s:.0f} lost a second of {main.due / span_s:.0f}, "
         f"P50 {main.answered_ms.p50:.0f} P99 {main.answered_ms.p99:.0f} ms, "
@@ -158,16 +160,16 @@ def told(found: Run) -> str:
     )
     if found.load.group == "fair":
         hot = found.client.stream("hot")
-        text += f"; hot {hot.good_per_s:.0f}/s in time, {hot.rejected_per_s:.0f}/s rejected"
+        text += f"; hot {hot.good_per_s:.0f}/s within SLO, {hot.rejected_per_s:.0f}/s rejected"
     return text
 
 
 def _goodput(case: str, found: Run, target: float | None) -> Line:
     return compared(
         "door",
-        f"{case}: {told(found)}",
+        f"{case}: {summary(found)}",
         found.main.good_per_s,
-        "in time/s",
+        "within SLO/s",
         REFERENCE.format(found.load.clients),
         found.capacity_per_s,
         found.ratio,

@@ -1,12 +1,11 @@
-"""`python -m benchmarks emulator`: what masked_topk and an HSTU pass cost an Ascend 910B on paper.
+"""`python -m benchmarks emulator`: modelled cost of masked_topk and an HSTU pass on an Ascend 910B.
 
-Not a measurement.
+This is a model from public figures (below), not a measurement: no NPU has run the kernels.
 
-masked_topk stands beside a full sort and a top-k without its filter. Its instructions and bytes are
-counted by the CPU emulator of the 910B while it runs the real kernel; those of the other two follow
-from how the same instructions would do them. The time is a MODEL from public figures, below, and no
-measurement: no NPU has run this. One row on one core; loads, vector work and stores overlap: the
-slowest counts.
+masked_topk is compared with a full sort and with a top-k without a filter. The CPU emulator of the
+910B counts the instructions and bytes of the real kernel; those of the other two are computed for
+an implementation with the same instructions. One row runs on one core; loads, vector work and
+stores overlap, so the slowest decides.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ OPTIONS = (SEED,)
 LENGTHS = (1024, 8192, 65_536)
 KS = (32, 128, 512)
 KEPT = (1.0, 0.3, 0.05)
-ROWS = 4  # random ones, of which the mean is shown
+ROWS = 4  # random rows; their mean is shown
 
-# Public figures. Cycle counts: the cost tests of pto-isa (start 14, 2 a repeat of Sort32, 18 after
-# a barrier). 2 a merged pair: pto-isa's top-k sample on an A3, 3.24 us a row of 1024 and core,
-# which is 94 % vector work; three merges of 1024 pairs and 32 groups explain it at 1.8 GHz.
-# Bandwidth: 1.6 TB/s of HBM over 48 vector cores.
+# Public figures. Cycles: the cost tests of pto-isa (start 14, 2 for a repeat of Sort32, 18 after a
+# barrier); 2 for a merged pair: pto-isa's top-k sample on an A3 takes 3.24 us for a row of 1024 on
+# a core, 94 % of it vector work, which fits three merges of 1024 pairs and 32 groups at 1.8 GHz.
+# Bandwidth: 1.6 TB/s of HBM for 48 vector cores.
 CLOCK_GHZ = 1.8
 START_CYCLES = 14
 REPEAT_CYCLES = 1
@@ -36,15 +35,15 @@ BARRIER_CYCLES = 18
 SORT32_GROUP_CYCLES = 2
 MERGED_PAIR_CYCLES = 2
 CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
-# Ours, where nothing is published: a flag or a scalar access costs as much as a barrier, a gathered
-# element one cycle.
+# Our assumptions, where nothing is published: a flag or a scalar access costs as much as a barrier,
+# a gathered element one cycle.
 FLAG_CYCLES = 18
 SCALAR_CYCLES = 18
 GATHER_CYCLES = 1
 
 
 def modelled_us(counts: dict[str, float]) -> float:
-    """The model: cycles of the vector and scalar units in a row, beside the movers'."""
+    """Compute the model: the maximum of the vector and scalar units' cycles and the movers'."""
     at = {name: counts.get(name, 0.0) for name in _NAMES}
     vector = at["vector_instructions"] * START_CYCLES + at["vector_repeats"] * REPEAT_CYCLES
     vector += at["sort32_groups"] * SORT32_GROUP_CYCLES + at["merged_pairs"] * MERGED_PAIR_CYCLES
@@ -74,7 +73,7 @@ _NAMES = (
 
 
 def _passes(pairs: int) -> int:
-    """Merges of four until groups of 32 are one list."""
+    """Count the 4-way merge passes from groups of 32 to one list."""
     lists = -(-pairs // 32)
     passes = 0
     while lists > 1:
@@ -84,10 +83,7 @@ def _passes(pairs: int) -> int:
 
 
 def _sorting(groups: int, merged: int, n: int, k: int, loads: int) -> dict[str, float]:
-    """Mask (Select), sort and merge.
-
-    Each merge pass and each load is an instruction and a barrier.
-    """
+    """Count masking (Select), sorting and merging; each pass and load has a barrier."""
     instructions = 2 * loads + 4
     return {
         "vector_instructions": instructions,
@@ -102,15 +98,15 @@ def _sorting(groups: int, merged: int, n: int, k: int, loads: int) -> dict[str, 
 
 
 def full_sort(n: int, k: int) -> dict[str, float]:
-    """Everything is sorted, then cut.
+    """Count a full sort, then a cut to k.
 
-    Lists over 4095 pairs would not even merge in one instruction.
+    It is optimistic: lists of over 4095 pairs need several merge instructions.
     """
     return _sorting(-(-n // 32), _passes(n) * n, n, k, loads=1 + _passes(n))
 
 
 def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
-    """Tile by tile: sort the tile, merge its best k with the best so far. masked_topk without its filter."""
+    """Count masked_topk without its filter: sort each tile, merge its k best with the others."""
     tiles = -(-n // tile)
     padded = -(-k // 32) * 32
     a_tile = _passes(min(n, tile)) * min(n, tile) + padded + min(padded, tile)
@@ -118,10 +114,10 @@ def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
 
 
 def lines(seed: int) -> Iterator[Line]:
-    """Two lines a case of masked_topk, one a baseline, then those of an HSTU pass (`hstu_model.py`).
+    """Yield the lines of masked_topk for each baseline, then those of `hstu_model.py`.
 
     Raises:
-        AssertionError: the kernel's answer is not a stable sort's.
+        AssertionError: The kernel's result differs from a stable sort's.
     """
     emulator = Emulator()
     random = np.random.default_rng(seed)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks features`: what features cost a cached rank, and reading them from a body.
+"""`python -m benchmarks features`: the cost of features in a cached rank and in its body.
 
-A cached rank here is what the service does with it after the queue: values are encoded, the segment
-is uploaded, one pass runs, scores come back. A group's own cost is the time beyond that of the same
-model without any feature.
+A cached rank here is the service's work after the queue: encode the values, upload the segment, run
+one pass, fetch the scores. The cost of a group of features is the extra time over the same model
+without features.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from npu_gr.server.schemas.rank import RankBody, parse
 OPTIONS = (BACKEND, THREADS, SEED, timed_for(3.0))
 TOKENS, CANDIDATES = 1024, 500
 NUM_CROSS = 40
-# target: a cached rank with 40 cross features takes at most this much of one without
+# target: time of a cached rank with 40 cross features relative to one without
 MOST_SHARE = 1.10
-RAW_MS = 0.1  # target: 500 candidates x 40 cross features as raw msgpack are read in so long
+RAW_MS = 0.1  # target: time to read 500 candidates x 40 cross features in raw msgpack
 
 _COUNTRIES = tuple(f"c{place}" for place in range(50))
 GROUPS: dict[str, tuple[Feature, ...]] = {
@@ -80,11 +80,11 @@ GROUPS["all"] = tuple(feature for group in GROUPS.values() for feature in group)
 
 
 def lines(backend: BackendName, seed: int, seconds: float) -> Iterator[Line]:
-    """Measure reading, then each group.
+    """Measure reading, then each group of features.
 
     Raises:
-        AssertionError: raw columns are read as other values than lists, or a cached rank gives
-            other scores than a full inference; nothing was timed then.
+        AssertionError: Raw columns and lists give different values, or cached and full inference
+            different scores; nothing was timed.
     """
     yield _reading(seed, seconds)
     plain = _Bench(backend, (), seed)
@@ -96,7 +96,7 @@ def lines(backend: BackendName, seed: int, seconds: float) -> Iterator[Line]:
 
 
 class _Names(IdNames):
-    """The names of a service with the cross features alone."""
+    """The names of a service with only the cross features."""
 
     _features = ModelFeatures(GROUPS[f"cross x {NUM_CROSS}"])
 
@@ -105,7 +105,7 @@ class _Names(IdNames):
 
 
 def _reading(seed: int, seconds: float) -> Line:
-    """Read 500 candidates x 40 cross features: what they add to reading a body, in raw msgpack and in JSON lists."""
+    """Time reading 500 candidates x 40 cross features, in raw msgpack and in JSON lists."""
     random = np.random.default_rng(seed)
     values = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
     features = GROUPS[f"cross x {NUM_CROSS}"]
@@ -142,7 +142,7 @@ def _reading(seed: int, seconds: float) -> Line:
 
 
 class _Bench:
-    """One model with these features, and one request to it whose prefix is cached."""
+    """A model with these features, and a request whose prefix is cached."""
 
     def __init__(self, backend_name: BackendName, features: tuple[Feature, ...], seed: int) -> None:
         torch.manual_seed(seed)
@@ -203,5 +203,5 @@ class _Bench:
         return self._engine.forward([replace(work, features=late)])[0]
 
     def rank(self) -> Any:
-        """Encode the request's features, and score its candidates on the cached prefix."""
+        """Encode the request's features, and score its candidates with the cached prefix."""
         return self._run(self._hit)

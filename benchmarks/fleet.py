@@ -1,7 +1,7 @@
-"""The part `fleet` of `benchmarks door`: three instances behind HAProxy, and what happens to one of them.
+"""The part `fleet` of `benchmarks door`: faults of one of three instances behind HAProxy.
 
-An open loop at a rate that two of the three bear. A rank that fails is one that is not answered
-with its scores.
+The load is an open loop at a rate that two of the three can serve. A rank fails if its answer has
+no scores.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from benchmarks.servers import Process, behind, proxy, running
 
 SIZE = 3
 PER_S = 100.0
-AT_S = 1.0  # something happens then
-AFTER_S = 4.0  # and so long the load goes on
+AT_S = 1.0  # instant of the event
+AFTER_S = 4.0  # duration of the load after the event
 FROZEN_S = 2.0
-READY_S = 1.0  # until the proxy has seen that an instance is ready
+READY_S = 1.0  # until the proxy detects that an instance is ready
 
 
 def lines(
     checkpoint: Path, folder: Path, overrides: Sequence[str], bodies: Path, goal_s: float, seed: int
 ) -> Iterator[Line]:
-    """One line an event: ranks that failed.
+    """Yield the number of failed ranks for each event.
 
     Args:
-        checkpoint: that the instances serve.
-        folder: for files and logs.
-        overrides: of every instance.
-        bodies: of the ranks.
-        goal_s: an answer is in time within it.
-        seed: of arrivals.
+        checkpoint: Checkpoint of the instances.
+        folder: Folder for files and logs.
+        overrides: Overridden settings of every instance.
+        bodies: File with the bodies of the ranks.
+        goal_s: SLO of an answer.
+        seed: Random seed of the arrivals.
 
     Raises:
         ConfigError: HAProxy is not installed.
-        Unavailable: something does not start.
+        Unavailable: A process does not start.
     """
     made = [behind(f"of fleet {n}", checkpoint, folder, overrides) for n in range(SIZE)]
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def lines(
 
         def reloaded() -> None:
             file = folder / "fleet.yaml"
-            file.write_text(json.dumps({**json.loads(file.read_text()), "idle_s": 74.0}))
+            file.write_text(json.dumps({**json.loads(file.read_text()), "idle_timeout_s": 74.0}))
             front.signal(signal.SIGHUP)
 
         events: list[tuple[str, Callable[[], None]]] = [
@@ -84,7 +84,7 @@ def lines(
             ("HAProxy reads its file again", reloaded),
         ]
         for name, event in events:
-            counts = _beside(front.port, bodies, goal_s, seed, event)
+            counts = _during_load(front.port, bodies, goal_s, seed, event)
             failed = counts.due - counts.answered
             case = (
                 f"fleet of {SIZE}, {name}: {counts.rejected} rejected, {counts.unanswered} lost, "
@@ -98,7 +98,7 @@ def lines(
 
 
 def _restart(one: Process) -> None:
-    """End an instance as a roll does, and start it again."""
+    """Restart an instance as a rolling update does."""
     one.signal(signal.SIGTERM)
     one.ended()
     one.start()
@@ -106,10 +106,10 @@ def _restart(one: Process) -> None:
     time.sleep(READY_S)
 
 
-def _beside(
+def _during_load(
     port: int, bodies: Path, goal_s: float, seed: int, event: Callable[[], None]
 ) -> StreamCounts:
-    """Let something happen while ranks come: one run of the client after the other until it is over, and once more."""
+    """Run an event during the load; repeat the client's run until the event has ended."""
     total: list[StreamCounts] = []
     thread = threading.Thread(target=event)
     stream = LoadStream(
@@ -136,7 +136,7 @@ def _beside(
 
 
 def _sum(parts: Sequence[StreamCounts]) -> StreamCounts:
-    """The counts of several runs together; times are of the one whose P99 is the worst."""
+    """Add the counts of several runs; times are those of the run with the worst P99."""
     worst = max(parts, key=lambda counts: counts.answered_ms.p99)
     names = ("due", "unsent", "in_time", "late", "rejected", "other", "timeouts", "errors")
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
-"""The frame of all benches: their table, their options, one line of a result, and how lines are printed.
+"""The framework of the benchmarks: their table, options, result lines and printing.
 
-A bench is a module with `OPTIONS`, its options beside `--json`, and `lines(...)`, which takes them
-by their names and yields one `Line` a case. The first line of the module's docstring is its help.
-Nothing here imports numpy or torch before a bench does.
+A benchmark is a module with `OPTIONS` (in addition to `--json`) and `lines(...)`, which takes them
+by name and yields one `Line` a case. The first paragraph of the module's docstring is its help.
+Nothing here imports numpy or torch before a benchmark does.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ BENCHES = {
     "quality": "benchmarks.quality",
     "match-train": "benchmarks.match_train",
 }
+OLD_NAMES = {"trunk": "shared_encoder", "twin": "emulator"}  # that still work
 LEAST_WIDTH = 100
-FILE_WIDTH = 200  # where nothing says how wide a line may be
+FILE_WIDTH = 200  # width of a line if the output is no terminal
 CASE_WIDTH = 30
 
 
@@ -55,14 +56,14 @@ CASE_WIDTH = 30
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers, comma-separated."""
+    """Integers, comma-separated."""
 
     name = "N,N"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """Read them. Fails where one is none."""
+        """Parse the numbers, or fail."""
         try:
             return (
                 tuple(int(part) for part in value.split(","))
@@ -70,54 +71,54 @@ class Numbers(click.ParamType[tuple[int, ...]]):
                 else tuple(value)
             )
         except ValueError:
-            self.fail(f"{value!r} is not whole numbers with commas between them", param, ctx)
+            self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
 
 
 def option(*names: str, **settings: Any) -> click.Option:
-    """An option of a bench; its default is shown."""
+    """Make an option of a benchmark; its default is shown."""
     return click.Option(names, **{"show_default": True, **settings})
 
 
-def timed_for(default: float, about: str = "Time each case for so long.") -> click.Option:
-    """The option for how long each case is timed."""
+def timed_for(default: float, about: str = "Seconds of each case.") -> click.Option:
+    """Make the option for the duration of each case."""
     return option("--seconds", default=default, help=about)
 
 
 def only(parts: Sequence[str]) -> click.Option:
-    """The option for the parts of a bench.
-
-    It is named `parts`, and all of them if it is not given.
-    """
+    """Make the option for the parts of a benchmark; the argument is `parts`, by default all."""
     return option(
-        "--only", "parts", multiple=True, type=click.Choice(parts), default=parts, show_default=False,
-        help="Run this part; repeatable.",
+        "--only", "parts", multiple=True, type=click.Choice(parts), default=parts,
+        show_default=False, help="Run this part; repeatable.",
     )  # fmt: skip
 
 
 COUNT = click.IntRange(1)
 FILE = click.Path(path_type=Path)
-BACKEND = option("--backend", default="cpu", help="As in a configuration.")
+BACKEND = option("--backend", default="cpu", help="Name of the backend, as in a configuration.")
 SEED = option("--seed", default=0)
-THREADS = option("--threads", default=1, type=COUNT, help="Of torch.")
+THREADS = option("--threads", default=1, type=COUNT, help="Number of torch's threads.")
 SET = option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting.")
 SHIPPED_CONFIG = option(
     "--config",
     type=FILE,
     default="configs/cpu.yaml",
     callback=lambda _context, _option, path: shipped.found(path),
-    help="Of the instance, as it ships.",
+    help="Configuration of the instance.",
 )
 
 
 class Benches(click.Group):
-    """One command for each bench of the table; a bench is imported when its command is."""
+    """One command for each benchmark of the table, imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in the table's order."""
+        """Return all names, in the table's order."""
         return list(BENCHES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a bench and make its command; None = there is none of that name."""
+        """Import a benchmark and make its command; None = unknown name."""
+        if cmd_name in OLD_NAMES:
+            click.echo(f"{cmd_name} is now {OLD_NAMES[cmd_name]}", err=True)
+            cmd_name = OLD_NAMES[cmd_name]
         if cmd_name not in BENCHES:
             return None
         module = importlib.import_module(BENCHES[cmd_name])
@@ -145,7 +146,7 @@ def _callback(lines: Callable[..., Iterable[Line]]) -> Callable[..., None]:
 
 @click.group(cls=Benches)
 def bench() -> None:
-    """Measure. Every bench checks its results before it times anything."""
+    """Run a benchmark. Every benchmark checks its results before it measures time."""
 
 
 # ---- lines
@@ -153,26 +154,26 @@ def bench() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One case of a bench: our figure beside that of a named baseline, timed in turn in one run."""
+    """One case of a benchmark: our figure and a baseline's, measured in turn in one run."""
 
     bench: str
     case: str
-    ours: float  # in `unit`; of times the median
+    ours: float  # in `unit`; times are medians
     unit: str
-    baseline: str  # its name
+    baseline: str  # name of the baseline
     baseline_value: float  # in `unit`
     ratio: float  # how many times better ours is
-    target: float | None  # the ratio to reach; None = none is set
-    ok: bool | None  # reached; None = none is set
-    floor: float | None = None  # the best ratio that arithmetic allows
-    of_floor: float | None = None  # `ratio` as a share of it
-    p10: float | None = None  # of ours, in `unit`
+    target: float | None  # target of the ratio; None = no target
+    ok: bool | None  # whether the target is met; None = no target
+    floor: float | None = None  # the best possible ratio
+    of_floor: float | None = None  # `ratio` / `floor`
+    p10: float | None = None  # percentiles of ours, in `unit`
     p90: float | None = None
     low: float | None = None  # 95 % interval of ours less the baseline's, in `unit`
     high: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -191,15 +192,15 @@ def compared(
     """Make the line of a case.
 
     Args:
-        bench, case: its names.
-        ours: our figure.
-        unit: of both figures.
-        baseline: its name.
-        value: its figure.
-        ratio: how many times better ours is.
-        target: the ratio to reach; None = none is set.
-        ok: whether it was reached; by default whether the ratio is, where there is a target.
-        more: other fields of the line.
+        bench, case: Benchmark and case.
+        ours: Our figure.
+        unit: Unit of both figures.
+        baseline: Name of the baseline.
+        value: Figure of the baseline.
+        ratio: How many times better ours is.
+        target: Target of the ratio; None = no target.
+        ok: Whether the target is met; None = compare `ratio` with `target`.
+        more: Other fields of the line.
     """
     if ok is None and target is not None:
         ok = ratio >= target
@@ -230,13 +231,13 @@ def timed(
     """Make the line of two times: their medians, and how many times as fast ours is.
 
     Args:
-        bench, case: its names.
-        ours_s: the seconds of each of our runs.
-        baseline: its name.
-        baseline_s: the seconds of its runs.
-        target: the ratio to reach; None = none is set.
-        unit: that begins with ms or us.
-        more: other fields of the line; with a floor, `of_floor` is the ratio's share of it.
+        bench, case: Benchmark and case.
+        ours_s: Seconds of our runs.
+        baseline: Name of the baseline.
+        baseline_s: Seconds of the baseline's runs.
+        target: Target of the ratio; None = no target.
+        unit: Unit, which begins with ms or us.
+        more: Other fields of the line; `floor` also sets `of_floor`.
     """
     scale = {"ms": 1e3, "us": 1e6}[unit[:2]]
     ours, p10, p90 = (value * scale for value in percentiles(ours_s))
@@ -254,13 +255,13 @@ def timed_in_turn(
     min_runs: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Time functions in turn (A B A B ...), after one run of each that does not count.
+    """Time functions in turn (A B A B ...), after one warm-up run of each.
 
     Args:
-        functions: what to time.
-        budget_s: seconds to go on for.
-        min_runs: of each function, also if they take longer than `budget_s`.
-        clock: seconds; by default of the wall.
+        functions: Functions to time.
+        budget_s: Total seconds.
+        min_runs: Least number of runs, even if they take longer than `budget_s`.
+        clock: Clock in seconds; by default wall time.
 
     Returns:
         For each function, the seconds of each run.
@@ -278,7 +279,7 @@ def timed_in_turn(
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float, float]:
-    """The median, 10th and 90th percentile."""
+    """Return the median, 10th and 90th percentile."""
     import numpy as np
 
     p50, p10, p90 = np.percentile(seconds, [50, 10, 90])
@@ -286,7 +287,7 @@ def percentiles(seconds: list[float]) -> tuple[float, float, float]:
 
 
 def tell(bench: str, text: str) -> None:
-    """Say on standard error how far a bench is that runs for minutes."""
+    """Print the progress of a long benchmark on standard error."""
     sys.stderr.write(f"bench {bench}: {text}\n")
 
 
@@ -294,7 +295,7 @@ def tell(bench: str, text: str) -> None:
 
 
 def show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
-    """Print lines below their environment: each at once as JSON, or all of them as one table."""
+    """Print the environment and the lines: as JSON, each immediately, or as one table."""
     from rich.console import Console
 
     about = environment(device, seed)
@@ -309,11 +310,11 @@ def show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
 
 
 def table(lines: Sequence[Line], machine: str) -> Table:
-    """Lay out the lines of a bench; a column that none of them fills is left out.
+    """Make the table of a benchmark's lines; empty columns are omitted.
 
     Args:
-        lines: at least one.
-        machine: that they were timed on.
+        lines: One or more lines.
+        machine: Description of the machine.
     """
     from rich import box
     from rich.table import Table
@@ -348,7 +349,7 @@ def table(lines: Sequence[Line], machine: str) -> Table:
 
 
 def environment(device: str, seed: int) -> dict[str, Any]:
-    """The machine and the versions that the figures were measured with."""
+    """Describe the machine and the versions."""
     import torch
 
     return {

@@ -1,10 +1,10 @@
-"""`python -m benchmarks generate`: the semantic-ID beam search of one request, beside other ways with the same weights.
+"""`python -m benchmarks generate`: semantic-ID beam search of one request, against plain torch.
 
-    shared prefix  the strongest that one writes in plain torch: the prompt's keys and values are computed once for all
-                   beams, the trie is a table of children whose log-probabilities are gathered, one
-                   topk a step. Its attention is the faster of two: `scaled_dot_product_attention`
-                   over the prompt's keys broadcast to the beams, and two products over the shared
-                   and each beam's own part with one softmax
+    shared prefix  the strongest baseline in plain torch: the prompt's keys and values are computed
+                   once for all beams, the trie is a table of children whose log-probabilities are
+                   gathered, one topk a step. Its attention is the faster of two:
+                   `scaled_dot_product_attention` over the prompt's keys broadcast to the beams, and
+                   two products over the shared and each beam's own part with one softmax
     no cache       ours, but the prompt is encoded first
 
 The weights are random, on which the times do not depend. All results are compared before anything
@@ -48,12 +48,12 @@ OPTIONS = (
     BACKEND,
     THREADS,
     SEED,
-    timed_for(5.0, "Time each beam width for so long."),
+    timed_for(5.0, "Seconds of each beam width."),
     option(
         "--model",
         type=click.Choice(["decoder", "t5"]),
         default="decoder",
-        help="t5 has no shared prefix to share.",
+        help="Model; t5 has no shared-prefix baseline.",
     ),
 )
 NUM_CODES = 8192  # one vocabulary for all levels
@@ -61,36 +61,37 @@ NUM_LEVELS = 3
 PROMPT_TOKENS = 1024
 NUM_ITEMS = 1_000_000
 WIDTHS = (128, 512)
-TARGETS = {"shared prefix": 1.0, "no cache": 1.3}  # at the greatest width
-TOLERANCE = 1e-3  # of a log-probability
+TARGETS = {"shared prefix": 1.0, "no cache": 1.3}  # at the largest width
+TOLERANCE = 1e-3  # tolerance of a log-probability
 
 
 def decoder_config() -> DecoderConfig:
-    """The shape that the targets hold for: d 256, 4 layers, 4 heads of 64, 2 of them for keys and values."""
+    """Return the shape to which the targets apply: d 256, 4 layers, 4 heads of 64, 2 KV heads."""
     return DecoderConfig(
-        vocab_size=NUM_CODES, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=768,
-        max_tokens=4096, rope_theta=1e4, norm_eps=1e-6, qk_norm=True, qkv_bias=False, tied_head=False,
+        vocab_size=NUM_CODES, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
+        mlp_dim=768, max_tokens=4096, rope_theta=1e4, norm_eps=1e-6, qk_norm=True, qkv_bias=False,
+        tied_head=False,
     )  # fmt: skip
 
 
 def t5_config() -> T5Config:
-    """The same size: d 256, 4 layers a stack, 4 heads of 64."""
+    """Return the same size: d 256, 4 layers a stack, 4 heads of 64."""
     return T5Config(
-        vocab_size=NUM_CODES, dim=256, num_encoder_layers=4, num_decoder_layers=4, num_heads=4, head_dim=64,
-        mlp_dim=1024, activation="relu", is_gated=False, num_buckets=32, max_distance=128, norm_eps=1e-6,
-        start_token=0, scales_head=True,
+        vocab_size=NUM_CODES, dim=256, num_encoder_layers=4, num_decoder_layers=4, num_heads=4,
+        head_dim=64, mlp_dim=1024, activation="relu", is_gated=False, num_buckets=32,
+        max_distance=128, norm_eps=1e-6, start_token=0, scales_head=True,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """Constrained beam search in plain torch behind one prompt's keys and values."""
+    """Constrained beam search in plain torch after one prompt's keys and values."""
 
     decoder: Decoder
-    # of each level: first edge of each state, code of each edge
+    # per level: first edge of each state, code of each edge
     children: list[tuple[Tensor, Tensor]]
     num_prompt: int
-    kv: list[tuple[Tensor, Tensor]]  # of every layer [n, Hkv, D]
+    kv: list[tuple[Tensor, Tensor]]  # per layer, [n, Hkv, D]
     hidden: Tensor  # [1, dim] of the last token
 
     @classmethod
@@ -111,11 +112,11 @@ class SharedPrefix:
 
     @torch.inference_mode()
     def search(self, width: int, by_sdpa: bool) -> Tensor:
-        """The log-probabilities of the best `width` items.
+        """Return the log-probabilities of the best `width` items.
 
         Args:
-            width: of the beam.
-            by_sdpa: attend by `scaled_dot_product_attention`; else by products.
+            width: Beam width.
+            by_sdpa: Use `scaled_dot_product_attention`; False: products.
         """
         states = torch.zeros(1, dtype=torch.int64, device=self.hidden.device)
         acc = torch.zeros(1, device=self.hidden.device)
@@ -160,7 +161,7 @@ class SharedPrefix:
 
 
 def _by_sdpa(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """Q [W, Hkv, g, D]; the prompt's [n, Hkv, D] broadcast to the beams, and each beam's own [W, t, Hkv, D]."""
+    """Attend from q [W, Hkv, g, D] to the prompt [n, Hkv, D] and own tokens [W, t, Hkv, D]."""
     keys, values = (
         torch.cat([shared.expand(len(q), *shared.shape), own], 1).transpose(1, 2)
         for shared, own in ((prompt_k, own_k), (prompt_v, own_v))
@@ -171,7 +172,7 @@ def _by_sdpa(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v
 def _by_products(
     q: Tensor, prompt_k: Tensor, prompt_v: Tensor, own_k: Tensor, own_v: Tensor
 ) -> Tensor:
-    """The same: all beams are rows of one product with the prompt, and one softmax spans both parts."""
+    """Attend alike, with all beams as rows of one product with the prompt, and one softmax."""
     width, heads, group, dim = q.shape
     rows = q.transpose(0, 1).reshape(heads, width * group, dim)
     shared = torch.bmm(rows, prompt_k.permute(1, 2, 0))  # [Hkv, W g, n]
@@ -189,10 +190,10 @@ def _by_products(
 
 
 def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterator[Line]:
-    """One line for each baseline and beam width.
+    """Yield a line for each baseline and beam width.
 
     Raises:
-        AssertionError: results differ; nothing was timed.
+        AssertionError: Results differ; nothing was timed.
     """
     device = choose(backend)
     random = np.random.default_rng(seed)
@@ -247,6 +248,6 @@ def lines(backend: BackendName, seed: int, seconds: float, model: str) -> Iterat
             rows.insert(
                 0, ("shared prefix", f"torch, shared prefix, the faster: {faster}", times[faster])
             )
-        for name, told, took_s in rows:
+        for name, baseline, took_s in rows:
             target = TARGETS[name] if width == max(WIDTHS) and shared is not None else None
-            yield timed("generate", f"{case} vs {name}", mine, told, took_s, target)
+            yield timed("generate", f"{case} vs {name}", mine, baseline, took_s, target)

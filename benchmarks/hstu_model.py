@@ -1,14 +1,14 @@
-"""What an HSTU pass costs a 910B on paper: the second part of `benchmarks emulator`.
+"""The modelled cost of an HSTU pass on a 910B: the second part of `benchmarks emulator`.
 
-A MODEL; no NPU has run this.
+This is a model: no NPU has run the kernels.
 
-The three kernels of a layer are counted by the CPU emulator while it runs them at full size; a
-launch takes the slowest of its vector work and its two movers, on its busiest core. Products and
-vendor kernels follow from flops and bytes. The host's side stands beside it: launches times what
-one dispatch takes, where they are not one graph.
+The CPU emulator counts the three kernels of a layer at full size; a launch takes the slowest of its
+vector work and its two movers, on its busiest core. Products and vendor kernels are computed from
+flops and bytes. The host's time is reported too: the number of launches times the time of a
+dispatch, for passes that are not one graph.
 
-Sources of the constants, two columns of them: Huawei's operator generator (autofuse) and counts
-that pto-isa calibrated on a 910B3, both public; where the second has no figure, the first stands in
+Each case is computed with two columns of public constants: Huawei's operator generator (autofuse),
+and counts that pto-isa calibrated on a 910B3; if the second has no figure, the first is used for
 both. `docs/measured/ascend.md` has the results.
 """
 
@@ -28,18 +28,18 @@ from tests.ops.ascend_emulator import KINDS, Emulator, Machine
 from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 HEADS = 4
-DIM = 64  # of a head
+DIM = 64  # per head
 LAYERS = 8
 PAGE_TOKENS = 128
 CHUNK_TOKENS = 1024
 CORES = 40  # vector cores of the smallest 910B
 CLOCK_PER_US = 1850.0
-LAUNCH_US = 1.25  # head of a launch: 300 + 1517 + 497 cycles
+LAUNCH_US = 1.25  # overhead of a launch: 300 + 1517 + 497 cycles
 WIDTH = HEADS * DIM
 
-# cycles of an element, and of an instruction, by kind
+# by kind: cycles of an element, cycles of an instruction
 Costs = dict[str, tuple[float, float]]
-Counts = Sequence[dict[str, int]]  # of each core
+Counts = Sequence[dict[str, int]]  # counters of each core
 AUTOFUSE: Costs = {
     "with_scalar": (0.0141, 22),
     "with_tensor": (0.0206, 23),
@@ -65,16 +65,16 @@ CALIBRATED: Costs = {
     "compact": (14 / 64, 14),
 }
 CUBE_FLOP_PER_US = 303e6  # 20 cube cores, bf16
-BATCHED_SHARE = 0.8  # of it, for batched products; assumed
-DENSE_SHARE = 0.5  # for the linear layers; assumed
+BATCHED_SHARE = 0.8  # share of it that batched products reach; assumed
+DENSE_SHARE = 0.5  # share of it that linear layers reach; assumed
 HBM_BYTES_PER_US = 1.6e6
-PRODUCT_US = 2.0  # ramp of a product; assumed
-VENDOR_US = 3.0  # a small vendor kernel; assumed
-VENDOR_KERNELS = 3  # of a layer: norm, cast, residual
-LAUNCHES = 10  # of a layer: those, two linear layers, our three, two products
+PRODUCT_US = 2.0  # start-up of a product; assumed
+VENDOR_US = 3.0  # time of a small vendor kernel; assumed
+VENDOR_KERNELS = 3  # per layer: norm, cast, residual
+LAUNCHES = 10  # per layer: those, two linear layers, our three, two products
 LAST_VENDOR_KERNELS = 2  # of a prefill's last layer, which has no residual
-LAST_LAUNCHES = 4  # of it: those, a linear layer, hstu_rows
-DISPATCH_US = (5.0, 10.0)  # of one launch on the host
+LAST_LAUNCHES = 4  # of a prefill's last layer: those, a linear layer, hstu_rows
+DISPATCH_US = (5.0, 10.0)  # host time of a launch
 
 
 class CostColumn(NamedTuple):
@@ -82,7 +82,7 @@ class CostColumn(NamedTuple):
 
     name: str
     costs: Costs
-    output_bytes_per_us: float  # of a product
+    output_bytes_per_us: float  # output bandwidth of a product
 
 
 COLUMNS = (
@@ -92,17 +92,17 @@ COLUMNS = (
 
 
 def kernel_us(cores: Counts, column: CostColumn) -> float:
-    """Model one launch of ours: a core takes its slowest unit, the launch its slowest core.
+    """Model a launch of one of our kernels by its slowest core.
 
     Args:
-        cores: the counters of each core.
-        column: the constants.
+        cores: Counters of each core.
+        column: The constants.
     """
     return max(core_us(counts, column, len(cores)) for counts in cores) + LAUNCH_US
 
 
 def core_us(counts: dict[str, int], column: CostColumn, cores: int) -> float:
-    """Model what one of `cores` cores does."""
+    """Model one of `cores` cores: the slowest of its vector work and its movers."""
     vector = sum(
         column.costs[kind][0] * counts[f"{kind}_elements"]
         + column.costs[kind][1] * counts[f"{kind}_instructions"]
@@ -124,9 +124,9 @@ def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: fl
 
 
 class Layer(NamedTuple):
-    """The counts of each core in our three kernels of one layer, and its sizes.
+    """The counters of each core in our three kernels of one layer, and its sizes.
 
-    The last layer of a prefill only fills pages: nobody reads what its queries would give.
+    The last layer of a prefill only fills pages: its queries are not needed.
     """
 
     rows: Counts
@@ -141,7 +141,7 @@ class Layer(NamedTuple):
         ours = sum(
             kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores
         )
-        if not self.scores:  # keys and values alone
+        if not self.scores:  # only keys and values
             linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
             return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
         batched = (
@@ -164,7 +164,7 @@ def counted(
     cores: int = CORES,
     is_last: bool = False,
 ) -> Layer:
-    """Run a layer's kernels on the emulator: `new` rows and candidates behind `cached` tokens."""
+    """Run a layer's kernels on the emulator, for one user's rows behind `cached` tokens."""
     random = np.random.default_rng(seed)
     rows = new + candidates
     asking = candidates if is_last else rows
@@ -174,7 +174,7 @@ def counted(
     gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(
         size=cached + new
     )
-    history = gaps_s.astype(np.int64).cumsum()  # sittings of ten, hours apart
+    history = gaps_s.astype(np.int64).cumsum()  # sessions of ten events, hours apart
     times = relative(history, int(history[-1]) + 60, candidates)
     assert times is not None
     laid = batch_times([entry], [times], *slots)
@@ -239,7 +239,7 @@ def counted(
 def lines(
     seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512
 ) -> Iterator[Line]:
-    """A rank on a cached prefix, and the prefill of one, each by both columns."""
+    """Yield a rank with a cached prefix, and a prefill, each with both columns."""
     emulator = Emulator()
     chunks = [
         (start, min(CHUNK_TOKENS, history - start)) for start in range(0, history, CHUNK_TOKENS)
@@ -269,8 +269,8 @@ def lines(
                 layer.us(column) for layer in last
             )
             ours_ms = ours_us / 1e3
-            told = f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more"
+            host = f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more"
             case = f"{name}, {LAYERS} layers, {column.name}"
             yield compared(
-                "emulator", case, ours_ms, "ms (model)", told, target_ms, target_ms / ours_ms, 1.0
+                "emulator", case, ours_ms, "ms (model)", host, target_ms, target_ms / ours_ms, 1.0
             )

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels`: the roofs of this CPU, then each native kernel against them and against torch."""
+"""`python -m benchmarks kernels`: this CPU's roofs, and native kernels against them and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = (
     option(
         "--device",
         default="cpu",
-        help="Another backend compares its ops with torch's on that device.",
+        help="Backend; other than cpu: compare its ops with torch's on that device.",
     ),
 )
 
@@ -28,17 +28,17 @@ OPTIONS = (
 def lines(
     isa: str, seed: int, seconds: float, parts: Sequence[str] = PARTS, device: BackendName = "cpu"
 ) -> Iterator[Line]:
-    """Measure, a line a case.
+    """Measure all parts.
 
     Args:
-        isa: as in `library.load`.
-        seed: of the random inputs.
-        seconds: of a case, about.
-        parts: which of `PARTS` run.
-        device: a backend.
+        isa: Instruction set; "" = the best of this CPU.
+        seed: Random seed of the inputs.
+        seconds: Approximate seconds of a case.
+        parts: Subset of `PARTS`.
+        device: Name of the backend.
 
     Raises:
-        ConfigError: the kernels are not built or cannot run here.
+        ConfigError: The kernels are not built or cannot run here.
     """
     if device != "cpu":
         yield from kernels_device.lines(device, seed, seconds)

@@ -1,8 +1,8 @@
 """The hot ops of a device against torch's ops on it: `python -m benchmarks kernels --device NAME`.
 
-Wall time of one op, the device waited for after each; floors by the bytes that an op must read and
-write once, at the bandwidth that a large copy on the device reached in the same run. A wrong result
-is an AssertionError before that.
+It measures the wall time of one op and a wait for the device. The floor is the bytes that an op
+must read and write, at the bandwidth of a large copy in the same run. Results are checked before
+anything is timed.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from npu_gr.backend.names import BackendName
 from npu_gr.backend.torch_ops import TorchOps
 
 COPY_BYTES = 1 << 29
-# of the selection
+# selection
 WIDTHS = (128, 512)
 CODES = 8192
-# of the ranker
+# ranker
 LENGTHS = (1024, 4096)
 CANDIDATES = 500
 HEADS = 4
 WIDTH = 64
-# of the decoder
+# decoder
 PROMPT = 1024
 BEAMS = 256
 QUERY_HEADS = 16
 KV_HEADS = 8
 HEAD_DIM = 128
-TOLERANCE = 5e-2  # of the result's largest number, in bf16
+TOLERANCE = 5e-2  # relative to the largest result, in bf16
 
 # name, bytes, method of a backend, its call
 DeviceCase = tuple[str, int, str, HstuCall | BeamCall | TopkCall]
 
 
 def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
-    """Measure, a line a case. A wrong result is an AssertionError before anything is timed.
+    """Measure all cases.
 
     Args:
-        name: the backend.
-        seed: of the random inputs.
-        seconds: time of a case.
+        name: Name of the backend.
+        seed: Random seed of the inputs.
+        seconds: Seconds of a case.
 
     Raises:
-        ConfigError: this machine lacks the device.
+        AssertionError: A result is wrong; it was not timed.
+        ConfigError: This machine lacks the device.
     """
     backend = choose(name)
     torch.manual_seed(seed)

@@ -1,10 +1,11 @@
-"""HSTU on the CPU kernels: attention against the FMA roof, a whole rank against its flop floor and a naive cached path.
+"""HSTU on the CPU kernels: attention against the FMA roof, a rank against a naive cached path.
 
-Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel
-uses. Everything runs on one thread, in the thread's CPU time (a neighbour then costs caches but no
-waiting), in turn with its baseline. Floors: attention 4 flops a pair and dimension of queries and
-keys, causal at half its square; a rank as `rank.flops`. Keys and values are packed once, into the
-pages, before any attention: that is its own line, against a plain copy.
+Roofs are measured in the same run by the library's own probes, in the kernel's arithmetic.
+Everything runs on one thread, in turn with its baseline, and is measured in the thread's CPU time
+(other processes then cost cache misses but no waiting). The floor of attention is 4 flops for each
+dimension of a pair of query and key, half of it if causal; that of a rank is `rank.flops`. Keys and
+values are packed into pages once, before any attention; this is a line of its own, against a plain
+copy.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ WIDTH = 64
 OF_PEAK = 0.7
 OF_FLOOR = 1.5
 TIMES_NAIVE = 4.0
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the result's largest number
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest result
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NaiveCachedBackend(CPUBackend):
-    """The public way to rank against cached keys in plain torch: an N x N mask a layer, of which the new rows are kept.
+    """Ranks with cached keys in plain torch as public code does, with an N x N mask a layer.
 
-    Candidates are appended to copies of the cached keys and values. It knows no relative bias.
+    Candidates are appended to copies of the cached keys and values. It has no relative bias.
     """
 
     def __init__(self) -> None:
@@ -62,21 +63,21 @@ class NaiveCachedBackend(CPUBackend):
 
 
 def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> float:
-    """Floating-point operations a second of the best loop for this dtype: VDPBF16PS for bf16 where there is one."""
+    """Measure the flops a second of the best loop for a dtype: VDPBF16PS for bf16, if available."""
     uses_dot = dtype == torch.bfloat16 and native.has_bf16_dot
     probe = native.kernels.probe_fma_bf16 if uses_dot else native.kernels.probe_fma_f32
     flops = native.kernels.probe_flops_bf16 if uses_dot else native.kernels.probe_flops_f32
-    repeats = 4000  # a millisecond: shorter ones are counted too short now and then
+    repeats = 4000  # about a millisecond: shorter runs are sometimes measured too short
     ((*samples,),) = timed_in_turn([lambda: probe(repeats)], budget_s, clock=time.thread_time)
     return float(repeats * flops / min(samples))
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
-    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
+    """Measure all cases; a wrong result is an AssertionError, before it is timed."""
     backend = CPUBackend(isa=isa)
     if backend.native is None:
         raise ConfigError(
-            "bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++"
+            "bench kernels: the CPU kernels are not built: install g++, then npu_gr again"
         )
     torch.manual_seed(seed)
     for dtype in DTYPES:
@@ -143,7 +144,7 @@ def _attention(
 def _rank(
     backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, c: int, budget_s: float
 ) -> Iterator[Line]:
-    """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
+    """Measure a rank; the model's bias tables are zero, because the naive path has no bias."""
     model = HSTU(rank.config()).cast(dtype).eval()
     model.items.freeze()
     both = []
@@ -173,9 +174,10 @@ def _line(
     times_floor: float | None,
     target: float | None = None,
 ) -> Line:
-    """`ok`: within `times_floor` of the floor at best (the roof is a best too), and `target` times the baseline.
+    """Make a line whose `ok` compares with both floor and baseline.
 
-    Without `times_floor` there is no target.
+    It requires the best run within `times_floor` of the floor, and `target` times the baseline's
+    speed; None = there is no target.
     """
     of_floor = floor_s / min(ours)
     case = f"hstu {case} {native.isa}"

@@ -1,8 +1,9 @@
 """A ranker's pass on the CPU: one native call against the same kernels called segment by segment.
 
-The shape is the demo's: 60 tokens of prefix, 100 candidates. Everything runs on one thread, in the
-thread's CPU time, in turn with its baseline; the logits are compared first. Beside the whole, what
-of it holds the interpreter's lock, for which the event loop waits: all but the native call itself.
+The shape is the demo's: 60 tokens of prefix, 100 candidates. Everything runs on one thread, in turn
+with its baseline, and is measured in the thread's CPU time; the logits are compared first. A second
+line has the time with the interpreter lock, for which the event loop waits: all except the native
+call.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from npu_gr.model.config import HSTUConfig
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
-TIMES_SEGMENTS = 2.0  # faster than segment by segment
-TOLERANCE = 1e-5  # of the largest logit
+TIMES_SEGMENTS = 2.0  # target: speed relative to segment by segment
+TOLERANCE = 1e-5  # relative to the largest logit
 BATCHES = (1, 4)
 TOKENS = 60
 CANDIDATES = 100
@@ -44,15 +45,15 @@ NOTHING: I64 = np.empty(0, np.int64)
 
 
 class SegmentWise(CPUBackend):
-    """The CPU's kernels without the one call."""
+    """The CPU kernels without `fused_forward`."""
 
     def fused_forward(self, call: FusedForwardCall) -> None:
-        """Leave every pass to the other ops."""
+        """Return None, so that every pass uses the other ops."""
         return
 
 
 class _Clocked(CPUBackend):
-    """The CPU, which notes the CPU seconds of each native call."""
+    """The CPU backend; it records the CPU seconds of each native call."""
 
     def __init__(self, isa: str) -> None:
         super().__init__(isa=isa)
@@ -68,15 +69,15 @@ class _Clocked(CPUBackend):
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
-    """Measure, a line a case.
+    """Measure all cases.
 
     Args:
-        isa: as in `library.load`.
-        seed: of the weights and requests.
-        budget_s: seconds of a case, about.
+        isa: Instruction set; "" = the best of this CPU.
+        seed: Random seed of the weights and requests.
+        budget_s: Approximate seconds of a case.
 
     Raises:
-        ConfigError: the passes differ.
+        ConfigError: The passes differ.
     """
     torch.manual_seed(seed)
     actions = ("1", "2", "3", "4", "5")
@@ -86,8 +87,8 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
         )
     ).eval()
     model.items.freeze()
-    whole, apart = _Clocked(isa), SegmentWise(isa=isa)
-    engines = [_engine(model, backend) for backend in (whole, apart)]
+    fused, by_segments = _Clocked(isa), SegmentWise(isa=isa)
+    engines = [_engine(model, backend) for backend in (fused, by_segments)]
     works = [_cached(engines, np.random.default_rng(seed + i), i) for i in range(max(BATCHES))]
     cold = RankPass(works[0].tokens, 0, works[0].candidates, SHOWN_AT)
     for case, batch in (
@@ -101,11 +102,11 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
                     f"bench kernels: {case}: the two passes differ by "
                     f"{np.abs(got - want).max():.2g}"
                 )
-        whole.in_call_s.clear()
+        fused.in_call_s.clear()
         both: list[Callable[[], object]] = [partial(engine.forward, batch) for engine in engines]
         taken, baseline = timed_in_turn(both, budget_s, clock=time.thread_time)
         per = 1e3 / len(batch)
-        a, b, in_call = (median(seconds) * per for seconds in (taken, baseline, whole.in_call_s))
+        a, b, in_call = (median(seconds) * per for seconds in (taken, baseline, fused.in_call_s))
         yield compared("kernels", case, a, UNIT, "by segments", b, b / a, TIMES_SEGMENTS)
         with_lock = a - in_call
         yield compared(
@@ -121,7 +122,7 @@ def _engine(model: HSTU, backend: CPUBackend) -> RankEngine:
 
 
 def _cached(engines: list[RankEngine], random: np.random.Generator, page: int) -> RankPass:
-    """Encode a history into a page of each engine, and return a rank over it."""
+    """Encode a history into a page of each engine, and return a rank on it."""
     rows = random.integers(0, ITEMS, TOKENS)
     times = SHOWN_AT - np.cumsum(random.integers(1, 100_000, TOKENS))[::-1]
     events = Events(rows, random.integers(0, 5, TOKENS).astype(np.int16), times)

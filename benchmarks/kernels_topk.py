@@ -1,8 +1,8 @@
-"""`python -m benchmarks kernels`: xBeam's selection against reading the logits once, and against torch's dense way.
+"""xBeam's selection, against reading the logits once and against torch's dense way.
 
-Each beam reads a row of its own; several matrices in turn, larger together than the last-level
-cache, so that a row is cold when it is read. CPU time of the thread, best of many: two threads that
-share a core cannot be told apart from a slow kernel otherwise.
+Each beam reads its own row. Several matrices are used in turn, together larger than the last-level
+cache, so that every row is cold. It takes the best of many runs, in the thread's CPU time, because
+other processes on the core would make the kernel look slow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_gr.engine.beam_search import Tables
 WIDTHS = (128, 256, 512)
 NUM_CODES = 8192
 NUM_LEVELS = 3
-CHILDREN = 1134  # of a first code among 10 M items, evenly spread
+CHILDREN = 1134  # children of a first code with 10 M evenly spread items
 CATALOGUES = (10_000, 1_000_000, 10_000_000)
 COLD_BYTES = 128 << 20
 WITHIN = 2.0
@@ -47,7 +47,7 @@ class LevelStep:
     width: int
 
     def dense(self, logits: Tensor) -> Choices:
-        """Select without a kernel: a mask over the codebook, log_softmax, topk over all beams."""
+        """Select in torch: a mask over the codebook, log_softmax, topk over all beams."""
         row = torch.repeat_interleave(torch.arange(len(logits)), self.follow.degree)
         first = self.follow.degree.cumsum(0) - self.follow.degree
         edge = torch.arange(len(row)) + torch.repeat_interleave(
@@ -61,7 +61,7 @@ class LevelStep:
 
 
 def lines(native: Native, seed: int, repeats: int) -> Iterator[Line]:
-    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
+    """Measure all cases; a wrong result is an AssertionError, before it is timed."""
     random = torch.Generator().manual_seed(seed)
     ours = NativeTopk(native)
     for width in WIDTHS:
@@ -77,7 +77,7 @@ def lines(native: Native, seed: int, repeats: int) -> Iterator[Line]:
 def over_catalogues(
     native: Native, random: torch.Generator, repeats: int, sizes: tuple[int, ...]
 ) -> Iterator[Line]:
-    """Measure the last two levels of catalogues of several sizes, one beam of 512, against the smallest catalogue."""
+    """Measure the last two levels of several catalogues, with 512 beams, against the smallest."""
     ours = NativeTopk(native)
     smallest_s = dict[int, float]()
     for size in sizes:
@@ -103,7 +103,7 @@ def over_catalogues(
 
 
 def made(random: torch.Generator, width: int, children: int) -> LevelStep:
-    """Draw logits of a model's spread; the beams are the best of a step before, in random order."""
+    """Draw logits like a model's; the beams are the best of a previous step, in random order."""
     count = max(2, COLD_BYTES // (width * NUM_CODES * 4))
     logits = [torch.randn(width, NUM_CODES, generator=random) * 2 for _ in range(count)]
     before = (torch.randn(NUM_CODES, generator=random) * 2).log_softmax(0)
@@ -121,7 +121,7 @@ def made(random: torch.Generator, width: int, children: int) -> LevelStep:
 
 
 def check(ours: NativeTopk, case: LevelStep) -> None:
-    """Compare with the result of the torch ops."""
+    """Compare with the results of the torch ops."""
     call = TopkCall(case.logits[0], case.acc, case.follow, case.width)
     got = ours.beam_topk(call)
     want = CPUBackend("off").beam_topk(call)
@@ -133,7 +133,7 @@ def check(ours: NativeTopk, case: LevelStep) -> None:
 def timed(
     native: Native, ours: NativeTopk, case: LevelStep, repeats: int, with_dense: bool = False
 ) -> tuple[float, float, float]:
-    """Time in turn and return the seconds of our step, of reading its logits once, and of the dense step."""
+    """Time our step, reading its logits once, and the dense step, in turn; return the seconds."""
     took_s = read_s = dense_s = float("inf")
     turn = cycle(case.logits)
     for _ in range(repeats):

@@ -1,14 +1,14 @@
-// A load generator for one HTTP/1.1 server on loopback, in one thread: epoll, kept-alive connections, one POST at a
-// time on each. Latency counts from the instant at which a request was due, also while it waits for a free connection.
+// A load generator for one HTTP/1.1 server on loopback, in one thread: epoll, keep-alive connections, one POST at a
+// time on each. Latency counts from the instant at which a request was due, including the wait for a free connection.
 // Each request ends as exactly one of: in time, late (or 504), rejected (429), other (a status), timed out, failed.
-// A request with X-Request-Timeout-Ms is given up after that time, any other after --deadline-ms.
+// A request with X-Request-Timeout-Ms times out after that time, any other after --deadline-ms.
 //
 //   loadgen --port N --path /v1/rank --goal-ms 50 --deadline-ms 1000 --stream SPEC [--stream SPEC ...]
 //           [--seed N] [--watch PID,PID] [--pause PID,AT_S,FOR_S]
 //
-// A closed client sends again at once, also after a 429. `parse_stream` reads a stream. The result is one JSON
+// A closed client sends again immediately, also after a 429. `parse_stream` describes SPEC. The result is one JSON
 // object on standard output. --watch reads the processes' CPU time at both ends of every stream; --pause stops a
-// process for a time. Timeouts are noticed within a tick of 10 ms. Linux only.
+// process for a time. Timeouts are detected within a tick of 10 ms. Linux only.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -34,7 +34,7 @@
 
 enum { STEP_BITS = 5, STEPS = 1 << STEP_BITS, OCTAVES = 38 };  // 3 % a step, to 2^38 us
 
-// Times by size: 32 steps an octave of microseconds, as HdrHistogram has them.
+// A histogram of times: 32 steps an octave of microseconds, like HdrHistogram.
 typedef struct {
   uint64_t counts[OCTAVES * STEPS];
   uint64_t total;
@@ -61,7 +61,7 @@ static void record(Histogram *histogram, int64_t ns) {
   if (ns > histogram->most_ns) histogram->most_ns = ns;
 }
 
-// The least time that so large a share of all is not above.
+// The quantile `share`.
 static double quantile_ms(const Histogram *histogram, double share) {
   double wanted = share * (double)histogram->total;
   uint64_t seen = 0;
@@ -82,15 +82,15 @@ static void write_histogram(FILE *out, const char *name, const Histogram *histog
           quantile_ms(histogram, 0.99), (double)histogram->most_ns * 1e-6);
 }
 
-// What became of a request: each is counted under exactly one of these.
+// The outcome of a request: each is counted under exactly one.
 typedef enum { IN_TIME, LATE, REJECTED, OTHER, TIMED_OUT, FAILED, NUM_FATES } Fate;
 static const char *const FATES[NUM_FATES] = {"in_time", "late", "rejected", "other", "timeouts", "errors"};
 
 typedef struct {
   uint64_t due;  // requests that there should be
   uint64_t fates[NUM_FATES];
-  uint64_t unsent;     // of the timeouts: no connection was free until the deadline
-  Histogram answered;  // in time or late: from the instant the request was due
+  uint64_t unsent;     // timeouts for which no connection was free until the deadline
+  Histogram answered;  // in time or late, from the instant the request was due
   uint64_t (*bins)[NUM_FATES];
   int num_bins;
 } Stats;
@@ -101,7 +101,7 @@ static void make_bins(Stats *stats, int64_t span_ns) {
   if (!stats->bins) abort();
 }
 
-// since_ns: when it was due, from the beginning of the stream. took_ns: from then until now.
+// since_ns: due instant, from the start of the stream. took_ns: from the due instant until now.
 static void count(Stats *stats, Fate fate, int64_t since_ns, int64_t took_ns) {
   stats->fates[fate]++;
   int64_t bin = since_ns / BIN_NS;
@@ -126,59 +126,59 @@ static void write_stats(FILE *out, const Stats *stats) {
   fputc(']', out);
 }
 
-// ---- streams: what is sent, over how many connections, and when each request is due
+// ---- streams: requests, connections, and due instants
 
 #define NS 1000000000LL
 
 typedef struct {
   char *data;
   size_t size;
-  int64_t deadline;  // nanoseconds from due, after which the client gives up; 0 = the run's
-} Request;           // head and body, as they are sent
+  int64_t deadline;  // nanoseconds from due to timeout; 0 = --deadline-ms
+} Request;           // head and body
 
 struct Stream;
 
 typedef struct {
   struct Stream *stream;
   int fd;        // -1 = not connected
-  bool is_busy;  // a request is being sent or its answer is not whole
+  bool is_busy;  // a request is being sent or its answer is not complete
   const Request *request;
   size_t sent;
-  char head[4096];  // of the answer, until it is whole
+  char head[4096];  // head of the answer
   size_t have;
-  int64_t left;  // of the answer's body; -1 = the head is not whole
+  int64_t left;  // remaining bytes of the answer's body; -1 = the head is not complete
   int status;
-  bool closes;       // the server said that it closes after this answer
-  int64_t due_at;    // of its request
-  int64_t wakes_at;  // a closed client that waits; 0 = none
+  bool closes;       // the server closes the connection after this answer
+  int64_t due_at;    // due instant of the request
+  int64_t wakes_at;  // end of a closed client's wait; 0 = not waiting
 } Connection;
 
 typedef struct Stream {
   char name[32];
   char bodies[512];
-  bool is_closed;  // closed loop: every connection sends again once its answer is there
+  bool is_closed;  // closed loop: every connection sends again after its answer
   int num_connections;
   double from_s;
   double to_s;
   double rate;     // Poisson: requests a second
-  int burst_size;  // else: so many at once ...
-  double every_s;  // ... every so often
+  int burst_size;  // otherwise: requests at once ...
+  double every_s;  // ... and their interval
   Request *requests;
   int num_requests;
   Connection *connections;
-  Connection **idle;  // ring: the connection that rested longest is the next one
+  Connection **idle;  // ring, longest idle first
   int first_idle;
   int num_idle;
-  int64_t *due_at;  // open loop: drawn before anything is sent
+  int64_t *due_at;  // open loop: drawn before the run
   long num_due;
-  long num_released;  // of them are due by now
-  long num_taken;     // of them were given to a connection, or timed out without one
+  long num_released;  // due by now
+  long num_taken;     // given to a connection, or timed out without one
   int64_t begins_at;
   int64_t ends_at;
-  int num_busy;  // connections with a request under way
+  int num_busy;  // connections with a request in flight
   bool has_begun;
   bool has_ended;
-  int64_t cpu_ns[2];  // of the watched processes, at the beginning and the end
+  int64_t cpu_ns[2];  // CPU time of the watched processes at both ends
   uint64_t random;
   Stats stats;
 } Stream;
@@ -233,14 +233,14 @@ static void parse_stream(Stream *stream, char *text) {
       fail("unknown key in --stream", part);
   }
   stream->is_closed = !strcmp(mode, "closed");
-  if (!stream->is_closed && strcmp(mode, "poisson") && strcmp(mode, "bursts")) fail("mode is none of ours", mode);
+  if (!stream->is_closed && strcmp(mode, "poisson") && strcmp(mode, "bursts")) fail("unknown mode", mode);
   if (!strcmp(mode, "poisson") && stream->rate <= 0) fail("mode=poisson needs rate", stream->name);
   if (!strcmp(mode, "bursts") && (stream->burst_size < 1 || stream->every_s <= 0))
     fail("mode=bursts needs size and every", stream->name);
   if (stream->num_connections < 1 || stream->to_s <= stream->from_s) fail("needs conns, from < to", stream->name);
 }
 
-// One request a line: headers, each with a tab behind it, then the body.
+// One request a line: headers, each followed by a tab, then the body.
 static void read_requests(Stream *stream, const char *path) {
   FILE *file = fopen(stream->bodies, "r");
   if (!file) fail("cannot read bodies", stream->bodies);
@@ -268,7 +268,7 @@ static void read_requests(Stream *stream, const char *path) {
   if (!stream->num_requests) fail("no bodies in", stream->bodies);
 }
 
-// Draw every instant at which a request of an open loop is due.
+// Draw all due instants of an open loop.
 static void draw_due(Stream *stream) {
   double span_s = stream->to_s - stream->from_s;
   double rate = stream->rate > 0 ? stream->rate : stream->burst_size / stream->every_s;
@@ -303,7 +303,7 @@ static const char *header(const char *head, const char *name) {
   return found ? found + strlen(name) : NULL;
 }
 
-// Read the head of an answer, once it is whole. Returns false if it is none that we know.
+// Parse the head of an answer, once it is complete. Returns false if it is not supported.
 static bool read_head(Connection *connection) {
   connection->head[connection->have] = 0;
   char *end = strstr(connection->head, "\r\n\r\n");
@@ -320,8 +320,8 @@ static bool read_head(Connection *connection) {
 
 enum { MOST_STREAMS = 8, MOST_WATCHED = 64, MOST_EVENTS = 512 };
 static const int64_t TICK_NS = 10000000;
-static const int64_t BACKOFF_NS = 10000000;  // of a closed client whose connection failed
-static const int64_t SETTLE_NS = 50000000;   // from the last connect to the beginning
+static const int64_t BACKOFF_NS = 10000000;  // wait of a closed client whose connection failed
+static const int64_t SETTLE_NS = 50000000;   // from the last connect to the start
 
 static Stream streams[MOST_STREAMS];
 static int num_streams;
@@ -380,7 +380,7 @@ static bool connect_to_server(Connection *connection, bool waits) {
 
 static void begin(Connection *connection, int64_t due_at);
 
-// The connection's request is over: count it, and let the connection rest, wait or send again.
+// Count the connection's finished request, and let the connection rest, wait or send again.
 static void finish(Connection *connection, Fate fate, int64_t now) {
   Stream *stream = connection->stream;
   count(&stream->stats, fate, connection->due_at - stream->begins_at, now - connection->due_at);
@@ -395,7 +395,7 @@ static void finish(Connection *connection, Fate fate, int64_t now) {
   if (fate == FAILED)
     connection->wakes_at = now + BACKOFF_NS;
   else
-    connection->wakes_at = now;  // at once, see `wake`: never from within itself
+    connection->wakes_at = now;  // sent by `wake`, to avoid recursion
 }
 
 static void send_more(Connection *connection, int64_t now) {
@@ -406,7 +406,7 @@ static void send_more(Connection *connection, int64_t now) {
     if (size >= 0)
       connection->sent += (size_t)size;
     else if (errno == EAGAIN)
-      return;  // the rest when the socket has room
+      return;  // continues when the socket is writable
     else if (errno != EINTR) {
       finish(connection, FAILED, now);
       return;
@@ -443,7 +443,7 @@ static Fate fate_of(const Connection *connection, int64_t now) {
   return connection->status == 429 ? REJECTED : OTHER;
 }
 
-// Read what came. A server that closes a connection on which nothing is asked does no harm.
+// Read all available bytes. A server may close an idle connection.
 static void receive(Connection *connection) {
   static char body[65536];
   while (connection->fd >= 0) {
@@ -454,7 +454,7 @@ static void receive(Connection *connection) {
     if (size < 0 && errno == EINTR) continue;
     if (size < 0 && errno == EAGAIN) return;
     int64_t now = now_ns();
-    bool is_wrong = size <= 0 || !connection->is_busy;  // closed, or an answer that nobody asked for
+    bool is_wrong = size <= 0 || !connection->is_busy;  // closed, or an answer without a request
     if (!is_wrong && in_head) {
       connection->have += (size_t)size;
       is_wrong = !read_head(connection);

@@ -1,7 +1,7 @@
-"""The load generator: compile it, describe its streams, run it, read its counts.
+"""The load generator: compiles it, describes its streams, runs it, reads its counts.
 
-It is a small C program (`loadgen.c` beside this file), because at 7,000 requests a second a client
-in Python is late by itself. It is compiled on first use into `build/`.
+It is a small C program (`loadgen.c`), because a client in Python is itself late at 7,000 requests a
+second. It is compiled on first use into `build/`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from npu_gr.core.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("loadgen.c")
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
-BIN_S = 0.05  # `BIN_NS` there
-PATIENCE_S = 30.0  # beside the streams' own time; then the client hangs
+BIN_S = 0.05  # `BIN_NS` of loadgen.c
+PATIENCE_S = 30.0  # after the end of the streams; then the client is considered stuck
 
 
 class LoadStream(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of one sort, between two instants of a run."""
+    """Requests of one kind, between two instants of a run."""
 
     name: str
     mode: Literal["closed", "poisson", "bursts"]
-    bodies: Path  # one request a line, as `servers.write_bodies` makes them; drawn at random
-    from_s: float = 0.0  # since the run began
+    bodies: Path  # one request a line, see `servers.write_bodies`; drawn at random
+    from_s: float = 0.0  # since the start of the run
     to_s: float
     connections: int
-    rate_per_s: float = 0.0  # of poisson
-    burst_size: int = 0  # of bursts
-    every_s: float = 0.0  # of bursts
+    rate_per_s: float = 0.0  # mode poisson
+    burst_size: int = 0  # mode bursts
+    every_s: float = 0.0  # mode bursts
 
     def moved(self, name: str, from_s: float, to_s: float) -> LoadStream:
-        """The same requests under another name, between other instants.
+        """Return the same requests under another name, between other instants.
 
         Args:
-            name: of the new stream.
-            from_s, to_s: since the run began.
+            name: Name of the new stream.
+            from_s, to_s: Seconds since the start of the run.
         """
         return msgspec.structs.replace(self, name=name, from_s=from_s, to_s=to_s)
 
     def argument(self) -> str:
-        """Write it as the client reads it."""
+        """Return the stream as an argument of the client."""
         words = {
             "name": self.name,
             "mode": self.mode,
@@ -64,10 +64,10 @@ class LoadStream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True):
-    """The client stops a process once, with SIGSTOP, and lets it go on."""
+    """A pause of a process, which the client stops with SIGSTOP and continues."""
 
     pid: int
-    at_s: float  # since the run began
+    at_s: float  # since the start of the run
     for_s: float
 
 
@@ -82,26 +82,26 @@ class ClientTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one stream's requests, by the client's clock. Each request is counted once."""
+    """The outcomes of one stream's requests, by the client's clock. Each is counted once."""
 
     name: str
     span_s: float
-    server_cpu_s: float  # of all watched processes, while the stream ran
+    server_cpu_s: float  # CPU time of all watched processes, while the stream ran
     due: int
-    unsent: int  # of the timeouts: no connection was free
-    in_time: int
-    late: int  # answered after the goal, before the deadline; 504 too
+    unsent: int  # timeouts for which no connection was free
+    in_time: int  # answered within the goal
+    late: int  # answered after the goal, before the deadline; also 504
     rejected: int  # 429
     other: int  # another status
     timeouts: int
     errors: int  # the connection failed or closed in the middle
-    answered_ms: ClientTimes  # in time or late, from the due instant
-    # by when due, 50 ms each: in_time, late, rejected, other, ...
+    answered_ms: ClientTimes  # latency from the due instant, of all answers
+    # counts by due instant, 50 ms each: in_time, late, rejected, other, timeouts, errors
     bins: list[tuple[int, int, int, int, int, int]]
 
     @property
     def good_per_s(self) -> float:
-        """Answers in time, a second."""
+        """Answers within the goal, a second."""
         return self.in_time / self.span_s
 
     @property
@@ -111,12 +111,12 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answered(self) -> int:
-        """Answers with scores, in time or late."""
+        """Answers with scores, including late ones."""
         return self.in_time + self.late
 
     @property
     def lost(self) -> int:
-        """Requests that were not answered in time."""
+        """Requests that were not answered within the goal."""
         return self.due - self.in_time
 
     @property
@@ -128,28 +128,28 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the client."""
 
-    cpu_s: float  # of the client
+    cpu_s: float  # CPU time of the client
     ran_s: float
-    late_tick_ms: ClientTimes  # how late the client's own timer of 10 ms was
+    late_tick_ms: ClientTimes  # lateness of the client's own 10 ms timer
     streams: list[StreamCounts]
 
     def stream(self, name: str) -> StreamCounts:
-        """The counts of the stream of that name."""
+        """Return the counts of a stream."""
         return next(stream for stream in self.streams if stream.name == name)
 
 
 def compiled(build: Path = Path("build")) -> Path:
-    """Compile the client, unless this very source was compiled before.
+    """Compile the client, unless the same source was compiled before.
 
     Raises:
-        ConfigError: there is no C compiler, or it failed.
+        ConfigError: There is no C compiler, or it failed.
     """
     program = build / f"loadgen-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
     if program.exists():
         return program.absolute()
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise ConfigError("bench: the load generator is in C and there is no cc, gcc or clang here")
+        raise ConfigError("bench: the load generator needs a C compiler: cc, gcc or clang")
     build.mkdir(parents=True, exist_ok=True)
     fresh = program.with_name(f"{program.name}.{os.getpid()}")
     done = subprocess.run(
@@ -175,17 +175,17 @@ def drive(
     """Run the client once.
 
     Args:
-        port: of the server, on loopback.
-        streams: what it sends.
-        watch: processes whose CPU time is read at both ends of every stream.
-        pause: of a process.
-        seed: of arrivals and of the order of the bodies.
-        goal_s: an answer is in time within it, from the due instant.
-        deadline_s: the client gives up after it, unless the request names its own budget.
-        path: of the POST.
+        port: Port of the server, on loopback.
+        streams: Requests to send.
+        watch: Processes whose CPU time is read at both ends of every stream.
+        pause: Pause of a process; None = none.
+        seed: Random seed of the arrivals and the order of the bodies.
+        goal_s: SLO of an answer, from the due instant.
+        deadline_s: Timeout of requests without a budget of their own.
+        path: Path of the POST.
 
     Raises:
-        ConfigError: the client cannot be compiled, or it failed.
+        ConfigError: The client cannot be compiled, or it failed.
     """
     command = [str(compiled()), "--port", str(port), "--path", path, "--seed", str(seed)]
     command += ["--goal-ms", str(goal_s * 1e3), "--deadline-ms", str(deadline_s * 1e3)]

@@ -1,11 +1,11 @@
-"""The loads of `python -m benchmarks door`, and one run of one of them.
+"""The loads of `python -m benchmarks door`, and the run of one of them.
 
     warm up | 8 clients | the load | 8 clients again
     .4 s      .6 s        seconds    1.5 s
 
-Everything is one run of the client against one server. The clients behind the load begin the
-instant it ends: they show when the server is normal again. All loads are of many tenants, and every
-request has a time budget of its own.
+A run is one run of the client against one server. The clients after the load start when it ends,
+and show when the server is back to normal. All loads come from many tenants, and every request has
+its own time budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks.loadgen import BIN_S, ClientReport, LoadStream, Pause, StreamCounts, drive
 from benchmarks.servers import Server
 
-CLIENTS = 8  # of the reference
+CLIENTS = 8  # clients of the reference
 WARM_S = 0.4
 BEFORE_S = 0.6
 AFTER_S = 1.5
@@ -32,48 +32,48 @@ POOL = 512  # connections of an open loop
 
 CLOSED = (4, 16, 64, 256)  # clients
 BURSTS = (8, 16, 24)  # ranks at once
-BURST_SHARE = 0.25  # of the capacity
-PLANNED = 0.8  # of the capacity: the load that one plans for, and calls 1x
-SLOWED = (0.4, 0.6)  # of a core that a busy neighbour leaves
+BURST_SHARE = 0.25  # share of the capacity
+PLANNED = 0.8  # share of the capacity that is called 1x: the planned load
+SLOWED = (0.4, 0.6)  # share of a core that remains next to a busy process
 MOST_NEIGHBOURS = 4
 HOT_CLIENTS = 16
 SMALL_PER_S = 20.0
-WINDOW = 4  # bins that must be as usual to call a server normal
-LEVEL = 0.7  # of the usual answers in time; noise of a shared machine
-SHARE = 0.9  # of the usual share in time
+WINDOW = 4  # number of usual bins after which a server is back to normal
+LEVEL = 0.7  # share of the usual answers within the SLO; allows for noise of a shared machine
+SHARE = 0.9  # relative to the usual share within the SLO
 
 
 class Bodies(NamedTuple):
     """Files of requests."""
 
-    all: Path  # of many tenants
-    hot: Path  # of one tenant
-    small: Path  # of another one
+    all: Path  # many tenants
+    hot: Path  # one tenant
+    small: Path  # another tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent: `size` clients (closed), ranks at once (bursts) or multiples of the capacity (an open loop)."""
+    """A load of `size` clients (closed), ranks at once (bursts) or capacities (poisson)."""
 
     name: str
-    group: str  # of `door.PARTS`
+    group: str  # one of `door.PARTS`
     mode: str  # closed | bursts | poisson
     size: float
     seconds: float
-    pause_s: float = 0.0  # the instance is stopped for so long, in the middle
-    is_slow: bool = False  # its core is slowed to a half
+    pause_s: float = 0.0  # pause of the instance, in the middle
+    is_slow: bool = False  # the instance's core is slowed to a half
 
     @property
     def clients(self) -> int:
-        """Of the reference that it is compared with: fewer clients cannot ask for as much."""
+        """Number of clients of the reference; not more than the load has."""
         return min(CLIENTS, int(self.size)) if self.mode == "closed" else CLIENTS
 
     def streams(self, bodies: Bodies, capacity_per_s: float) -> list[LoadStream]:
-        """What the client sends; times begin with the load.
+        """Return the client's streams; times begin with the load.
 
         Args:
-            bodies: of the ranks.
-            capacity_per_s: ranks, by the reference.
+            bodies: Files with the bodies of the ranks.
+            capacity_per_s: Ranks a second of the reference.
         """
         mode = {
             "name": "load",
@@ -108,10 +108,10 @@ class Load:
 
 
 def loads(seconds: float) -> list[Load]:
-    """All loads.
+    """List all loads.
 
     Args:
-        seconds: of each.
+        seconds: Duration of each load.
     """
 
     def load(name: str, group: str, mode: str, size: float, **more: float | bool) -> Load:
@@ -120,7 +120,7 @@ def loads(seconds: float) -> list[Load]:
     return [
         load("1x", "poisson", "poisson", PLANNED),
         *(
-            load(f"{count} clients that retry at once", "closed", "closed", count)
+            load(f"{count} clients that retry immediately", "closed", "closed", count)
             for count in CLOSED
         ),
         load("3x", "poisson", "poisson", 3.0),
@@ -128,7 +128,7 @@ def loads(seconds: float) -> list[Load]:
         load("3x on half a core", "slow", "poisson", 3.0, is_slow=True),
         *(load(f"bursts of {count}", "bursts", "bursts", count) for count in BURSTS),
         load(
-            f"20/s of a tenant beside {HOT_CLIENTS} hot clients",
+            f"20/s of a tenant next to {HOT_CLIENTS} hot clients",
             "fair",
             "closed",
             2.0,
@@ -147,10 +147,10 @@ def loads(seconds: float) -> list[Load]:
 
 
 class Usual(NamedTuple):
-    """What some clients get in a normal time."""
+    """The results of some clients under normal conditions."""
 
-    good: float  # answers in time, in a bin
-    share: float  # of the answers, rejections and losses
+    good: float  # answers within the SLO, per bin
+    share: float  # share of requests answered within the SLO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,32 +158,32 @@ class Run:
     """One load on one server."""
 
     load: Load
-    capacity_per_s: float  # of the reference before and after
-    reference_cpu_s: float  # a rank, of the reference
+    capacity_per_s: float  # mean of the reference before and after
+    reference_cpu_s: float  # CPU time of a rank of the reference
     main: StreamCounts
     client: ClientReport
-    normal_after_s: float  # from the end of the pause, or of the load; inf = not seen
-    slowed: float = 1.0  # the capacity of the slowed core, as a share of what it is else
+    normal_after_s: float  # from the end of the pause, or of the load; inf = never
+    slowed: float = 1.0  # capacity of the slowed core relative to the whole core
 
     @property
     def ratio(self) -> float:
-        """Answers in time, as a share of the capacity."""
+        """Answers within the SLO, relative to the capacity."""
         return self.main.good_per_s / self.capacity_per_s
 
     @property
     def late_share(self) -> float:
-        """Of the answers."""
+        """Share of late answers."""
         return self.main.late / max(self.main.answered, 1)
 
     @property
     def cpu_s(self) -> float:
-        """A rank, of all of the server's processes."""
+        """CPU time of a rank, of all of the server's processes."""
         answered = sum(one.answered for one in self.client.streams if one.name in ("load", "hot"))
         return self.main.server_cpu_s / max(answered, 1)
 
     @property
     def worst_second(self) -> float:
-        """The fewest answers in time in a whole second of the load, as a share of the mean second."""
+        """Answers within the SLO in the worst second of the load, relative to the mean second."""
         per_second = round(1 / BIN_S)
         bins = [row[0] for row in self.main.bins[: round(self.load.seconds / BIN_S)]]
         sums = [
@@ -197,14 +197,14 @@ class Run:
 def reference(
     server: Server, bodies: Bodies, clients: int, goal_s: float, seed: int
 ) -> StreamCounts:
-    """What some closed clients get of a server that nobody else asks.
+    """Run closed clients on an otherwise idle server.
 
     Args:
-        server: the plain one.
-        bodies: of the ranks.
-        clients: how many.
-        goal_s: an answer is in time within it.
-        seed: of the order of the ranks.
+        server: Server without admission.
+        bodies: Files with the bodies of the ranks.
+        clients: Number of clients.
+        goal_s: SLO of an answer.
+        seed: Random seed of the order of the ranks.
     """
     ends_s = WARM_S + REFERENCE_S
     stream = LoadStream(
@@ -222,19 +222,19 @@ def reference(
 def run(
     server: Server, load: Load, bodies: Bodies, capacity_per_s: float, goal_s: float, seed: int
 ) -> tuple[ClientReport, float]:
-    """Run one load between some clients before and after.
+    """Run one load, with some closed clients before and after.
 
     Args:
-        server: nobody else asks it.
-        load: what is sent.
-        bodies: of the ranks.
-        capacity_per_s: by which rates are set.
-        goal_s: an answer is in time within it.
-        seed: of arrivals.
+        server: Server without other clients.
+        load: The load.
+        bodies: Files with the bodies of the ranks.
+        capacity_per_s: Capacity, which sets the rates.
+        goal_s: SLO of an answer.
+        seed: Random seed of the arrivals.
 
     Returns:
-        The client's report, and seconds from the end of the pause, or of the load, until the server
-        was normal.
+        The client's report, and the seconds from the end of the pause, or of the load, until the
+        server was back to normal.
     """
     begins_s = WARM_S + BEFORE_S
     ends_s = begins_s + load.seconds
@@ -266,20 +266,20 @@ def run(
 
 
 def usual_of(bins: Sequence[Sequence[int]]) -> Usual:
-    """The mean of such bins; empty ones do not count, since a stream's last may be."""
+    """Return the mean of bins, except empty ones: the last bins of a stream may be empty."""
     good = sum(row[0] for row in bins)
     return Usual(good / max(sum(any(row) for row in bins), 1), good / max(sum(map(sum, bins)), 1))
 
 
 def normal_at_s(bins: Sequence[Sequence[int]], usual: Usual) -> float:
-    """When a server is as usual: the beginning of the first bin that is, and stays so for `WINDOW` bins.
+    """Find when a server is back to normal: the first of `WINDOW` usual bins.
 
     Args:
-        bins: 50 ms each, from the instant in question; in each the answers in time come first.
-        usual: of the same clients in a normal time.
+        bins: Tables of 50 ms each; the first column is the answers within the SLO.
+        usual: Results of the same clients under normal conditions.
 
     Returns:
-        Seconds; inf = not within the bins, or nothing was usual.
+        Seconds from the first bin; inf = never.
     """
     if not usual.good:
         return float("inf")
@@ -300,9 +300,9 @@ def normal_at_s(bins: Sequence[Sequence[int]], usual: Usual) -> float:
 
 @contextmanager
 def on_one_core(*servers: Server) -> Iterator[int | None]:
-    """Keep instances on one core, and the client and all proxies on the others.
+    """Pin instances to one core, and the client and all proxies to the others.
 
-    Yields it; None = there is but one.
+    Yields the core; None = the machine has only one.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -322,7 +322,7 @@ def on_one_core(*servers: Server) -> Iterator[int | None]:
 
 
 def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
-    """Let every thread of some processes run on these cores alone."""
+    """Pin every thread of some processes to these cores."""
     for pid in pids:
         with suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
@@ -331,7 +331,7 @@ def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
 
 @contextmanager
 def neighbours(core: int, count: int) -> Iterator[None]:
-    """Keep a core busy with so many more processes."""
+    """Keep a core busy with `count` more processes."""
     made = [
         subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
     ]

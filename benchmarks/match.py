@@ -1,9 +1,9 @@
-"""`python -m benchmarks match`: exact top-k over a million items, beside torch, numpy and faiss in the same run.
+"""`python -m benchmarks match`: exact top-k over a million items, against torch, numpy and faiss.
 
-The vectors are random, which is the hardest case for the threshold: nothing clusters. Every answer
-is compared with numpy's before it is timed, those of the baselines too. Times are the process' CPU
-time on one thread, so other processes on the machine do not count. Of the approximate index the
-recall is the figure.
+The vectors are random, which is the hardest case for the threshold, because nothing clusters. Every
+result, also of a baseline, is compared with numpy's before it is timed. Times are CPU time of the
+process on one thread, so that other processes do not count. The figure of the approximate index is
+its recall.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS = (
 DIM = 64
 K = 500
 BATCHES = (1, 2, 4, 8, 32)
-TARGET = 0.9  # of the fastest baseline's speed
+TARGET = 0.9  # relative to the fastest baseline's speed
 HNSW_ITEMS = 100_000
 HNSW_QUERIES = 50
 HNSW_K = 100
@@ -42,12 +42,12 @@ HNSW_RECALL = 0.95  # at least
 
 
 def numpy_top_k(queries: F32, items: F32, k: int) -> tuple[F32, npt.NDArray[np.int64]]:
-    """The baseline: compute all scores, partition them, sort the best.
+    """Compute all scores, partition them, sort the best: the baseline in numpy.
 
     Args:
         queries: float32 [b, d].
         items: float32 [n, d].
-        k: at most n.
+        k: Number of items, <= n.
 
     Returns:
         Scores and rows of the items, both [b, k], best first.
@@ -60,21 +60,21 @@ def numpy_top_k(queries: F32, items: F32, k: int) -> tuple[F32, npt.NDArray[np.i
 
 
 def torch_top_k(queries: Tensor, items: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same with torch: a product, then `topk`; what most people write."""
+    """Compute all scores, then `topk`: the baseline in torch."""
     found = torch.mm(queries, items.T).topk(k)
     return found.values, found.indices
 
 
 def lines(items: int, seed: int, seconds: float) -> Iterator[Line]:
-    """One line for each batch size, and one for the approximate index.
+    """Yield a line for each batch size, and one for the approximate index.
 
     Args:
-        items: of the catalogue.
-        seed: of the vectors.
-        seconds: to time each batch size for.
+        items: Number of items of the catalogue.
+        seed: Random seed of the vectors.
+        seconds: Seconds of each batch size.
 
     Raises:
-        AssertionError: an answer is wrong; it was not timed.
+        AssertionError: A result is wrong; it was not timed.
     """
     random = np.random.default_rng(seed)
     vectors = random.standard_normal((items, DIM), np.float32)
@@ -101,8 +101,8 @@ def lines(items: int, seed: int, seconds: float) -> Iterator[Line]:
         times = dict(zip(baselines, samples[1:], strict=True))
         fastest = min(times, key=lambda name: percentiles(times[name])[0])
         case = f"I={items} d={DIM} k={K} B={batch} {backend.kernels}"
-        told = f"the fastest of {', '.join(baselines)}: {fastest}"
-        yield timed("match", case, samples[0], told, times[fastest], TARGET, unit="ms CPU")
+        baseline = f"the fastest of {', '.join(baselines)}: {fastest}"
+        yield timed("match", case, samples[0], baseline, times[fastest], TARGET, unit="ms CPU")
     if flat is not None:
         yield _hnsw(random)
 
@@ -111,7 +111,7 @@ def _check(
     name: str, scores: F32, rows: npt.NDArray[np.int64], want: F32, want_rows: npt.NDArray[np.int64]
 ) -> None:
     assert np.allclose(scores, want, atol=1e-4), f"{name}: other scores than numpy"
-    # near-equal sums may swap
+    # rounding may swap near-equal sums
     assert (rows == want_rows).mean() > 0.99, f"{name}: other items than numpy"
 
 
@@ -136,7 +136,7 @@ def _hnsw(random: np.random.Generator) -> Line:
 
 
 def _flat(vectors: F32) -> Any:
-    """The exact index of faiss on as many threads as torch has; None = it is not installed."""
+    """Make the exact index of faiss, with torch's number of threads; None = not installed."""
     try:
         faiss = importlib.import_module("faiss")
     except ImportError:

@@ -1,8 +1,8 @@
-"""`python -m benchmarks match-train`: what training on a million edges costs, in CPU minutes and memory.
+"""`python -m benchmarks match-train`: CPU time and memory of training on a million edges.
 
-Edges are synthetic (evenly random users, items with a long tail), because time and memory depend on
-the sizes alone. A few steps of each stage are timed, and the time of a default training is computed
-from them, without evaluations.
+Edges are synthetic (uniform users, long-tailed items), because time and memory depend only on the
+sizes. A few steps of each stage are timed, and the time of a default training, without evaluations,
+is computed from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS = (
     option("--threads", default=2, type=COUNT),
     SEED,
 )
-SOURCE_SHARE = 0.7  # of the edges
+SOURCE_SHARE = 0.7  # share of the edges
 EDGES_A_USER = 10
 EDGES_AN_ITEM = 10
 MINUTES = 10.0  # CPU time, at most
@@ -35,12 +35,12 @@ GIGABYTES = 4.0  # peak memory, at most
 
 
 def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
-    """Two lines: CPU minutes of a default training, and the process' peak memory.
+    """Yield the CPU minutes of a default training, and the process' peak memory.
 
     Args:
-        edges: of both domains.
-        steps: of each stage to time, after a first step that does not count.
-        seed: of the edges.
+        edges: Number of edges of both domains.
+        steps: Steps of each stage to time, after one warm-up step.
+        seed: Random seed of the edges.
     """
     random = np.random.default_rng(seed)
     num_users = edges // EDGES_A_USER
@@ -50,8 +50,8 @@ def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
     )
     timed = steps + 1
     options = MatchOptions(
-        source_steps=timed, target_steps=timed, inter_steps=timed, evaluate_every=timed + 1, patience=0,
-        batch_edges=min(65_536, edges // 16), batch_anchors=2048,
+        source_steps=timed, target_steps=timed, inter_steps=timed, evaluate_every=timed + 1,
+        patience=0, batch_edges=min(65_536, edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
     no_near_duplicates = Graph(
@@ -92,5 +92,5 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
 
 
 def _note(ends_at: dict[str, list[float]], done: TrainingProgress) -> None:
-    if done.done < done.total:  # a stage is evaluated after its last step, which would count
+    if done.done < done.total:  # the last step of a stage includes its evaluation
         ends_at.setdefault(done.stage.removeprefix("match: "), []).append(time.process_time())

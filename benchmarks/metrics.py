@@ -1,8 +1,8 @@
-"""`python -m benchmarks metrics`: what counting, tracing and logging add to a rank.
+"""`python -m benchmarks metrics`: the cost of metrics, tracing and logging of a rank.
 
-It compares the CPU time of all that the metrics, the trace context and the access log do for one
-rank with the CPU time of the rank's pass alone, on a cached history. A whole request takes more, so
-the true share is smaller. The counts are compared with what was sent before anything is timed.
+It compares the CPU time of metrics, trace context and access log for one rank with the CPU time of
+the rank's pass on a cached history. A request takes more than its pass, so the real share is
+smaller. The counts are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.service.config import SLOConfig
 
 OPTIONS = (SEED, timed_for(2.0))
-SHARE = 0.01  # of a rank's CPU time, at most
-# layers, width, candidates: the demo's, and that of `bench rank`
+SHARE = 0.01  # largest share of a rank's CPU time
+# layers, width, candidates: of the demo, and of `benchmarks rank`
 SHAPES = ((2, 64, 100), (8, 256, 100))
 REPEATS = 200
 
@@ -51,10 +51,7 @@ ANSWER = RankAnswer(
 
 
 def lines(seed: int, seconds: float) -> Iterator[Line]:
-    """Two lines for each shape: metrics with exemplars.
-
-    And the trace context and the log line as well.
-    """
+    """Yield two lines for each shape: metrics alone; metrics, trace context and log line."""
     registry = CollectorRegistry()
     metrics = Metrics(registry, SLOConfig().objectives())
     access_log = AccessLog(ServerConfig())
@@ -71,7 +68,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
         metrics.requests.in_flight.dec()
         metrics.requests.done(RANK.name, RANK.path, 200, 3e-3, ANSWER.stages_s)
 
-    def count_and_tell() -> None:
+    def count_and_log() -> None:
         trace = begin(None)
         CURRENT.set(trace)
         count()
@@ -103,7 +100,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
             model = HSTU(config(layers, width)).eval()
             model.items.freeze()
             rank = CachedRank(model, choose("cpu"), 256, candidates)
-            for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
+            for name, work in (("counts", count), ("counts, trace, log line", count_and_log)):
                 functions: list[Callable[[], object]] = [
                     partial(rank.run, rank.hit),
                     partial(_repeated, work),
@@ -124,14 +121,14 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
 
 
 def _repeated(work: Callable[[], None]) -> None:
-    """One is too short for the clock."""
+    """Run it `REPEATS` times, because one run is too short for the clock."""
     for _ in range(REPEATS):
         work()
 
 
 @contextmanager
 def _logged_to_memory() -> Iterator[None]:
-    """Format and write log lines, into memory that nobody reads."""
+    """Format and write log lines into memory."""
     handler = logging.StreamHandler(io.StringIO())
     level = request_log.level
     request_log.propagate = False

@@ -1,10 +1,10 @@
-"""`python -m benchmarks prepare`: rows a second, CPU time and peak memory of `npu-gr prepare` against DuckDB's own SQL.
+"""`python -m benchmarks prepare`: speed and peak memory of `npu-gr prepare`, against plain SQL.
 
 A log of UUID-like users, SKUs, times and event types is written in each format. The arms run in
-turn, each in a process of its own; the times are those of the work without the imports, the memory
-all of the process at its peak. DuckDB's own SQL guesses no column, gives broken rows no reason, and
-takes names as they are; it numbers users and items, sorts, and writes the same tables of Parquet.
-All arms must find the same events, users and items before a line is printed.
+turn, each in its own process; times exclude the imports, memory is the peak of the process. The SQL
+in DuckDB guesses no columns, does not report bad rows, and does not clean names; it numbers users
+and items, sorts, and writes the same Parquet tables. All arms must find the same events, users and
+items before a line is printed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from npu_gr.core.errors import DataError
 
 FORMATS = {"csv": "log.csv", "gz": "log.csv.gz", "jsonl": "log.jsonl", "parquet": "log.parquet"}
 OPTIONS = (
-    option("--rows", "num_rows", default=2_000_000, type=COUNT, help="Of each log."),
-    option("--runs", "num_runs", default=3, type=COUNT, help="Of each arm; the median counts."),
-    option("--before", type=FILE, help="A checkout of older code: one more arm."),
+    option("--rows", "num_rows", default=2_000_000, type=COUNT, help="Rows of each log."),
+    option(
+        "--runs", "num_runs", default=3, type=COUNT, help="Runs of each arm; the median counts."
+    ),
+    option("--before", type=FILE, help="Checkout of older code: one more arm."),
     only(tuple(FORMATS)),
     SEED,
 )
-TWICE = 2.0  # as fast as the code of before
+TWICE = 2.0  # target: speed relative to the code of before
 MOST_MB = 400.0
 LOG = """
 SELECT printf('%08x-user', hash(i, {seed}) % ({rows} // 20 + 1)) AS user_id,
-    printf('SKU-%06d', hash(i, {seed} + 1) % 20000) AS sku, 1600000000 + hash(i, {seed} + 2) % 30000000 AS timestamp,
-    ['view', 'view', 'view', 'cart', 'purchase'][CAST(hash(i, {seed} + 3) % 5 AS BIGINT) + 1] AS event_type
+    printf('SKU-%06d', hash(i, {seed} + 1) % 20000) AS sku,
+    1600000000 + hash(i, {seed} + 2) % 30000000 AS timestamp,
+    ['view', 'view', 'view', 'cart', 'purchase'][CAST(hash(i, {seed} + 3) % 5 AS BIGINT) + 1]
+        AS event_type
 FROM range({rows}) t(i)
 """
 FRAME = """
@@ -50,8 +54,8 @@ print(json.dumps({{"seconds": seconds, "cpu_s": cpu_s, "peak_mb": peak, "found":
 """
 OURS = FRAME.format(
     imports="from npu_gr.dataset import prepare",
-    work="""told = prepare(log, out).manifest
-found = [told["events"], told["users"], told["items"]["all"]]""",
+    work="""manifest = prepare(log, out).manifest
+found = [manifest["events"], manifest["users"], manifest["items"]["all"]]""",
 )
 SQL = FRAME.format(
     imports="import duckdb, os",
@@ -61,27 +65,33 @@ rows = f"read_{read}('{log}'{'' if read == 'parquet' else ', ignore_errors = tru
 con = duckdb.connect(config={"memory_limit": "512MB", "threads": 2, "temp_directory": out})
 con.execute(f"""
 CREATE TABLE log AS SELECT DISTINCT user_id, sku, timestamp, event_type FROM {rows};
-CREATE TABLE users AS SELECT user_id AS name, row_number() OVER () - 1 AS code FROM (SELECT DISTINCT user_id FROM log);
-CREATE TABLE items AS SELECT sku AS name, row_number() OVER () - 1 AS code FROM (SELECT DISTINCT sku FROM log);
+CREATE TABLE users AS SELECT user_id AS name, row_number() OVER () - 1 AS code
+    FROM (SELECT DISTINCT user_id FROM log);
+CREATE TABLE items AS SELECT sku AS name, row_number() OVER () - 1 AS code
+    FROM (SELECT DISTINCT sku FROM log);
 CREATE TABLE events AS SELECT event_type AS name, row_number() OVER () - 1 AS code
     FROM (SELECT DISTINCT event_type FROM log);
 COPY (SELECT u.code AS user, i.code AS item, e.code AS action, timestamp AS time
-    FROM log JOIN users u ON u.name = user_id JOIN items i ON i.name = sku JOIN events e ON e.name = event_type
+    FROM log JOIN users u ON u.name = user_id JOIN items i ON i.name = sku
+    JOIN events e ON e.name = event_type
     ORDER BY u.code, time) TO '{out}/events.parquet';
 COPY (SELECT name FROM users ORDER BY code) TO '{out}/users.parquet';
 COPY (SELECT name FROM items ORDER BY code) TO '{out}/items.parquet';
 """)
-found = [con.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0] for name in ("log", "users", "items")]''',
+found = [
+    con.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0]
+    for name in ("log", "users", "items")
+]''',
 )
 
 
 def lines(
     num_rows: int, num_runs: int, before: Path | None, parts: Sequence[str], seed: int
 ) -> Iterator[Line]:
-    """Compare rows a second (of the wall, of the CPU) and memory in each format with SQL, with before, and its limit.
+    """Compare rows a second of wall and CPU time, and memory, in each format.
 
     Raises:
-        DataError: an arm fails, or two found different events.
+        DataError: An arm fails, or two arms found different events.
     """
     arms = {"DuckDB, 14 lines of SQL": (SQL, None), "ours": (OURS, Path(__file__).parents[1])}
     if before is not None:
@@ -139,15 +149,15 @@ def write_log(path: Path, num_rows: int, seed: int) -> None:
 
 
 def run_arm(code: str, log: Path, root: Path | None) -> dict[str, Any]:
-    """Run an arm in a process of its own.
+    """Run an arm in its own process.
 
     Args:
-        code: of the arm.
-        log: what it reads.
-        root: a checkout whose package it imports.
+        code: Python code of the arm.
+        log: Log to read.
+        root: Checkout whose package is imported.
 
     Raises:
-        DataError: it failed.
+        DataError: The arm failed.
     """
     with TemporaryDirectory(dir=log.parent) as folder:
         environment = os.environ | ({"PYTHONPATH": str(root)} if root is not None else {})

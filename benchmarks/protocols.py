@@ -1,8 +1,8 @@
-"""`python -m benchmarks protocols`: a rank by each way into an instance, beside raw msgpack under /v1.
+"""`python -m benchmarks protocols`: a rank by each protocol, against raw msgpack under /v1.
 
-A real server process with a small ranker, and one caller over one connection on the same machine:
-the time from the request's bytes to the answer's, and the server's CPU for it. Every way's answer
-is compared with that of /v1 before anything is timed.
+A real server process has a small ranker, and one client one connection on the same machine. It
+measures the time from the request's bytes to the response's, and the server's CPU time. The
+responses of all protocols are compared with those of /v1 before anything is timed.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.routes import HEADER_LENGTH
 from npu_gr.server.schemas.media import MSGPACK
 
-OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Of each way."))
+OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Seconds of each protocol."))
 BASELINE = "/v1, raw msgpack"
-NUM_CPU = 200  # ranks whose CPU is read together
+NUM_CPU = 200  # ranks for one measurement of CPU time
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to ask for the same rank."""
+    """One protocol for the same rank."""
 
     name: str
-    ask: Callable[[], Any]  # the answer, as it came
-    scores: Callable[[Any], bytes]  # of the first task, raw float32
+    ask: Callable[[], Any]  # returns the response
+    scores: Callable[[Any], bytes]  # response -> scores of the first task, raw float32
 
 
 def lines(seed: int, config: Path, seconds: float) -> Iterator[Line]:
-    """Time every way, and read the server's CPU for it.
+    """Time every protocol, and measure the server's CPU time.
 
     Raises:
-        AssertionError: a way answers with other scores than /v1. Unavailable: the server does not
-            start.
+        AssertionError: A protocol's scores differ from those of /v1.
+        Unavailable: The server does not start.
     """
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -61,7 +61,7 @@ def lines(seed: int, config: Path, seconds: float) -> Iterator[Line]:
         traffic = Traffic()
         body = traffic.bodies(model, "", seed)[0]
         ways = _ways(stack, body, server.port, rpc_port, model.model.config.tasks[0])
-        ways[0].ask()  # full inference; the next ones find its prefix
+        ways[0].ask()  # full inference, which caches the prefix
         want = ways[0].scores(ways[0].ask())
         for way in ways:
             assert way.scores(way.ask()) == want, f"{way.name}: other scores than {BASELINE}"
@@ -92,9 +92,9 @@ def _ways(
     def post(path: str, data: bytes, headers: dict[str, str]) -> tuple[bytes, str | None]:
         http_client.request("POST", path, data, headers)
         response = http_client.getresponse()
-        told = response.read()
-        assert response.status == 200, told
-        return told, response.getheader(HEADER_LENGTH)
+        content = response.read()
+        assert response.status == 200, content
+        return content, response.getheader(HEADER_LENGTH)
 
     def call(path: str, data: bytes) -> bytes:
         stub = channel.unary_unary(path, request_serializer=None, response_deserializer=None)
@@ -114,13 +114,13 @@ def _ways(
     head, data = raw_infer(body["user_id"], candidates, columns, {"binary_data_output": True})
     inferred = inference_message(body["user_id"], candidates, columns)
 
-    def of_infer(told: tuple[bytes, str | None]) -> bytes:
-        begins_at = int(told[1] or 0)
-        first = msgspec.json.decode(told[0][:begins_at])["outputs"][0]
-        return told[0][begins_at : begins_at + first["parameters"]["binary_data_size"]]
+    def of_infer(response: tuple[bytes, str | None]) -> bytes:
+        content, begins_at = response[0], int(response[1] or 0)
+        first = msgspec.json.decode(content[:begins_at])["outputs"][0]
+        return content[begins_at : begins_at + first["parameters"]["binary_data_size"]]
 
-    def of_json(told: tuple[bytes, str | None]) -> bytes:
-        return np.array(msgspec.json.decode(told[0])["scores"][task], np.float32).tobytes()
+    def of_json(response: tuple[bytes, str | None]) -> bytes:
+        return np.array(msgspec.json.decode(response[0])["scores"][task], np.float32).tobytes()
 
     answers = message("inference.ModelInferResponse")
     raw_headers = {"Content-Type": OCTETS, HEADER_LENGTH: str(len(head))}
@@ -149,13 +149,13 @@ def _ways(
     ]
 
 
-def _msgpack_scores(told: bytes, task: str) -> bytes:
-    scores: bytes = msgspec.msgpack.decode(told)["scores"][task]
+def _msgpack_scores(content: bytes, task: str) -> bytes:
+    scores: bytes = msgspec.msgpack.decode(content)["scores"][task]
     return scores
 
 
 def _cpu_ms(server: Server, ask: Callable[[], Any]) -> float:
-    """CPU of all the server's processes for one rank."""
+    """Measure the CPU time of all the server's processes for one rank."""
 
     def cpu_s() -> float:
         return (
@@ -169,7 +169,7 @@ def _cpu_ms(server: Server, ask: Callable[[], Any]) -> float:
     before_s = cpu_s()
     for _ in range(NUM_CPU):
         ask()
-    time.sleep(0.01)  # what is written behind the answer: its line in the log, its counts
+    time.sleep(0.01)  # until the last response's log line and counts are written
     return (cpu_s() - before_s) / NUM_CPU * 1e3
 
 

@@ -1,18 +1,20 @@
-"""`python -m benchmarks quality`: what we serve beside the strongest simple baseline, on data of yours.
+"""`python -m benchmarks quality`: served models against the strongest simple baseline.
 
-Everything is trained in this run by the trainers' own functions, with the same split and the same
-validation for all. The strongest baseline is the one with the best mean over the seeds on the test
-itself, so the comparison is hard on us. The interval is of ours less the baseline's: a paired
-bootstrap that draws seeds and users. `ok` says that ours is not below beyond it; a line with a
-floor says that ours reaches it.
+Everything is trained in this run by the trainers' own functions, with the same split and validation
+for all. The strongest baseline is chosen by its mean over the seeds on the test set itself, which
+favours the baseline. The interval is of the difference, ours less the baseline's: a paired
+bootstrap over seeds and users. `ok`: ours is not significantly worse, or reaches the floor of the
+line.
 
-  match    every ordered pair of folders with a train.txt that share users; HIT@10 and HIT@50 over all target items
+  match    all ordered pairs of folders with a train.txt that share users; HIT@10 and HIT@50 over
+           all target items
   match-ingredients
-           of the same pairs, HIT@50: each ingredient of SCCDR less what has all but it, and users
-           who are new in the target
-  next     the next item of a log, leave-one-out, items of the history left out unless most next items are repeats;
-           HR@10 and NDCG@10
-  codes    the generator with given semantic IDs and with its own, all items, beside what others published of the log
+           the same pairs, HIT@50: each ingredient of SCCDR against the model without it, and cold-
+           start users in the target
+  next     the next item of a log, leave-one-out, without items of the history unless most next
+           items are repeats; HR@10 and NDCG@10
+  codes    the generator with given semantic IDs and with its own, all items, against published
+           results on the log
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from benchmarks.quality_match import (
     POPULARITY,
     SCCDR,
     SERVED,
+    cold_start_ranks,
     fitted_ranks,
-    newcomer_ranks,
 )
 from benchmarks.sasrec import SASRec, SASRecOptions
 from npu_gr.core.errors import ConfigError, DataError
@@ -67,14 +69,14 @@ OPTIONS = (
     option(
         "--pairs",
         type=FILE,
-        help="Folder with a folder of train.txt, perhaps test.txt, for each domain.",
+        help="Folder with a folder for each domain, with train.txt and optionally test.txt.",
     ),
     option(
         "--log",
         "logs",
         multiple=True,
         type=FILE,
-        help="Of the next item, MovieLens-100K if absent; repeatable.",
+        help="Log for the next item, by default MovieLens-100K; repeatable.",
     ),
     option(
         "--codes",
@@ -86,24 +88,24 @@ OPTIONS = (
         "parts",
         multiple=True,
         type=click.Choice(PARTS),
-        help="Run these parts; match-ingredients and cold run only if they are named.",
+        help="Run this part; repeatable. match-ingredients and cold run only if named.",
     ),
     option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
     option(
         "--quick",
         is_flag=True,
-        help="One seed and few steps: shows that everything runs, in minutes.",
+        help="One seed and few steps: a test of a few minutes.",
     ),
     THREADS,
 )
-# (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR
-# alone
+# (source, target) of DisenCDR's folders -> floors: HIT@10 and HIT@50 of the served model, HIT@50 of
+# SCCDR alone
 MATCH_FLOORS = {
     ("sport_phone", "phone_sport"): (0.050, 0.130, 0.122),
     ("phone_sport", "sport_phone"): (0.042, 0.090, 0.080),
 }
 
-# (users, items, events) of a public log -> HR@10 that others have measured on it by this protocol
+# (users, items, events) of a public log -> published HR@10 with this protocol
 PUBLISHED = {
     (943, 1682, 100_000): {  # MovieLens-100K
         "earlier: SASRec, d 64, 2 layers": 0.141,
@@ -129,7 +131,7 @@ Ranks = Mapping[str, list[F64]]  # model -> ranks of each seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long each model is trained."""
+    """The training options of each model."""
 
     seeds: tuple[int, ...]
     match: MatchOptions
@@ -142,7 +144,7 @@ class Effort:
 
 
 def _unserved(options: T) -> T:
-    """Leave out the refit: what is measured is the evaluated model."""
+    """Skip the refit, which is only for serving."""
     return msgspec.structs.replace(options, refit=False)
 
 
@@ -170,10 +172,7 @@ QUICK = Effort(
     rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
     sasrec=SASRecOptions(epochs=2),
 )
-"""Shows that everything runs, in minutes.
-
-Nothing is trained to its end, so `ok` may well be false.
-"""
+"""A test of a few minutes. Nothing is trained to the end, so `ok` may be false."""
 
 
 def lines(
@@ -184,18 +183,18 @@ def lines(
     seeds: int,
     quick: bool,
 ) -> Iterator[Line]:
-    """Train and evaluate, a line a data set, way and figure.
+    """Train and evaluate; yield a line for each data set, model and metric.
 
     Args:
-        pairs: of matching; None = without it.
-        logs: of the next item; none = MovieLens-100K.
-        codes: of the generator with given IDs; None = without it.
-        parts: that run; none = match, next and codes, as far as there are data.
-        seeds: trainings of each model.
-        quick: one seed and few steps.
+        pairs: Folder of matching; None = skip it.
+        logs: Logs for the next item; empty = MovieLens-100K.
+        codes: Folder of the generator with given IDs; None = skip it.
+        parts: Parts to run; empty = match, next and codes, if their data are given.
+        seeds: Number of trainings of each model.
+        quick: Use one seed and few steps.
 
     Raises:
-        ConfigError: a part is named whose data are not.
+        ConfigError: A part is named without its data.
     """
     from benchmarks.quality_cold import cold_lines, warm_lines
 
@@ -233,12 +232,12 @@ def match_lines(
     """Compare models of matching on every ordered pair.
 
     Args:
-        folder: has a folder with `train.txt` and perhaps `test.txt` for each domain.
-        effort: of the trainings.
-        of_pair: the lines of a pair.
+        folder: Folder with a folder for each domain, with `train.txt` and optionally `test.txt`.
+        effort: Training options.
+        of_pair: Function that yields the lines of a pair.
 
     Raises:
-        DataError: no two of the domains share users.
+        DataError: No two domains share users.
     """
     names = sorted(path.parent.name for path in folder.glob("*/train.txt"))
     found = False
@@ -261,7 +260,7 @@ def match_lines(
 
 
 def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
-    """What is served, and SCCDR alone."""
+    """Yield the lines of the served model, and of SCCDR alone."""
     case = f"match {pair[0]} -> {pair[1]}"
     evaluates = {
         "": domains.evaluate(),
@@ -282,13 +281,13 @@ def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iter
 
 
 def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
-    """What each ingredient brings, of all tested users and of newcomers."""
+    """Yield the gain of each ingredient, for all tested users and for cold-start users."""
     case = f"match {pair[0]} -> {pair[1]}"
     arms = (POPULARITY, *INGREDIENTS, SERVED)
     found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.evaluate()})[""]
     for less, ours in pairwise(arms):
         yield _line(f"{case}: {ours}", "HIT@50", found[ours], {less: found[less]})
-    found = newcomer_ranks(domains, effort.match, effort.seeds)
+    found = cold_start_ranks(domains, effort.match, effort.seeds)
     for ours, less in (
         (SERVED, POPULARITY),
         (SERVED, JOINT_SVD),
@@ -296,16 +295,18 @@ def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -
         ("+ stop-gradient", "separated"),
         (SCCDR, "+ stop-gradient"),
     ):
-        yield _line(f"{case}: newcomers, {ours}", "HIT@50", found[ours], {less: found[less]})
+        yield _line(f"{case}: cold-start, {ours}", "HIT@50", found[ours], {less: found[less]})
 
 
 def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterator[Line]:
-    """The next item: what each trainer serves, items of the history left out unless most next items are repeats.
+    """Yield the next-item metrics of each trainer's served model.
+
+    Items of the history are excluded, unless most next items are repeats.
 
     Args:
-        interactions: the log.
-        case: its name.
-        effort: of the trainings.
+        interactions: The log.
+        case: Name of the log.
+        effort: Training options.
     """
     learnt = {seed: _sasrec(interactions, effort, seed) for seed in effort.seeds}
     ways: dict[str, Callable[[int], _Compared]] = {
@@ -327,7 +328,7 @@ def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterato
             yield _line(f"next {case}: {way}, {of_what}", name, ours, simple)
 
 
-_Compared = tuple[NextItemRanks, dict[str, NextItemRanks]]  # ours, and the baselines'
+_Compared = tuple[NextItemRanks, dict[str, NextItemRanks]]  # ours, baselines by name
 
 
 def _sasrec(interactions: Interactions, effort: Effort, seed: int) -> NextItemRanks:
@@ -359,13 +360,13 @@ def _ranked(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
 def codes_lines(
     interactions: Interactions, codes: Path, case: str, effort: Effort
 ) -> Iterator[Line]:
-    """The generator with given semantic IDs and with its own, on one seed: each takes half an hour.
+    """Compare generators with given and with own semantic IDs, on one seed; each takes 30 min.
 
     Args:
-        interactions: the log.
-        codes: JSON {"item": [code, ...]}.
-        case: the log's name.
-        effort: of the training.
+        interactions: The log.
+        codes: JSON file {"item": [code, ...]}.
+        case: Name of the log.
+        effort: Training options.
     """
     own_count = options_for(len(np.unique(interactions.items))).generate.code_count
     ways = (("given IDs", codes, effort.given_codes), ("own IDs", None, effort.own_codes))
@@ -386,7 +387,7 @@ def codes_lines(
 
 
 def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:
-    """Compare ours with the strongest baseline over the seeds."""
+    """Compare ours with the baseline that has the best mean over the seeds."""
     means = {model: _mean(name, ranks) for model, ranks in baselines.items()}
     best = max(means, key=lambda model: means[model])
     metric = METRICS[name]

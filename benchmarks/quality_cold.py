@@ -1,22 +1,22 @@
-"""`benchmarks quality --only cold`: items that were not in the training, scored by their features and codes alone.
+"""`benchmarks quality --only cold`: cold-start items, scored by their features and codes alone.
 
-    items      a tenth of them, drawn at random: all their events are taken out of the training
-    training   the oldest four fifths of each user's events; of these the last one is held out for the evaluation
-    evaluated     the newest fifth of each user's events. The history of an event is everything before it, cold items
-               included: they are known by then, as items are that POST /v1/catalog/items added
+    cold items  a random tenth of the items; all their events are removed from training
+    training    the oldest 4/5 of each user's events, of which the last one is for validation
+    evaluation  the newest 1/5 of each user's events. The history of an event is everything before
+                it, including cold items, as if POST /v1/catalog/items had added them
 
 The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of
-the items' neighbours and features. A cold item has no neighbours: its semantic ID comes of its
-features alone.
+the items' neighbours and features; a cold item has no neighbours, so its ID follows from its
+features.
 
-  AUC like     of the events with cold items; positive: the value reaches the task's threshold
-  AUC chosen   of each event with a cold item: the share of the other cold items, which the user never had, below it
-  HR@10        of the events' cold items among the whole catalogue, items of the history left out
-  AUC warm     as AUC like, of the events with all other items, beside the same ranker trained without row dropout
-  HR@10 warm   of the whole log's last events, unseen, NDCG@10 too: the same two rankers, once a seed
+  AUC like     events with cold items; positive: the value reaches the task's threshold
+  AUC chosen   events with a cold item: share of the other cold items, new to the user, below it
+  HR@10        rank of the events' cold items in the whole catalogue, without the history's items
+  AUC warm     AUC like for events with other items, against the ranker without row dropout
+  HR@10 warm   last events of the whole log, unseen, also NDCG@10: the same two rankers, each seed
 
-What a cold item's popularity in the training is worth needs no model: it has none, so its AUC is
-.5. The baselines know its genre: how often, and how well, trained items of the genre were received.
+A cold item has no popularity in training, so popularity has an AUC of .5. The other baselines use
+its genre: number of events, and share of likes, of trained items of the genre.
 """
 
 from __future__ import annotations
@@ -70,13 +70,14 @@ from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
 
-COLD_RATIO = 0.1  # of the items
-MAX_TARGETS = 1000  # events with cold items behind HR@10
+COLD_RATIO = 0.1  # share of cold items
+MAX_TARGETS = 1000  # most events with cold items for HR@10
 LIKE = "like"
-LEAST_AUC = 0.65  # of cold items
-LEAST_GAIN = 0.05  # of that over a baseline's
-LEAST_HITS = 0.8  # of the generator's
-MOST_LOSS = 0.002  # of the AUC of other items
+# targets
+LEAST_AUC = 0.65  # AUC of cold items
+LEAST_GAIN = 0.05  # gain of this AUC over a baseline's
+LEAST_HITS = 0.8  # hit rate relative to the generator's
+MOST_LOSS = 0.002  # loss of AUC of the other items
 
 
 def cold_lines(
@@ -86,13 +87,13 @@ def cold_lines(
     rank: TrainOptions,
     generate: GenerateOptions,
 ) -> Iterator[Line]:
-    """Train with a tenth of the items taken out, and evaluate those.
+    """Train without a tenth of the items, and evaluate those.
 
     Args:
-        interactions: the log, of ratings.
-        features: of its items; the first one names the genres of the baselines.
-        case: the log's name.
-        rank, generate: options of the trainings, without a refit.
+        interactions: Log of ratings.
+        features: Item features; the first one is the genre of the baselines.
+        case: Name of the log.
+        rank, generate: Training options, without a refit.
     """
     split = cold_log(interactions, features, generate, rank.seed)
     log, first = split.evaluated, split.num_trained_items
@@ -164,14 +165,14 @@ def warm_lines(
     rank: TrainOptions,
     seeds: Sequence[int],
 ) -> Iterator[Line]:
-    """Train with and without row dropout, and compare what it does to the next items of all users.
+    """Compare rankers with and without row dropout on the next items of all users.
 
     Args:
-        interactions: the log.
-        features: of its items.
-        case: the log's name.
-        rank: options of the trainings, without a refit.
-        seeds: of the trainings.
+        interactions: The log.
+        features: Item features.
+        case: Name of the log.
+        rank: Training options, without a refit.
+        seeds: Random seeds of the trainings.
     """
     ours, theirs = (
         [
@@ -193,7 +194,7 @@ def warm_lines(
 
 
 class _Genres(NamedTuple):
-    """What the genres of an item say of it, by trained items alone. n = items."""
+    """Scores of n items by their genres, computed from trained items."""
 
     popular: F64  # [n] mean number of events of the genres' items
     liked: F64  # [n] share of likes among the events of the genres
@@ -215,7 +216,7 @@ def _genre_scores(split: ColdLog, genre: ItemValues, likes: F64) -> _Genres:
 
 
 def _chosen(log: InteractionLog, targets: Sequence[NextItem], first: int, scores: F64) -> F64:
-    """Place each target among the cold items that its user never had: the share of them below it, a tie counts half."""
+    """Compute the share of cold items, new to the user, below each target; ties count half."""
     found = np.empty(len(targets))
     for index, (user, event) in enumerate(targets):
         row = scores[index]
@@ -232,7 +233,7 @@ def _ranks(
     targets: Sequence[NextItem],
     scores_of: Callable[[ItemList], np.ndarray],
 ) -> F64:
-    """Rank each target in its list, items of its history left out; inf = it was not found."""
+    """Rank each target in its list, without the history's items; inf = it was not found."""
     ranks = np.full(len(targets), np.inf)
     for index, (found, (user, event)) in enumerate(zip(lists, targets, strict=True)):
         own = log.items[event]
@@ -245,7 +246,7 @@ def _ranks(
 
 
 def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextItem]) -> F64:
-    """Rank each target by the beams of a generator whose catalogue has the cold items too."""
+    """Rank each target by a generator's beams, with the cold items in its catalogue."""
     log = split.evaluated
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "codes.json"
@@ -318,21 +319,21 @@ def _line(
 
 
 class ColdLog(NamedTuple):
-    """A log whose cold items are not trained on. Rows: the trained items, then the cold ones."""
+    """A log with cold items. Item rows: the trained items, then the cold ones."""
 
     trained: Interactions
-    features: list[ItemValues]  # of the trained items
-    evaluated: InteractionLog  # everything; the newest fifth of each user is evaluated
+    features: list[ItemValues]  # features of the trained items
+    evaluated: InteractionLog  # all events; the newest fifth of each user is evaluated
     num_trained_items: int
-    codes: ItemCodes  # of the trained items
-    all_codes: ItemCodes  # of all items
-    new: NewItems  # what the ranker knows of the cold items
+    codes: ItemCodes  # codes of the trained items
+    all_codes: ItemCodes  # codes of all items
+    new: NewItems  # features of the cold items, for the ranker
 
 
 def cold_log(
     interactions: Interactions, features: Sequence[ItemValues], options: GenerateOptions, seed: int
 ) -> ColdLog:
-    """Take a tenth of the items out of a log, and code all of them."""
+    """Remove a tenth of the items from a log, and make the codes of all items."""
     item_ids = np.unique(interactions.items)
     random = np.random.default_rng(seed)
     cold = np.sort(random.choice(item_ids, int(COLD_RATIO * len(item_ids)), replace=False))
@@ -343,13 +344,13 @@ def cold_log(
     everything = interactions[np.isin(interactions.items, known)]
     warm = [_of(feature, warm_ids) for feature in features]
 
-    # knows the cold ones by features
-    whole = build_log(trained, [_of(feature, known) for feature in features], SPLIT)
+    # includes the features of the cold items
+    log = build_log(trained, [_of(feature, known) for feature in features], SPLIT)
     vectors = item_vectors(
-        whole.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed
+        log.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed
     )
-    is_cold = np.isin(whole.item_ids, cold)
-    uses = np.bincount(whole.items[whole.trained], minlength=whole.num_items)[~is_cold]
+    is_cold = np.isin(log.item_ids, cold)
+    uses = np.bincount(log.items[log.trained], minlength=log.num_items)[~is_cold]
     codes = residual_codes(vectors[~is_cold], options.code_count, uses, options.seed)
     new_codes = codes_of_new(codes, vectors[~is_cold], vectors[is_cold])
     return ColdLog(
@@ -376,7 +377,7 @@ def _of(feature: ItemValues, item_ids: I64) -> ItemValues:
 
 
 def _value_ids(trained: ItemValues, feature: ItemValues, item_ids: I64) -> I64:
-    """List the values of new items as the ranker's tables have them, which have room for what trained items have."""
+    """Return the new items' value ids, cut to the width of the trained items' table."""
     width = max(1, *(len(values) for values in trained.of_item.values()))
     table = np.full((len(item_ids), width), len(feature.values))
     for row, item in enumerate(item_ids.tolist()):
@@ -396,7 +397,7 @@ def _evaluated(interactions: Interactions, item_ids: I64) -> InteractionLog:
 
 
 def with_new_items(model: HSTU, new: NewItems) -> HSTU:
-    """Make a model of a ranker and its new items, as one that had been trained with them and learnt nothing of them."""
+    """Extend a ranker by new items with zero residual rows."""
     count = len(new.codes)
     config = msgspec.structs.replace(model.config, num_items=model.config.num_items + count)
     wide = HSTU(config).cast(model.dtype)

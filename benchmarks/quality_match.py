@@ -1,8 +1,8 @@
-"""The models that `quality` compares in matching: simple baselines, SCCDR by ingredients, and what is served.
+"""The matching models of `quality`: simple baselines, SCCDR by ingredients, and the served model.
 
-Newcomers: users of both domains lose every target edge, a third of them at a time, everything is
-fitted to what is left, and each is asked for one of the lost edges. Each way to score them has a
-popularity term; its weight in a fold is the one that is best on the users of the other folds.
+Cold-start users: in three folds, a third of the users of both domains lose all target edges,
+everything is fitted to the rest, and one of the lost edges of each is ranked. Each score has a
+popularity term, whose weight in a fold is the best on the users of the other folds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from npu_gr.train.match.joined import BASELINES, FittedLinear, fit_joint_svd, jo
 from npu_gr.train.match.train import MatchOptions, TrainedVectors, Trainer
 from npu_gr.train.metrics import F64
 
-DENSITY = 0.4  # share of the target's edges that matching is trained on
+DENSITY = 0.4  # share of the target's edges used for training
 NUM_VALIDATION = 2000
-NUM_FOLDS = 3  # of newcomers
+NUM_FOLDS = 3  # folds of cold-start users
 POPULARITY_WEIGHTS = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0)
 POPULARITY = "popularity"
 SERVED = "served"  # joint SVD, SCCDR and popularity
@@ -39,16 +39,13 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
     "+ stop-gradient": {"curriculum": False},
     SCCDR: {},
 }
-"""Arm -> options that differ from those of the whole of SCCDR.
-
-Each arm has one ingredient more than the one before.
-"""
-NEWCOMERS = (POPULARITY, "separated", "+ stop-gradient", SCCDR, JOINT_SVD, SERVED)
+"""Arm -> options that differ from complete SCCDR; each arm adds one ingredient."""
+COLD_START = (POPULARITY, "separated", "+ stop-gradient", SCCDR, JOINT_SVD, SERVED)
 
 
 @dataclass(slots=True)
 class Arms:
-    """Fits arms to one split of the data, and keeps what they share."""
+    """Fits arms to one split of the data, and caches shared parts."""
 
     data: MatchData
     base: MatchOptions
@@ -56,7 +53,7 @@ class Arms:
     _svd: FittedLinear[PureSVD] | None = None
 
     def scores(self, arm: str) -> Scores | None:
-        """Fit an arm; None = it is too large for this data."""
+        """Fit an arm; None = the data is too large for it."""
         if arm == POPULARITY:
             popularity = log_popularity(self.data.whole().target.degrees()[1])
             return lambda users: popularity.repeat(len(users), 1)
@@ -70,7 +67,7 @@ class Arms:
         return None if fitted is None else fitted.served.scores
 
     def svd(self) -> FittedLinear[PureSVD]:
-        """Decompose both domains side by side, once."""
+        """Decompose both domains together, once."""
         if self._svd is None:
             self._svd = fit_joint_svd(self.data)
         return self._svd
@@ -90,7 +87,7 @@ def fitted_ranks(
     arms: Sequence[str],
     evaluates: Mapping[str, Evaluator],
 ) -> dict[str, dict[str, list[F64]]]:
-    """Fit arms with every seed, and rank the tested edges: evaluate -> arm -> ranks of each seed."""
+    """Fit arms with every seed, and rank the tested edges: test -> arm -> ranks of each seed."""
     ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in evaluates}
     for seed in seeds:
         fits = Arms(
@@ -103,27 +100,27 @@ def fitted_ranks(
     return ranks
 
 
-def newcomer_ranks(
+def cold_start_ranks(
     domains: Domains, base: MatchOptions, seeds: Sequence[int]
 ) -> dict[str, list[F64]]:
-    """Rank the tested edges of newcomers, those of near-duplicates left out.
+    """Rank the tested edges of cold-start users, without near-duplicates.
 
     Returns:
-        Arm of `NEWCOMERS` -> ranks of each seed, by user: with each seed in the same order. SCCDR's
-        arms score a newcomer by the source's vector.
+        Arm of `COLD_START` -> ranks of each seed, with users in the same order. SCCDR's arms score
+        a cold-start user by the source's vector.
     """
     shared = np.flatnonzero((domains.source.degrees()[0] > 0) & (domains.target.degrees()[0] > 0))
     tested = domains.evaluate()
-    ranks: dict[str, list[F64]] = {arm: [] for arm in NEWCOMERS}
+    ranks: dict[str, list[F64]] = {arm: [] for arm in COLD_START}
     for seed in seeds:
         data = split(domains, DENSITY, NUM_VALIDATION, seed)
-        folds: dict[str, list[F64]] = {arm: [] for arm in NEWCOMERS}
+        folds: dict[str, list[F64]] = {arm: [] for arm in COLD_START}
         users = []
         for part in np.array_split(np.random.default_rng(seed).permutation(shared), NUM_FOLDS):
             evaluate = tested.only(np.isin(tested.held_out.users, part))
             users.append(evaluate.held_out.users)
             fits = Arms(_without(data, part), msgspec.structs.replace(base, seed=seed))
-            for arm in NEWCOMERS:
+            for arm in COLD_START:
                 folds[arm].append(_ranks(fits, arm, evaluate))
         by_user = np.argsort(np.concatenate(users))
         for arm, found in folds.items():
@@ -132,12 +129,12 @@ def newcomer_ranks(
 
 
 def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
-    """Rank under each weight of the popularity term: float64 [weights, users].
+    """Rank with each weight of the popularity term: float64 [weights, users].
 
-    What is served has no further term.
+    The served model has one already, so it is ranked once.
     """
     scores = _source_scores(fits.trained(arm)) if arm in INGREDIENTS else fits.scores(arm)
-    assert scores is not None, "it has no limit"
+    assert scores is not None, "these arms fit data of any size"
     if arm in (POPULARITY, SERVED):
         return evaluate.ranks_by(scores)[None]
     unit = 1 / root_mean_square(scores(torch.from_numpy(evaluate.held_out.users[:SCALE_USERS])))
@@ -159,7 +156,7 @@ def _source_scores(trained: TrainedVectors) -> Scores:
 
 
 def _weighted(folds: list[F64]) -> F64:
-    """Take each fold's ranks under the weight that is best on the other folds."""
+    """Take each fold's ranks with the weight that is best on the other folds."""
     chosen = []
     for number, ranks in enumerate(folds):
         others = np.concatenate(
@@ -170,7 +167,7 @@ def _weighted(folds: list[F64]) -> F64:
 
 
 def _without(data: MatchData, users: I64) -> MatchData:
-    """Take away every target edge of some users, and their validation."""
+    """Remove all target edges of some users, also from the validation."""
     kept = ~np.isin(data.target.users, users)
     target = Graph(
         data.target.users[kept],

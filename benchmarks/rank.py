@@ -1,8 +1,8 @@
-"""`python -m benchmarks rank`: score candidates on a cached prefix, and by a full inference of the same request.
+"""`python -m benchmarks rank`: a rank with a cached prefix, against full inference.
 
 The floor is the ratio of the two passes' floating-point operations. It counts the operations that
-the code does: causal attention as half its square, and of the last layer's history rows only their
-keys and values.
+the code does: half of the square for causal attention, and only keys and values for history rows of
+the last layer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OPTIONS = (
 )
 LENGTHS = (256, 1024, 4096)
 CANDIDATES = (100, 500)
-WITHIN = 0.85  # the cached path must reach this share of the flop ratio
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the logits' standard deviation
+WITHIN = 0.85  # target: share of the flop ratio
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # relative to the logits' std deviation
 
 
 def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
-    """The shape of all benches of a ranker: 4 heads, of 64 at the default `dim`."""
+    """Return the shape of all ranker benchmarks: 4 heads, of 64 at the default `dim`."""
     return HSTUConfig(
         num_items=10_000,
         actions=("click",),
@@ -54,7 +54,7 @@ def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
 
 
 def layout(shape: HSTUConfig, backend: Backend, dtype: torch.dtype = torch.float32) -> KVLayout:
-    """How a ranker's prefixes lie in memory, as an instance lays them."""
+    """Return the layout of a ranker's prefixes in an instance."""
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -67,7 +67,7 @@ def layout(shape: HSTUConfig, backend: Backend, dtype: torch.dtype = torch.float
 
 
 class CachedRank:
-    """One request to a model, whose history's keys and values are cached: cold and as a hit."""
+    """A request with a cached history, as a cold request and as a hit."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class CachedRank:
         """Draw a request and encode its history.
 
         Args:
-            model, backend: that run it.
-            num_tokens: of the history.
-            num_candidates: of the rank.
-            dtype: of the model.
+            model, backend: Model and its backend.
+            num_tokens: Tokens of the history.
+            num_candidates: Number of candidates.
+            dtype: Dtype of the model.
         """
         self._model = model
         self._backend = backend
@@ -107,20 +107,20 @@ class CachedRank:
         self.hit = replace(self.cold, items=nothing, actions=nothing, times=nothing, past=past)
 
     def run(self, segment: Segment) -> Tensor:
-        """The scores of a segment."""
+        """Compute the scores of a segment, and wait for them."""
         scores: Tensor = self._model(self._backend, [segment])[0]
         self._backend.synchronize()
         return scores
 
 
 def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool) -> float:
-    """Floating-point operations of one pass.
+    """Count the floating-point operations of one pass.
 
     Args:
-        shape: of the model.
-        num_history: tokens.
-        num_candidates: one token each.
-        cached: the history's keys and values are read, not computed.
+        shape: Configuration of the model.
+        num_history: Tokens of the history.
+        num_candidates: Number of candidates.
+        cached: The history's keys and values are cached.
     """
     uv = shape.num_heads * shape.v_dim
     qk = shape.num_heads * shape.qk_dim
@@ -136,10 +136,10 @@ def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool
 
 
 def lines(backend: BackendName, dtype: str, seed: int, seconds: float) -> Iterator[Line]:
-    """One line for each length of history and number of candidates.
+    """Yield a line for each length of history and number of candidates.
 
     Raises:
-        AssertionError: the cached scores are wrong; nothing was timed.
+        AssertionError: The cached scores are wrong; nothing was timed.
     """
     device = choose(backend)
     kind: torch.dtype = getattr(torch, dtype)

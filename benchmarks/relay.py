@@ -1,22 +1,22 @@
-"""`python -m benchmarks relay`: the rate, and the length of history, that meet the objective with and without a relay.
+"""`python -m benchmarks relay`: sustained rate and longest history with and without a relay.
 
 Requests are sent open loop by `benchmarks/relay_rig.py`; every arm gets the same users at the same
-instants. The objective is a multiple of the idle latency of a full inference, so the figures carry
-over to other devices.
+instants. The objective is a multiple of the idle latency of a full inference, so that the figures
+are comparable across devices.
 
-    full              no signals; the whole history is encoded at rank time
-    truncated         only the newest quarter of the history: what is served if nothing else fits
+    full              no signals; the complete history is encoded at rank time
+    truncated         only the newest quarter of the history: the fallback
     relay             signals; the prefix waits in HBM
-    relay, dram r     DRAM behind HBM; a share r of the requests comes from users whose prefix lies in DRAM
-    relay, dram trace users come and return as in a stretch of a real trace (`--trace`, Mooncake's format)
+    relay, dram r     DRAM behind HBM; a share r of the requests has a prefix in DRAM
+    relay, dram trace users arrive and return as in a real trace (`--trace`, Mooncake's format)
 
-A rate is sustained if 99 of 100 requests meet the objective; a run ends once they cannot. Rates lie
-on a grid, and an arm's figure is the highest rate that it sustains. If full inference fails at the
-lowest rate already, that rate stands for it, and the ratio is a lower bound.
+A rate is sustained if 99 of 100 requests meet the objective; a run is stopped when they cannot.
+Rates are on a grid, and an arm's figure is the highest rate that it sustains. If full inference
+fails even at the lowest rate, that rate is used for it, and the ratio is a lower bound.
 
-    longest history   the longest history at which 99 of 100 requests meet the shape's objective, at half the rate that
-                      full inference sustains at the widest objective
-    trigger off       pre-infer every signal, instead of those that the trigger finds at risk; in a mix of few long and
+    longest history   the longest history at which 99 of 100 requests meet the shape's objective, at
+                      half the rate that full inference sustains at the widest objective
+    trigger off       pre-infer every signal, instead of those at risk; in a mix of few long and
                       many short histories, where half of the signals lead to no rank
 
 Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x
@@ -73,33 +73,33 @@ OPTIONS = (
     THREADS,
     SEED,
     option("--lengths", default="1024,2048", type=Numbers(), help="Tokens of a history."),
-    option("--candidates", default="100", type=Numbers(), help="Of a rank."),
+    option("--candidates", default="100", type=Numbers(), help="Candidates of a rank."),
     option("--layers", default=3, type=click.IntRange(2)),
-    option("--dim", default=256, help="Of the model; a multiple of 64."),
+    option("--dim", default=256, help="Width of the model; a multiple of 64."),
     option("--count", default=200, type=COUNT, help="Requests of each run."),
     option(
         "--lowest",
         default=0.1,
         type=click.FloatRange(min=0, min_open=True),
-        help="The lowest rate, as a share of what full inference could do.",
+        help="Lowest rate, as a share of the capacity of full inference.",
     ),
-    option("--trace", type=FILE, help="A Mooncake trace; one arm follows its returns."),
+    option("--trace", type=FILE, help="Mooncake trace for the arm 'relay, dram trace'."),
     only(PARTS),
 )
-MULTIPLES = (1.2, 1.5, 3.0)  # the objectives, of the idle full inference
-STEP = 1.25  # from one rate of the grid to the next
-STEPS = 32  # of the grid: the last is a thousand times the lowest
-START = 0.5  # the first rate of an arm, of what full inference could do at most
+MULTIPLES = (1.2, 1.5, 3.0)  # objectives, in idle full inferences
+STEP = 1.25  # ratio of the rates of the grid
+STEPS = 32  # number of rates; the last is a thousand times the lowest
+START = 0.5  # first rate of an arm, relative to the capacity of full inference
 PATIENCE = 12.0  # a rank's deadline, in idle full inferences
-REUSE = (0.5, 0.75, 1.0)  # share of the requests whose prefix lies in DRAM
-# lengths of history to try, of the shape's
+REUSE = (0.5, 0.75, 1.0)  # shares of requests with a prefix in DRAM
+# lengths of history to try, relative to the shape's
 SHARES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-HALF = 0.5  # the rate to try them at, of what full inference sustains at the widest objective
-MIX_RATES = (0.3, 0.6, 1.1)  # of the mix, of what full inference of long histories could do
+HALF = 0.5  # their rate, relative to full inference's at the widest objective
+MIX_RATES = (0.3, 0.6, 1.1)  # rates of the mix, relative to the capacity of full inference
 MIXED = 400  # requests of a run of the mix
-SHORT = 0.25  # length of the mix's short histories, of the shape's
-LONG_SHARE = 0.2  # of the mix's requests
-GONE = 0.5  # share of the mix's signals that lead to no rank
+SHORT = 0.25  # length of the mix's short histories, relative to the shape's
+LONG_SHARE = 0.2  # share of long histories in the mix
+GONE = 0.5  # share of the mix's signals without a rank
 
 FULL = Arm("full", signals=False)
 RELAY = Arm("relay")
@@ -112,14 +112,14 @@ EVERYTHING = Arm(
 
 
 def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
-    """Poisson arrivals of users who come back and of new users.
+    """Draw Poisson arrivals of returning and new users.
 
     Args:
-        reuse: share of the requests from users who come back, 0 to 1.
-        rig: draws the histories.
-        rate_per_s: of arrivals.
-        count: requests.
-        seed: of arrivals, users and histories.
+        reuse: Share of requests from returning users, 0 to 1.
+        rig: Source of the histories.
+        rate_per_s: Rate of the arrivals.
+        count: Number of requests.
+        seed: Random seed.
     """
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
@@ -140,16 +140,16 @@ def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> l
 def of_trace(
     sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, seed: int
 ) -> list[RigVisit]:
-    """Poisson arrivals of a stretch of a trace's sessions, in its order.
+    """Draw Poisson arrivals of a random section of a trace's sessions, in order.
 
-    The last sessions before the stretch, half as many as DRAM holds, have a prefix there.
+    The last sessions before the section, half as many as DRAM holds, have a prefix there.
 
     Args:
-        sessions: of each request of the trace.
-        rig: draws the histories.
-        rate_per_s: of arrivals.
-        count: requests.
-        seed: of the stretch and the arrivals.
+        sessions: Session of each request of the trace.
+        rig: Source of the histories.
+        rate_per_s: Rate of the arrivals.
+        count: Number of requests.
+        seed: Random seed.
     """
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
@@ -168,13 +168,13 @@ def of_trace(
 
 
 def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
-    """Poisson arrivals of few long histories and many short ones; half of the ranks never come.
+    """Draw Poisson arrivals of few long histories and many short ones; half have no rank.
 
     Args:
-        rig: draws the histories.
-        rate_per_s: of arrivals.
-        count: requests.
-        seed: of everything.
+        rig: Source of the histories.
+        rate_per_s: Rate of the arrivals.
+        count: Number of requests.
+        seed: Random seed.
     """
     random = np.random.default_rng(seed)
     visits = []
@@ -189,7 +189,7 @@ def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
 
 
 class RateSearch:
-    """Finds the highest rate that one arm sustains, and keeps the outcomes of each run."""
+    """Finds the highest rate that one arm sustains, and stores the outcomes of each run."""
 
     def __init__(
         self, served: ServedArm, traffic: Traffic, count: int, lowest: float, seed: int
@@ -202,13 +202,13 @@ class RateSearch:
         self.found: dict[int, ArmOutcomes] = {}
 
     def rate_per_s(self, step: int) -> float:
-        """The rate of a step of the grid, requests a second."""
+        """Return the rate of a step of the grid, in requests a second."""
         return self._lowest_per_s * STEP**step
 
     async def holds(self, step: int, goal_s: float) -> bool:
-        """Whether the step's rate is sustained.
+        """Return whether the step's rate is sustained.
 
-        A run that ended early for another goal may have to be repeated.
+        A run that was stopped for another goal may have to be repeated.
         """
         if step in self.found and (known := self.found[step].holds(goal_s)) is not None:
             return known
@@ -220,7 +220,7 @@ class RateSearch:
         return bool(found.holds(goal_s))
 
     async def sustained(self, goal_s: float, start: int) -> int:
-        """The highest step at which 99 of 100 meet the goal; -1 = not even the lowest."""
+        """Find the highest step at which 99 of 100 requests meet the goal; -1 = none."""
 
         async def holds(step: int) -> bool:
             return await self.holds(step, goal_s)
@@ -229,15 +229,15 @@ class RateSearch:
 
 
 async def last(holds: Callable[[int], Awaitable[bool]], start: int, stop: int) -> int:
-    """The greatest number in 0..stop-1 that holds; -1 = none. Asks for no number twice.
+    """Find the largest number in 0..stop-1 that holds; -1 = none. No number is tried twice.
 
     Args:
-        holds: if it holds for a number, it holds for all below.
-        start: the first number to ask for; the search widens from there.
-        stop: one more than the greatest number.
+        holds: Monotonic predicate: if it holds for a number, it holds for all smaller ones.
+        start: First number to try; the search widens from there.
+        stop: One more than the largest number.
     """
-    low = -1  # the greatest that is known to hold
-    high = stop  # the least that is known not to
+    low = -1  # the largest number known to hold
+    high = stop  # the smallest number known not to hold
     step = min(max(start, 0), stop - 1)
     stride = 1
     while high - low > 1:
@@ -265,16 +265,16 @@ def lines(
     trace: Path | None,
     parts: Collection[str] = PARTS,
 ) -> Iterator[Line]:
-    """For each shape: the parts alone, then each arm's sustained rate beside that of full inference.
+    """Yield, for each shape, the parts alone, then each arm against full inference.
 
     Args:
-        backend: as in a configuration.
-        lengths, candidates, layers, dim: of the shapes to measure.
-        count: requests of each run.
-        lowest: the lowest rate, of what full inference could do.
-        seed: of weights and traffic.
-        trace: a Mooncake trace for the arm that follows one; None = no such arm.
-        parts: of `PARTS`.
+        backend: Name of the backend.
+        lengths, candidates, layers, dim: Sizes of the shapes.
+        count: Requests of each run.
+        lowest: Lowest rate, relative to the capacity of full inference.
+        seed: Random seed of weights and traffic.
+        trace: Mooncake trace; None = without its arm.
+        parts: Subset of `PARTS`.
     """
     device = choose(backend)
     sessions = [] if trace is None else read_sessions(trace)
@@ -284,12 +284,15 @@ def lines(
 
 
 class _TraceLine(msgspec.Struct, frozen=True):
-    # of its blocks of 512 tokens; an equal id means equal content from the start to there
+    # ids of its blocks of 512 tokens; equal ids mean equal content up to the end of the block
     hash_ids: list[int]
 
 
 def read_sessions(path: Path) -> list[int]:
-    """The session of each request of a Mooncake trace: its second block, because the first is the system prompt."""
+    """Read the session of each request of a Mooncake trace.
+
+    A session is the id of the second block, because the first is the system prompt.
+    """
     lines = msgspec.json.Decoder(_TraceLine).decode_lines(path.read_bytes())
     return [
         one.hash_ids[1] if len(one.hash_ids) > 1 else -1 - place for place, one in enumerate(lines)
@@ -297,7 +300,7 @@ def read_sessions(path: Path) -> list[int]:
 
 
 class ShapeBench:
-    """The bench of one shape."""
+    """The benchmark of one shape."""
 
     def __init__(
         self, shape: Shape, backend: Backend, count: int, lowest: float, seed: int
@@ -316,11 +319,11 @@ class ShapeBench:
         return rig
 
     def lines(self, sessions: Sequence[int], parts: Collection[str]) -> Iterator[Line]:
-        """The parts alone and full inference, then what `parts` names.
+        """Yield the parts alone and full inference, then `parts`.
 
         Args:
-            sessions: of each request of a trace; empty = no arm follows one.
-            parts: of `PARTS`.
+            sessions: Session of each request of a trace; empty = without its arm.
+            parts: Subset of `PARTS`.
         """
         idle = self._rig.idle
         for name, part_s in (
@@ -378,7 +381,10 @@ class ShapeBench:
             )
 
     def _sustained(self, arm: Arm, traffic: Traffic) -> Iterator[tuple[float, float, ArmOutcomes]]:
-        """For each multiple the sustained rate (0 = not even the lowest), and the outcomes at it, or at the lowest."""
+        """Yield (multiple, sustained rate, outcomes at this rate).
+
+        Rate 0: not even the lowest is sustained, whose outcomes are returned.
+        """
 
         async def search() -> list[tuple[float, float, ArmOutcomes]]:
             step = round(math.log(START / self._lowest, STEP))
@@ -400,12 +406,12 @@ class ShapeBench:
         yield from asyncio.run(search())
 
     def _longest(self, multiple: float, rate_per_s: float) -> Line:
-        """The longest history that is served at this rate within the shape's objective, with the shape's lead."""
+        """Find the longest history that meets the shape's objective at this rate."""
         goal_s = multiple * self._full_s
         lead_s = LEAD * self._full_s
 
         async def holds(arm: Arm, reuse: float, num_tokens: int) -> bool:
-            gc.collect()  # frees the gigabytes of the rig before
+            gc.collect()  # frees gigabytes of the previous rig
             rig = Rig(self._rig.shape._replace(num_tokens=num_tokens), self._backend, self._seed)
             async with rig.serving(arm, goal_s) as served:
                 visits = drawn(reuse, rig, rate_per_s, self._count, self._seed)
@@ -426,14 +432,14 @@ class ShapeBench:
         ours = longest(DRAM, 0.75)
         base = longest(FULL, 0.0)
         name = "full"
-        if not base:  # it does not even serve the shortest
+        if not base:  # not even the shortest history meets it
             base = int(self._rig.shape.num_tokens * SHARES[0])
             name = "full (less)"
         case = f"slo {multiple}x at {rate_per_s:.2f}/s, longest history with the relay, dram 75%"
         return self._line(case, ours, "tokens", name, base, ours / base, 2.0)
 
     async def _trigger(self) -> list[Line]:
-        """Ranks in time with the trigger, beside pre-inferring everything: equal rates, the tightest objective."""
+        """Compare the ranks within the tightest objective with and without the trigger."""
         goal_s = MULTIPLES[0] * self._full_s
         found: dict[str, list[ArmOutcomes]] = {}
         for arm in (AT_RISK, EVERYTHING):
@@ -453,7 +459,7 @@ class ShapeBench:
             case = f"{case}, trigger ({one.describe()}) against off ({other.describe()})"
             rows.append(
                 self._line(
-                    case, ours, "% in time", EVERYTHING.name, base, ours / max(base, 1e-9), 1.0
+                    case, ours, "% within SLO", EVERYTHING.name, base, ours / max(base, 1e-9), 1.0
                 )
             )
         return rows
@@ -461,7 +467,7 @@ class ShapeBench:
     def _against(
         self, case: str, rate: float, base: float, target: float | None, name: str = "full"
     ) -> Line:
-        if not base:  # it fails at the lowest rate of the grid already
+        if not base:  # it fails even at the lowest rate of the grid
             base = self._lowest / self._full_s
             name = f"{name} (less)"
         return self._line(case, rate, "req/s", name, base, rate / base, target)

@@ -1,8 +1,8 @@
-"""A ranker with its tiers under open-loop traffic, for `bench relay` and `bench cascade`.
+"""A ranker with its tiers under open-loop traffic, for `benchmarks relay` and `benchmarks cascade`.
 
-Engine, scheduler, relay and tiers are real and run in this process. A request signals when it
-arrives. `LEAD` idle full inferences later (the time of retrieval and pre-processing) its rank is
-due, and its latency counts from then.
+Engine, scheduler, relay and tiers are real and run in this process. A request sends its signal when
+it arrives. Its rank is due `LEAD` idle full inferences later (the time of retrieval and
+pre-processing), and its latency counts from then.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Relay
 
-LEAD = 2.0  # of the idle full inference: from signal to rank
-HBM_PREFIXES = 16  # that the pool holds
-RETURNING = 24  # users whose prefixes lie in DRAM
-DRAM_BYTES = 2 << 30  # of the tier, as long as it holds between
-DRAM_PREFIXES = (64, 512)  # so many prefixes at least, and at most
-MARGIN = 0.3  # of the objective: the trigger leaves so much for everything but queue and device
-NEW_TOKENS = 16  # behaviours of a returning user since the prefix was encoded
+LEAD = 2.0  # time from signal to rank, in idle full inferences
+HBM_PREFIXES = 16  # capacity of the pool
+RETURNING = 24  # number of users whose prefixes are in DRAM
+DRAM_BYTES = 2 << 30  # size of the DRAM tier, within the limits below
+DRAM_PREFIXES = (64, 512)  # least and most prefixes of the DRAM tier
+MARGIN = 0.3  # share of the objective that the trigger reserves for all but queue and device
+NEW_TOKENS = 16  # events of a returning user since the prefix was encoded
 T_LIFE_S = 10.0
-SAMPLES = 11  # of each part alone
-TOLERANCE = 1e-4  # of the logits' standard deviation: cached against cold scores
+SAMPLES = 11  # samples of each part alone
+TOLERANCE = 1e-4  # cached against cold scores, relative to the logits' standard deviation
 ALWAYS = TriggerConfig(policy="always", min_prefix_tokens=1)
 
 
@@ -56,7 +56,7 @@ class Arm(NamedTuple):
     name: str
     signals: bool = True
     dram: bool = False
-    keep: float = 1.0  # share of the history, its newest part, that is read
+    keep: float = 1.0  # share of the history that is read: its newest part
     trigger: TriggerConfig = ALWAYS
 
 
@@ -75,16 +75,16 @@ class Idle(NamedTuple):
     full_s: float  # a full inference
     prefill_s: float  # a pre-infer
     load_s: float  # a reload from DRAM
-    rank_s: float  # a rank on a cached prefix
+    rank_s: float  # a rank with a cached prefix
 
 
 class RigVisit(NamedTuple):
     """One user's signal and rank."""
 
-    arrives_at: float  # seconds after the run began: when its signal comes
+    arrives_at: float  # arrival of the signal, in seconds since the start of the run
     user: UserKey
     events: Events
-    is_ranked: bool = True  # False: its rank never comes
+    is_ranked: bool = True  # False: there is no rank
 
 
 # (rig, requests a second, count, seed)
@@ -92,21 +92,21 @@ Traffic = Callable[["Rig", float, int, int], list[RigVisit]]
 
 
 class ArmOutcomes(NamedTuple):
-    """What became of the requests of one run."""
+    """The outcomes of the requests of one run."""
 
-    latency_s: F32  # [ranks] from the due time; inf = not answered, nan = the run ended before
-    shares: dict[Outcome, float]  # of the ranks
-    reloaded: float  # share of the signals whose prefix came from DRAM
+    latency_s: F32  # [ranks] from the due time; inf = failed, nan = the run was stopped before
+    shares: dict[Outcome, float]  # shares of the ranks
+    reloaded: float  # share of signals whose prefix came from DRAM
     wasted: float  # pre-infers that no rank used, as a share of the signals
 
     def holds(self, goal_s: float) -> bool | None:
-        """Whether 99 of 100 took at most `goal_s`; None = the run ended before that was known."""
+        """Return whether 99 of 100 took at most `goal_s`; None = the run was stopped before."""
         if (self.latency_s > goal_s).sum() > allowed_late(len(self.latency_s)):
             return False
         return None if np.isnan(self.latency_s).any() else True
 
     def describe(self) -> str:
-        """The outcomes in words, for a line."""
+        """Describe the outcomes for a line."""
         shares = ", ".join(
             f"{name.value} {share:.0%}" for name, share in self.shares.items() if share >= 0.005
         )
@@ -117,7 +117,7 @@ class ArmOutcomes(NamedTuple):
 
 
 def allowed_late(count: int) -> int:
-    """The number of requests that may be late if 99 of 100 must be in time."""
+    """Return how many of `count` requests may be late if 99 of 100 must meet the goal."""
     return count // 100
 
 
@@ -150,17 +150,17 @@ class Rig:
         )
         random = np.random.default_rng(seed)
         self.candidates = random.integers(0, config.num_items, shape.num_candidates)
-        self.returning = self.user(random)  # the history of every user who comes back
+        self.returning = self.user(random)  # the history of every returning user
         self.idle = Idle(0.0, 0.0, 0.0, 0.0)
 
     def user(self, random: np.random.Generator, share: float = 1.0) -> Events:
-        """A history of a share of the shape's length."""
+        """Draw a history, with a share of the shape's length."""
         n = int(self.shape.num_tokens * share)
         times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, n))
         return Events.make(random.integers(0, 10_000, n), np.zeros(n), times)
 
     def tokens(self, events: Events) -> Tokens:
-        """The history as the model reads it."""
+        """Tokenize a history."""
         return tokenize(
             events,
             self.vocabulary,
@@ -202,7 +202,7 @@ class Rig:
 
 
 class ServedArm:
-    """One arm at work: sends requests to its relay and engine, and counts what becomes of them."""
+    """A running arm: sends requests to its relay and engine, and counts their outcomes."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class ServedArm:
         self.relay = relay
         self.pool = pool
         self.dram = dram
-        self._wasted = 0  # prefixes that were evicted unused, in this run
+        self._wasted = 0  # prefixes evicted unused in this run
         self._outcomes = Counter[Outcome]()
         self._verdicts = Counter[Verdict]()
         self._encoded: DramEntry | None = None  # the prefix of all returning users
@@ -229,10 +229,10 @@ class ServedArm:
         self._wasted += not entry.consumed
 
     async def encode_returning(self) -> DramEntry:
-        """Compute once the prefix that `returns` copies. The caller must lease it."""
+        """Compute the prefix that `returns` copies. The caller must lease it."""
         tokens = self.rig.tokens(self.rig.returning[:-NEW_TOKENS])
         user = UserKey("", "back, the first of them")
-        # a full inference keeps its prefix, which then spills
+        # a full inference caches its prefix, which is then spilled
         await self.rank(user, tokens, time.monotonic() + 600)
         await self.relay.settled()
         self.pool.erase_user(user)
@@ -241,7 +241,7 @@ class ServedArm:
         return self._encoded
 
     def returns(self, user: UserKey) -> None:
-        """Put the prefix into DRAM, as if the user had been here a while ago."""
+        """Put the prefix into DRAM, as if the user had been served before."""
         source = self._encoded
         assert source is not None
         assert source.timestamps is not None
@@ -257,9 +257,9 @@ class ServedArm:
         """Score the rig's candidates.
 
         Args:
-            user: whose prefix to lease.
-            tokens: of the whole history.
-            deadline_at: instant of `time.monotonic()`.
+            user: User whose prefix is leased.
+            tokens: Tokens of the complete history.
+            deadline_at: Instant of `time.monotonic()`.
 
         Returns:
             [c, tasks] logits.
@@ -280,13 +280,13 @@ class ServedArm:
         goal_s: float = float("inf"),
         lead_s: float | None = None,
     ) -> ArmOutcomes:
-        """Serve the visits. Users of tenant `back` have been here before.
+        """Serve the visits. Users whose names begin with `back` were served before.
 
         Args:
-            visits: in order of time.
-            patience_s: a rank's deadline, from when it is due.
-            goal_s: the run ends once 99 of 100 cannot take at most so long any more.
-            lead_s: from a signal to its rank; None = `LEAD`.
+            visits: Visits in time order.
+            patience_s: Deadline of a rank, from its due instant.
+            goal_s: Goal of the latency; the run is stopped when 99 of 100 cannot meet it.
+            lead_s: Seconds from a signal to its rank; None = `LEAD`.
         """
         back = (
             {visit.user for visit in visits if visit.user.user.startswith("back")}
@@ -343,10 +343,10 @@ class ServedArm:
 
 
 async def measure_idle(rig: Rig) -> Idle:
-    """Measure each part on an idle machine, as a lone request finds it: the medians.
+    """Measure the median of each part on an idle machine.
 
     Raises:
-        AssertionError: cached scores differ from those of a full inference.
+        AssertionError: Cached scores differ from those of a full inference.
     """
     async with rig.serving(Arm("idle"), 1.0) as served:
         tokens = rig.tokens(rig.returning)

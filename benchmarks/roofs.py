@@ -1,4 +1,4 @@
-"""The peak rates of this CPU, measured in the same run as the kernels that are compared with them."""
+"""The peak rates of this CPU, measured in the same run as the kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _READ_FLOATS = 64 << 20  # 256 MiB: more than a last-level cache
 class Roofs:
     """Peak rates of one core."""
 
-    read_bytes_s: float  # from memory, once, in order
+    read_bytes_s: float  # sequential reads from memory
     f32_flops: float
-    bf16_flops: float | None  # None: the CPU has no product of bf16 pairs
+    bf16_flops: float | None  # None = the CPU has no bf16 dot product
 
 
 def cpu_s(run: Callable[[], object], repeats: int) -> float:
-    """Return the best CPU time of this thread over `repeats`: what a quiet machine would take."""
+    """Return the best CPU time of this thread over `repeats` runs, to exclude disturbances."""
     best = float("inf")
     for _ in range(repeats):
         began_at = time.thread_time()

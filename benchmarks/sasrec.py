@@ -1,8 +1,7 @@
-"""SASRec: the baseline that learns.
+"""SASRec, the trained baseline: a causal transformer over the last items, with full softmax.
 
-A causal transformer over the last items, full softmax, stopped on a validation.
-
-It takes minutes, so trainers do not run it; `python -m benchmarks quality` does.
+Training stops early on a validation. It takes minutes, so trainers do not run it;
+`python -m benchmarks quality` does.
 
 Source: Kang and McAuley, ICDM 2018, with the softmax over the whole catalogue instead of one
 sampled negative.
@@ -42,14 +41,11 @@ class SASRecOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     epochs: Count = 100
     validate_every: Count = 2
     validation_users: Count = 1000
-    patience: Count = 5  # validations in a row without a best one that end the training
+    patience: Count = 5  # training ends after so many validations without an improvement
 
 
 class SASRec:
-    """Ranks items by a transformer's inner products.
-
-    What stopped its training it was never trained on.
-    """
+    """Ranks items by a transformer's inner products. Validation events are never trained on."""
 
     name = "SASRec"
 
@@ -59,13 +55,13 @@ class SASRec:
         """Train.
 
         Args:
-            log: its trained events count.
-            split: that made it; splits the trained events again.
-            seed: of everything that is drawn.
-            options: of the model; None: the defaults.
+            log: Log, of which the trained events are used.
+            split: Split of the log, which is applied to the trained events again.
+            seed: Random seed.
+            options: Options of the model; None = the defaults.
 
         Raises:
-            DataError: nothing is left to validate on.
+            DataError: There are no events to validate on.
         """
         self._options = options or SASRecOptions()
         earlier = log.only_trained(split)

@@ -1,8 +1,8 @@
-"""The servers that benches measure over HTTP, each a process of its own, and what is sent to them.
+"""The server processes that benchmarks measure over HTTP, and their requests.
 
-An instance is started as the README says, with the configuration file as it is; only ports and
-paths are overridden. FastAPI runs the same checkpoint (`cold.py`). Every server's scores are
-compared with the reference model before anything is timed.
+An instance is started as in the README, with the shipped configuration; only ports and paths are
+overridden. FastAPI serves the same checkpoint (`cold.py`). Every server's scores are compared with
+the reference model before anything is timed.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
 
-# How admission is switched off, for the baseline: it stands only here.
+# Switches admission off, for the baseline.
 ADMISSION_OFF = ("admission.enabled=false", "brownout.enabled=false")
-START_S = 90.0  # a server must be ready within it
-TOLERANCE = 1e-4  # of a score, in standard deviations of the scores
-ASK_S = 10.0  # for one rank while nobody else asks
-ROUND_S = 5.0  # for one rank of everybody, before the hits are counted
-SAMPLE = 64  # ranks whose hits are counted
-NUM_ITEMS = 1_682  # of a model made here, as MovieLens-100K has
+START_S = 90.0  # timeout of a server's start
+TOLERANCE = 1e-4  # tolerance of a score, in standard deviations of the scores
+ASK_S = 10.0  # timeout of a rank on an idle server
+ROUND_S = 5.0  # time for one rank of each user, before the hits are counted
+SAMPLE = 64  # number of ranks whose hits are counted
+NUM_ITEMS = 1_682  # items of an untrained model, as in MovieLens-100K
 FIRST_ID = 100_000
-# for this process alone
+# variables of this process, which the servers must not inherit
 OUR_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ROOT = Path(__file__).parents[1]
 
-# ---- what is sent
+# ---- requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What ranks look like."""
+    """The shape of the ranks."""
 
     history_tokens: int = 60
     num_candidates: int = 100
-    num_users: int = 256  # who come again and again; few enough for their prefixes to stay in HBM
-    num_tenants: int = 0  # that they belong to in turn, where no tenant is given
+    num_users: int = 256  # returning users; few enough for their prefixes to stay in HBM
+    num_tenants: int = 0  # number of tenants of the users, if no tenant is given
 
     def bodies(
         self, checkpoint: Checkpoint, tenant: str, seed: int, prefix: str = "user"
     ) -> list[dict[str, Any]]:
-        """Make one rank for each user: always with the same history, so that the prefix is found.
+        """Make one rank for each user, with a constant history, so that the prefix is reused.
 
         Args:
-            checkpoint: whose items are asked for.
-            tenant: of all users; "" = by `num_tenants`.
-            seed: of histories and candidates.
-            prefix: of the users' names.
+            checkpoint: Checkpoint with the items.
+            tenant: Tenant of all users; "" = see `num_tenants`.
+            seed: Random seed of histories and candidates.
+            prefix: Prefix of the users' names.
         """
         random = np.random.default_rng(seed)
         ids = checkpoint.item_ids
@@ -102,14 +102,14 @@ def write_bodies(
     budgets_ms: tuple[float, float] | None = None,
     copies: int = 8,
 ) -> Path:
-    """Write the bodies as the load generator reads them, one request a line. Returns the path.
+    """Write the requests for the load generator, one a line. Returns the path.
 
     Args:
-        path: of the file.
-        bodies: of ranks.
-        budgets_ms: the least and the most time budget, drawn at random for each request; with it go
-            the headers that our client always sends. None = bodies alone.
-        copies: of each body, with a budget each.
+        path: Path of the file.
+        bodies: Bodies of ranks.
+        budgets_ms: Range of the random time budgets, which are sent with the other headers of our
+            client; None = without headers.
+        copies: Number of copies of each body, with different budgets.
     """
     random = np.random.default_rng(len(bodies))
     with path.open("w") as file:
@@ -128,15 +128,15 @@ def make_checkpoint(folder: Path, num_layers: int, max_history_tokens: int, seed
     """Save an untrained ranker of the demo's shape; speed does not depend on training.
 
     Args:
-        folder: where.
-        num_layers: of the ranker.
-        max_history_tokens: that it reads.
-        seed: of the weights.
+        folder: Folder of the checkpoint.
+        num_layers: Number of layers.
+        max_history_tokens: Longest history.
+        seed: Random seed of the weights.
     """
     torch.manual_seed(seed)
     shape = HSTUConfig(
         num_items=NUM_ITEMS,
-        actions=tuple(map(str, range(5))),  # a name is its index: the other servers read indices
+        actions=tuple(map(str, range(5))),  # names are indices, which the other servers read
         tasks=("click", "like"),
         num_layers=num_layers,
         max_history_tokens=max_history_tokens,
@@ -146,12 +146,12 @@ def make_checkpoint(folder: Path, num_layers: int, max_history_tokens: int, seed
 
 
 def place_checkpoint(given: Path | None, folder: Path, seed: int) -> Path:
-    """Put a ranker into a folder whose actions are named by their indices, as traffic and the other servers name them.
+    """Save a ranker whose actions are named by their indices, as in the requests.
 
     Args:
-        given: a trained one; None = an untrained one of the demo's shape.
-        folder: where.
-        seed: of an untrained one.
+        given: Trained checkpoint; None = an untrained one of the demo's shape.
+        folder: Folder of the new checkpoint.
+        seed: Random seed of an untrained one.
 
     Returns:
         The folder.
@@ -180,15 +180,15 @@ class Process:
         ready: str,
         root: Path = ROOT,
     ) -> None:
-        """Start nothing yet.
+        """Prepare a process; `start` starts it.
 
         Args:
-            name: in errors and of its log.
-            command: that runs it.
-            port: that it listens at, on loopback.
-            folder: for its log.
-            ready: the path that answers 200 once it is ready.
-            root: the checkout whose code it runs.
+            name: Name in errors, and of the log file.
+            command: Command line.
+            port: Port on loopback.
+            folder: Folder of the log file.
+            ready: Path that responds with 200 when the server is ready.
+            root: Checkout of its code.
         """
         self.name = name
         self.port = port
@@ -201,18 +201,18 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the main process."""
+        """Process id of the main process."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the main process, and of all that it started."""
+        """Process ids of the main process and all its descendants."""
         return tuple(_tree(self.pid))
 
     def start(self) -> None:
-        """Start it; `wait` says when it is ready."""
-        kept = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES}
+        """Start the process; `wait` waits until it is ready."""
+        inherited = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES}
         with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 self._command,
@@ -220,14 +220,14 @@ class Process:
                 stderr=file,
                 start_new_session=True,
                 cwd=self._root,
-                env={**kept, "PYTHONPATH": str(self._root)},
+                env={**inherited, "PYTHONPATH": str(self._root)},
             )
 
     def wait(self) -> None:
-        """Wait until it is ready.
+        """Wait until the server is ready.
 
         Raises:
-            Unavailable: it ended, or took too long.
+            Unavailable: The process ended, or took too long.
         """
         assert self._process is not None
         ends_at = time.monotonic() + START_S
@@ -242,12 +242,12 @@ class Process:
         os.kill(self.pid, number)
 
     def ended(self, within_s: float = 30.0) -> int:
-        """Wait for its end. Returns its exit status."""
+        """Wait for the end of the process; return its exit status."""
         assert self._process is not None
         return self._process.wait(within_s)
 
     def end(self) -> None:
-        """Kill it and what it started, if it still runs."""
+        """Kill the process and its descendants, if they still run."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -257,23 +257,24 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What is measured: where it answers, and the processes that work for it."""
+    """A measured server: its port, and its processes."""
 
     name: str
     port: int
-    processes: tuple[Process, ...]  # the instance first, then what stands in front of it
+    processes: tuple[Process, ...]  # the instance first, then its proxy
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all processes, the instance's main one first."""
+        """Process ids of all processes, the instance's main process first."""
         return tuple(pid for process in self.processes for pid in process.pids)
 
 
 @contextmanager
 def running(name: str, *processes: Process) -> Iterator[Server]:
-    """Start processes in turn; the last one is asked.
+    """Run processes during the block; requests go to the last one.
 
-    They end with the block. Raises Unavailable.
+    Raises:
+        Unavailable: A process does not start.
     """
     try:
         for process in processes:
@@ -293,22 +294,22 @@ def instance(
     config: Path | None = None,
     root: Path = ROOT,
 ) -> Process:
-    """An instance as the README starts it.
+    """Make an instance that is started as in the README.
 
     Args:
-        name: in lines and of its log.
-        checkpoint: that it serves.
-        folder: for its store and its log.
-        overrides: `section.key=value`.
-        config: its file; None = `configs/cpu.yaml` as it ships.
-        root: the checkout whose code it runs.
+        name: Name in lines, and of the log file.
+        checkpoint: Checkpoint to serve.
+        folder: Folder of its store and log.
+        overrides: Overridden settings, `section.key=value`.
+        config: Configuration file; None = the shipped `configs/cpu.yaml`.
+        root: Checkout of its code.
     """
     port = free_port()
     settings = [
         f"server.port={port}",
         "server.admin_port=0",
         f"checkpoint={checkpoint}",
-        f"features.path={folder / f'{slug(name)}.db'}",
+        f"history_store.path={folder / f'{slug(name)}.db'}",
         *overrides,
     ]
     file = (config or root / "configs" / "cpu.yaml").absolute()
@@ -318,14 +319,14 @@ def instance(
 
 
 def fastapi(checkpoint: Path, folder: Path) -> Process:
-    """FastAPI with the same ranker."""
+    """Make a FastAPI server with the same ranker."""
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.cold", str(checkpoint), str(port)]
     return Process("FastAPI", command, port, folder, "/openapi.json")
 
 
 def has_fastapi() -> bool:
-    """Whether it is installed here."""
+    """Return whether FastAPI and uvicorn are installed."""
     return all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
 
 
@@ -336,10 +337,7 @@ def behind(
     overrides: Sequence[str] = (),
     config: Path | None = None,
 ) -> Process:
-    """An instance that tells the proxy in front how much it takes.
-
-    The arguments are those of `instance`.
-    """
+    """Make an instance that reports its concurrency limit to a proxy; arguments as `instance`."""
     agent_port = free_port()
     made = instance(
         name, checkpoint, folder, (*overrides, f"server.agent_port={agent_port}"), config
@@ -349,12 +347,12 @@ def behind(
 
 
 def proxy(name: str, instances: Sequence[Process], folder: Path) -> Process:
-    """HAProxy in front of instances, by the file that `npu-gr route` writes.
+    """Make a HAProxy in front of instances, with the configuration of `npu-gr route`.
 
     Args:
-        name: of its files.
-        instances: made by `behind`, those included that will start later.
-        folder: for its files.
+        name: Name of its files.
+        instances: Results of `behind`, including those that start later.
+        folder: Folder of its files.
 
     Raises:
         ConfigError: HAProxy is not installed.
@@ -385,7 +383,7 @@ def proxy(name: str, instances: Sequence[Process], folder: Path) -> Process:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """List a process and all its descendants."""
     found = [pid]
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -395,7 +393,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def answers(port: int, path: str) -> bool:
-    """Whether a server answers a GET with 200."""
+    """Return whether a server responds to a GET with 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
@@ -406,16 +404,16 @@ def answers(port: int, path: str) -> bool:
         connection.close()
 
 
-# ---- what it answers
+# ---- responses
 
 
 def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank one body after the other over one connection.
 
-    A rejection, as after a stall, is asked again for `ASK_S`.
+    A rejection, e.g. after a stall, is retried for `ASK_S`.
 
     Raises:
-        Unavailable: one was not answered with 200, although nobody else asks.
+        Unavailable: An idle server did not respond with 200.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     found = []
@@ -440,10 +438,10 @@ def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check(server: Server, checkpoint: Path, bodies: Sequence[dict[str, Any]]) -> None:
-    """Compare a server's scores, cold and from a cached prefix, with those of the reference model.
+    """Compare a server's scores, cold and with a cached prefix, with the reference model's.
 
     Raises:
-        AssertionError: they differ; nothing was timed.
+        AssertionError: They differ; nothing was timed.
     """
     reference = ColdRanker(checkpoint, "reference")
     wanted = [reference.scores(body) for body in bodies]
@@ -459,14 +457,12 @@ def check(server: Server, checkpoint: Path, bodies: Sequence[dict[str, Any]]) ->
 
 
 def hit_ratio(server: Server, bodies: Sequence[dict[str, Any]], seed: int) -> float:
-    """Rank everybody once, as far as `ROUND_S` goes.
-
-    Then the share of ranks of random users that find HBM warm.
+    """Rank each user once, for at most `ROUND_S`, then measure the HBM hit ratio of random users.
 
     Args:
-        server: an instance; nobody else asks it.
-        bodies: one a user.
-        seed: of the users.
+        server: Instance without other clients.
+        bodies: One body a user.
+        seed: Random seed of the users.
     """
     ends_at = time.monotonic() + ROUND_S
     for at in range(0, len(bodies), SAMPLE):
@@ -478,7 +474,7 @@ def hit_ratio(server: Server, bodies: Sequence[dict[str, Any]], seed: int) -> fl
 
 
 def free_port() -> int:
-    """A port on loopback that nobody has."""
+    """Return an unused port on loopback."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -486,5 +482,5 @@ def free_port() -> int:
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's."""
+    """Convert a name to a part of a file name."""
     return "".join(letter if letter.isalnum() else "-" for letter in name)

@@ -1,15 +1,17 @@
-"""`python -m benchmarks shared encoder`: a recommend from one shared encoder beside one from two models, on a site's own models.
+"""`python -m benchmarks shared_encoder`: recommend with one shared encoder, against two models.
 
-One instance serves both arms in this process, without HTTP; each request says which sources and
-order it wants:
+One instance with a project's own models serves both arms in this process, without HTTP; each
+request chooses sources and order:
 
-    one shared encoder    sources [shared encoder], the configured order: NEXT, top k, and a pass over the candidates behind one prefix
-    two models   sources [generate], order rank: a beam search over a prompt of its own, then the ranker's pass
+    one shared encoder  sources [shared_encoder], the configured order: NEXT, top k, and a pass over
+                        the candidates, with one prefix
+    two models          sources [generate], order rank: a beam search with its own prompt, then the
+                        ranker's pass
 
-First the median of a lone recommend from a resident prefix, beside a rank of as many candidates
-from the same prefix. Then goodput: the highest rate of an open loop (Poisson arrivals, users who
-come back with one behaviour more) at which 99 of 100 are answered within the goal, which is the
-same for both arms: a multiple of two models' lone median.
+First the median of a single recommend with a resident prefix, against a rank of as many candidates
+with the same prefix. Then goodput: the highest rate of an open loop (Poisson arrivals, users who
+return with one more event) at which 99 of 100 are answered within the goal. The goal is the same
+for both arms: a multiple of two models' median.
 """
 
 from __future__ import annotations
@@ -42,28 +44,28 @@ OPTIONS = (
         "--config",
         type=FILE,
         required=True,
-        help="Of a site, with a shared encoder and a generator.",
+        help="Configuration with a shared encoder and a generator, e.g. a project's serve.yaml.",
     ),
     SET,
     SEED,
     option("--lengths", default="128,512,1024", type=Numbers(), help="Tokens of a history."),
-    option("--seconds", default=5.0, help="Of each run of the open loop."),
-    option("--count", default=200, type=click.IntRange(5), help="Lone requests of each kind."),
+    option("--seconds", default=5.0, help="Seconds of each run of the open loop."),
+    option("--count", default=200, type=click.IntRange(5), help="Single requests of each kind."),
 )
 SHOWN_AT = 1_900_000_000
 BUDGET_S = 10.0
-GOAL = 5.0  # times the lone median of two models
-LEAST_GOAL_S = 0.02  # below it the event loop decides
-USERS = 64  # who come back
-NEWS = 64  # behaviours that a user's history grows by at most
-HALVINGS = 4  # of the interval in which the highest rate lies
-WITHIN = {1024: 1.3}  # from this length on: most a recommend may take, in ranks
-SHORT = 1.5  # and below
-TARGET = 1.6  # goodput of one shared encoder over two models
+GOAL = 5.0  # goal, relative to the median of two models
+LEAST_GOAL_S = 0.02  # below it the event loop would decide
+USERS = 64  # returning users
+NEWS = 64  # most events by which a user's history grows
+HALVINGS = 4  # halvings of the interval of the highest rate
+WITHIN = {1024: 1.3}  # target, from this length on: time of a recommend, in ranks
+SHORT = 1.5  # target for shorter histories
+TARGET = 1.6  # target: goodput of one shared encoder over two models
 
 
 class Way(NamedTuple):
-    """How one arm asks."""
+    """The sources and the order of one arm."""
 
     name: str
     sources: tuple[SourceName, ...]
@@ -82,18 +84,18 @@ def lines(
     count: int,
     seed: int,
 ) -> Iterator[Line]:
-    """Three lines a length: the median from a resident prefix, twice, and the goodput.
+    """Yield three lines a length: two of the median with a resident prefix, and the goodput.
 
     Args:
-        config: of an instance with a shared encoder and a generator, such as a site's `serve.yaml`.
-        overrides: `section.key=value`.
-        lengths: tokens of a history.
-        seconds: of each run of the open loop.
-        count: lone requests of each kind.
-        seed: of users and arrivals.
+        config: Configuration file with a shared encoder and a generator.
+        overrides: Overridden settings, `section.key=value`.
+        lengths: Tokens of a history.
+        seconds: Seconds of each run of the open loop.
+        count: Single requests of each kind.
+        seed: Random seed of users and arrivals.
 
     Raises:
-        ConfigError: the configuration cannot be served, or has no cascade or no generator.
+        ConfigError: The configuration cannot be served, or has no cascade or generator.
     """
     given = load(config, overrides)
     torch.set_num_threads(given.threads)
@@ -133,7 +135,7 @@ async def _lines(bench: _Bench, seconds: float, count: int) -> list[Line]:
 
 
 def _both(config: Config) -> Config:
-    """The same instance with both arms among its sources, and no history store."""
+    """Return the configuration with the sources of both arms, and without a history store."""
     if config.recommend is None or config.generate is None or config.checkpoint is None:
         raise ConfigError(
             "bench shared encoder: the configuration needs recommend, checkpoint and generate"
@@ -145,12 +147,12 @@ def _both(config: Config) -> Config:
     }
     recommend = msgspec.structs.replace(config.recommend, sources=sources, hook=None, popular=None)
     return msgspec.structs.replace(
-        config, recommend=recommend, features=HistoryConfig(kind="none"), record=None
+        config, recommend=recommend, history_store=HistoryConfig(kind="none"), record=None
     )
 
 
 def request_of(way: Way, user: UserKey, events: Events) -> RecommendRequest:
-    """Ask for items as an arm does."""
+    """Make the request of an arm."""
     return RecommendRequest(
         user=user,
         history=HistoryRef(events=events),
@@ -193,10 +195,9 @@ class _Bench:
         assert not answer.degraded, answer.stages
 
     async def alone(self, count: int) -> tuple[list[float], list[float], list[float]]:
-        """Time a rank, a recommend from the shared encoder and one from two models, each from a resident prefix.
+        """Time a rank, a recommend of the shared encoder, and one of two models, prefix resident.
 
-        They take turns in an order drawn anew each time, so that none always follows the same other
-        one, which has emptied the processor's caches more or less.
+        Their order is random in each round, because the previous request affects the CPU caches.
         """
         events = self._events(self.num_tokens)
         user = UserKey("bench", f"alone {self.num_tokens}")
@@ -220,7 +221,7 @@ class _Bench:
         return samples
 
     async def goodput(self, way: Way, goal_s: float, seconds: float) -> float:
-        """Find the highest rate that holds the goal: doubled until it fails, then the interval is halved."""
+        """Find the highest rate that meets the goal: double it until it fails, then bisect."""
         low, high = 0.0, 8.0
         while await self._holds(way, high, goal_s, seconds):
             low, high = high, 2 * high
@@ -233,10 +234,7 @@ class _Bench:
         return low
 
     async def _holds(self, way: Way, rate_per_s: float, goal_s: float, seconds: float) -> bool:
-        """Whether 99 of 100 requests of one run are answered within the goal.
-
-        Every run has users of its own.
-        """
+        """Return whether 99 of 100 requests of a run meet the goal; every run has new users."""
         self._number += 1
         count = max(20, int(rate_per_s * seconds))
         users = [UserKey("bench", f"{self._number}-{user}") for user in range(USERS)]
@@ -246,7 +244,7 @@ class _Bench:
         visits = []
         for user in chosen.tolist():
             own = histories[user]
-            # a window that moves would miss each time
+            # no growth beyond the window: if it moved, each request would miss
             if len(own) < self.num_tokens and self._random.random() < 0.5:
                 histories[user] = own + self._events(1, int(own.timestamps[-1]))
             visits.append(histories[user])
@@ -257,7 +255,7 @@ class _Bench:
             nonlocal late
             await asyncio.sleep(due_at - time.perf_counter())
             if late > allowed_late(count):
-                return  # the run is lost
+                return  # the run has failed
             try:
                 await self.recommend(request_of(way, users[user], events))
                 late += time.perf_counter() - due_at > goal_s

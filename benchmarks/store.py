@@ -1,8 +1,8 @@
-"""`python -m benchmarks store`: what a copy in a DRAM tier of a million entries costs the event loop.
+"""`python -m benchmarks store`: event-loop time of a DRAM tier with a million entries.
 
-Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena
-is of torch's meta device. A turn is one user's return: find, lease, and at the end of the rank a
-new copy, which evicts the entry that was least recently used.
+Keys, LRU order, TTL with jitter, pages and eviction are real; the arena is on torch's meta device,
+without bytes. A turn is one user's return: find, lease, and at the end of the rank a new copy,
+which evicts the least recently used entry.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from npu_gr.engine.kv_cache.tier import DramStore, PrefixKey
 OPTIONS = (SEED,)
 FEW = 10_000
 MANY = 1_000_000
-TURNS = 2_000  # of each sample
+TURNS = 2_000  # turns per sample
 SAMPLES = 15
-AT_MOST = 3.0  # times as much: the CPU's caches hold the small tier, but not the large one
+AT_MOST = 3.0  # target: time relative to the small tier, which fits the CPU's caches
 
 
 class FullTier:
-    """A DRAM tier that is full; every entry has one page."""
+    """A full DRAM tier; every entry has one page."""
 
     def __init__(self, num_entries: int, seed: int) -> None:
         layout = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1)
@@ -51,7 +51,7 @@ class FullTier:
         self._next += 1
 
     def turns(self) -> None:
-        """Let `TURNS` random users return; a new copy of another user follows each."""
+        """Run `TURNS` turns of random users, each followed by a new copy of another user."""
         for number in self._random.integers(
             self._next - self._size // 2, self._next, TURNS
         ).tolist():
@@ -62,7 +62,7 @@ class FullTier:
 
 
 def lines(seed: int) -> Iterator[Line]:
-    """One line: a turn in the large tier beside one in the small tier."""
+    """Yield one line: a turn in the large tier against one in the small tier."""
     tiers = [FullTier(size, seed) for size in (MANY, FEW)]
     samples: list[list[float]] = [[] for _ in tiers]
     for _ in range(SAMPLES):

@@ -1,9 +1,9 @@
-"""`python -m benchmarks wire`: read a rank's body with raw columns, against one with lists of numbers, or of texts.
+"""`python -m benchmarks wire`: reading a rank's body with raw columns, against JSON lists.
 
-The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. The one
-with numbers is also read as an infer of the Open Inference Protocol, over HTTP and gRPC. Measures
-the time from the received bytes to the request that the service gets: parse, validate, make the
-arrays. The floor is one copy of the body.
+Lists of numbers are compared with raw columns, and with an infer request of the Open Inference
+Protocol, over HTTP and gRPC; lists of strings with the body of `npu_gr.client`: raw ids and names
+of actions. It measures the time from the received bytes to the service's request: parse, validate,
+make the arrays. The floor is one copy of the body.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
 
 
 class IdNames:
-    """Actions whose names are their indices; items are named by their ids."""
+    """Names of a service whose actions are named by indices, and items by ids."""
 
-    unsorted_history: Literal["refuse", "sort"] = "refuse"
+    unsorted_history: Literal["reject", "sort"] = "reject"
 
     def actions(self, _version: str | None) -> ActionNames:
         return _ACTIONS
@@ -62,7 +62,7 @@ _NAMES = IdNames()
 
 
 def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
-    """Make the same request in every form: name of the form -> (body, media type)."""
+    """Make a request in every form: name of the form -> (body, media type)."""
     random = np.random.default_rng(seed)
     columns: dict[str, npt.NDArray[Any]] = {
         "items": random.integers(0, 10**9, num_tokens),
@@ -97,7 +97,7 @@ def raw_infer(
     columns: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, bytes]:
-    """Make an infer over HTTP: its JSON, and the raw bytes behind it."""
+    """Make an infer request over HTTP: its JSON, and the raw bytes behind it."""
     tensors = _tensors(user, candidates, columns)
     inputs = [
         {
@@ -113,7 +113,7 @@ def raw_infer(
 
 
 def inference_message(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Make an infer over gRPC."""
+    """Make an infer request over gRPC."""
     tensors = _tensors(user, candidates, columns)
     made: bytes = message("inference.ModelInferRequest")(
         model_name="rank",
@@ -136,7 +136,13 @@ def _tensors(
 
 
 def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
-    """Read a form: its media type, how many bytes of an infer are JSON, or the service whose message it is."""
+    """Parse a body.
+
+    Args:
+        body: The body.
+        media: Media type; digits = size of an infer request's JSON; `INFERENCE` = gRPC message.
+        config: Configuration of the server.
+    """
     if media == INFERENCE:
         infer = asked_by(message("inference.ModelInferRequest").FromString(body))
         return parse(MODELS[RANK.name].body(infer, None, config), config, _NAMES)
@@ -148,7 +154,7 @@ def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
 
 
 def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
-    """Make the same request with texts as names: name of the form -> (body, media type)."""
+    """Make a request with strings as names: name of the form -> (body, media type)."""
     random = np.random.default_rng(seed)
     items, candidates = (
         [f"SKU-{item:09d}-C" for item in random.integers(0, 10**9, num)]
@@ -176,8 +182,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
     """Measure every form at every length, one line each.
 
     Raises:
-        AssertionError: a form is read as another request than the lists are; nothing was timed
-            then.
+        AssertionError: A form and the lists give different requests; nothing was timed.
     """
     config = ServerConfig()
     for num_tokens, make in product(LENGTHS, (bodies, texts)):

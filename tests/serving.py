@@ -47,9 +47,13 @@ def write_checkpoint(folder: Path, order: ScoreBlend | None = None, **changes: o
 def make_config(folder: Path, **sections: Any) -> Config:
     table: dict[str, Any] = {
         "checkpoint": str(folder / "checkpoint"),
-        "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
+        "kv_cache": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
         # a busy machine
-        "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},
+        "history_store": {
+            "path": str(folder / "history.db"),
+            "read_timeout_s": 5.0,
+            "timeout_s": 10.0,
+        },
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "admin_port": 0, "drain_grace_s": 0.1, "default_budget_s": 10.0},
         # nobody is rejected because another test has the processor

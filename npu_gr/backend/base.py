@@ -1,12 +1,12 @@
-"""The contract of a device.
+"""The interface of a backend: queues, memory layout and ops of a device.
 
-`reference.py` is the slow definition of every op; `choose.py` picks a backend by name.
+`reference.py` is the slow definition of every op; `choose.py` makes a backend by name.
 
 Shapes: n new rows, p cached tokens before them, m keys, c candidates, H heads, Dq and Dv per-head
 widths, P position buckets, B time buckets. A *slab* is a pair (k [m, H, Dq], v [m, H, Dv]) of
 consecutive tokens; a list of slabs is in token order. Softmax attention has grouped queries: query
-head h reads KV head h // (Hq / Hkv). `calls.py` states the shapes and units of the attentions' and
-the selection's arguments.
+head h reads KV head h // (Hq / Hkv). `calls.py` has the shapes and units of the arguments of
+attention and selection.
 
 Source: HSTU, arXiv:2402.17152: A = SiLU(alpha Q K^T + bias) * scale * mask, O = A V, no softmax.
 Without a softmax the output over all keys is the plain sum of the outputs over any split of them,
@@ -43,16 +43,16 @@ from npu_gr.backend.calls import (
 from npu_gr.backend.tiles import Slab as Slab
 from npu_gr.backend.tiles import Tiles
 
-# how cached keys and values lie in a page: as slabs, or as `Tiles`
+# layout of cached keys and values in a page: as slabs, or as `Tiles`
 Arrangement = Literal["natural", "tiles"]
 
 TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
 
 
 def time_bucket(delta_s: Tensor) -> Tensor:
-    """Half-octave bucket of a time difference.
+    """Compute the half-octave bucket of a time difference.
 
-    Integer arithmetic, so the same on every device and dtype.
+    Integer arithmetic makes it equal on every device.
 
     Args:
         delta_s: int64, seconds; negative (clock skew) counts as 0.
@@ -65,12 +65,12 @@ def time_bucket(delta_s: Tensor) -> Tensor:
 
 
 def bias_bucket(edges: Tensor | None, delta_s: Tensor) -> Tensor:
-    """Bucket of the layer's time table for each time difference.
+    """Compute the bucket of the layer's time table for each time difference.
 
-    Whole seconds are compared, so it is exact.
+    Comparing integers makes it exact.
 
     Args:
-        edges: as of `HstuCall`.
+        edges: int64 [buckets - 1], first second of each bucket but the first; None = `time_bucket`.
         delta_s: int64, seconds; negative counts as 0.
 
     Returns:
@@ -82,35 +82,33 @@ def bias_bucket(edges: Tensor | None, delta_s: Tensor) -> Tensor:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of `dtype` are kept: fp64 for fp64, else fp32."""
+    """Return the dtype in which values of `dtype` are summed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class DeviceQueues(Protocol):
-    """A device's queues of work and the traffic between it and the host."""
+    """A device's queues of work, and copies between it and the host."""
 
     name: str
     device: torch.device
-    kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
-    pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
-    ops: Mapping[str, str]  # an op that has more than one implementation -> the one that is used
-    gathers_head: (
-        # `gathered_topk` may be cheaper than the whole product; the host then asks for the number
-        # of edges
-        bool
-    )
-    # called with the op's name each time a call does not fit that implementation
+    kernels: str  # implementation of the hot ops: "torch", or the native kernels' instruction set
+    pins_host_memory: bool  # whether host tiers should be page-locked for asynchronous copies
+    ops: Mapping[str, str]  # op with several implementations -> the one in use
+    # whether `gathered_topk` may be cheaper than the whole product; the host then waits for the
+    # number of edges
+    gathers_head: bool
+    # called with the op's name each time a call does not fit the implementation in `ops`
     on_fallback: Callable[[str], None]
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Bring a host array, which nobody writes to afterwards, to the device.
+        """Copy a host array to the device; the host does not wait.
 
-        The host does not wait for it.
+        The array must not be written to afterwards.
         """
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Bring tensors to the host in fp32; the host waits for the device once."""
+        """Copy tensors to the host in fp32; the host waits for the device once."""
         ...
 
     def stream(self) -> AbstractContextManager[None]:
@@ -118,10 +116,15 @@ class DeviceQueues(Protocol):
         ...
 
     def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work`, which copies between tiers, beside the computing but after what this thread has queued so far.
+        """Run copies between tiers concurrently with the compute queue.
+
+        They begin after everything that this thread has queued so far.
+
+        Args:
+            work: Queues the copies.
 
         Returns:
-            A function that waits, on any thread, until the bytes have arrived.
+            A function that waits, on any thread, until the copies are done.
         """
         ...
 
@@ -134,45 +137,45 @@ class Layout(Protocol):
     """The layout of keys and values in memory, and the ops that only move them."""
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        """The layout of HSTU's pages that the device's attention reads without a transform."""
+        """Return the layout of HSTU's pages that the device's attention reads as it is."""
         ...
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         """Write rows into tiles; `tiles.pack` is the definition.
 
         Args:
-            into: tiles to write; their other tokens stay, values behind the last written token
-                become zero.
-            first_token: index within `into` of the first row.
+            into: Tiles to write; earlier tokens stay, values behind the last written token become
+                zero.
+            first_token: Index within `into` of the first row.
             k: [n, H, Dq].
             v: [n, H, Dv].
         """
         ...
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        """Fork beams in place: the first slots of row i become those of row parent[i], in every layer.
+        """Fork beams in place, in every layer: copy the first slots of row parent[i] to row i.
 
         Args:
             keys, values: [L, W, S, Hkv, D].
-            parent: int64 [rows], rows <= W, not decreasing (but for beams that are out).
-            num_slots: valid slots; the others are not touched.
+            parent: int64 [rows], rows <= W, not decreasing (except for dead beams).
+            num_slots: Number of slots to copy; the others are not touched.
         """
         ...
 
 
 class Affine(Protocol):
-    """A slice of a linear layer: the one op that a model's layer calls by itself."""
+    """The op of a model's linear layers."""
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """Compute outputs first..last - 1 of a linear layer, then SiLU if asked.
+        """Compute outputs first..last - 1 of a linear layer, and apply SiLU if `is_silu`.
 
-        A device's own is not differentiable.
+        Native kernels are not differentiable.
 
         Args:
             x: [..., in_features], converted to the dtype of the layer's weight.
-            layer: the weight [out, in] and bias [out] or None.
-            first, last: range of outputs.
-            is_silu: apply SiLU to the result.
+            layer: Weight [out, in] and bias [out] or None.
+            first, last: Range of outputs.
+            is_silu: Apply SiLU to the result.
 
         Returns:
             [..., last - first] in the weight's dtype.
@@ -181,36 +184,35 @@ class Affine(Protocol):
 
 
 class HstuPass(Protocol):
-    """A forward pass of a batch whose layers a device computes whole, all requests at once."""
+    """A forward pass by fused kernels, which compute a layer for all requests of a batch."""
 
     def run(
         self, owner: nn.Module, work: Callable[[HstuPass, Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        """Compute work(self, x), as launches or as one graph of them.
+        """Compute work(self, x), as single launches or as one graph.
 
         Args:
-            owner: the model; it names the work, which never changes.
-            work: calls `mix` for each layer in order, and `candidates` behind the last but one.
-                Launches only.
+            owner: The model; key of the graph, so `work` must always be the same for it.
+            work: Calls `mix` for each layer in order, and `candidates` before the last layer.
+                Launches only: no wait for the device.
             x: [rows, dim] of all segments' new tokens and candidates, in order.
 
         Returns:
-            The rows of `work` that are candidates, in order.
+            The candidates' rows of `work`, in order.
         """
         ...
 
     def mix(self, layer: HstuLayerCall) -> Tensor | None:
-        """Compute a layer from its products U | V | Q | K to the rows that its output matrix reads.
+        """Compute a layer from its projections U | V | Q | K to the input of its output matrix.
 
         Returns:
-            [rows, H * Dv], or three times as wide where the call is joined; of the last layer
-            candidates' rows alone, None where there are none. May have rows behind the last one,
-            which mean nothing.
+            [rows, H * Dv], or three times as wide if the pass is joined; padding rows may follow.
+            The last layer returns only candidates' rows; None = there are no candidates.
         """
         ...
 
     def candidates(self, x: Tensor) -> Tensor:
-        """Pick the candidates' rows of x [rows, dim]; may append rows that mean nothing."""
+        """Select the candidates' rows of x [rows, dim]; padding rows may follow."""
         ...
 
 
@@ -224,13 +226,15 @@ class Ops(Affine, Protocol):
         work: Callable[..., tuple[Tensor, ...]],
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """Compute work(*rows), where each row of a result depends only on the same row of the inputs and on weights.
+        """Compute work(*rows), which is row-wise, as single launches or as one graph.
+
+        Each row of a result depends only on the same row of the inputs and on weights.
 
         Args:
-            owner: the module whose weights the work reads; with `what` it names the work, which
-                never changes.
-            what: names the work among those of `owner`.
-            work: launches only: no wait for the device, no shape that depends on values.
+            owner: Module whose weights the work reads. (owner, what) is the key of the graph, so
+                `work` must always be the same for it.
+            what: Distinguishes the works of one owner.
+            work: Launches only: no wait for the device, no shape that depends on values.
             rows: [n, ...] each.
 
         Returns:
@@ -239,53 +243,57 @@ class Ops(Affine, Protocol):
         ...
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        """Name what can run the attention of a ranker, as `ops` names it: the preferred first, plain torch ops last.
+        """List the implementations that can run a ranker's attention, by their names in `ops`.
 
-        A way is left out that no pass of the ranker would take. One that takes some passes alone is
-        named; the others are counted as fallbacks.
+        The preferred one comes first, "torch" last. An implementation that can run only some
+        passes is listed; the other passes count as fallbacks.
         """
         ...
 
     def running(self, way: str) -> Self:
-        """Return this device with one way of HSTU attention.
+        """Return this backend with one implementation of HSTU attention.
 
         Queues, memory, graphs and the other ops are shared.
 
         Args:
-            way: one of `hstu_ways`. What it does not take, torch ops compute.
+            way: One of `hstu_ways`. Torch ops compute the calls that it does not support.
         """
         ...
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
-        """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
+        """Prepare a pass by fused kernels; None = use `hstu_causal` and `hstu_targets`."""
         ...
 
     def fused_forward(self, call: FusedForwardCall) -> npt.NDArray[np.float32] | None:
         """Compute a whole pass in one call; None = use `hstu_pass`.
 
+        New keys and values are written to their pages.
+
         Returns:
-            [c, outputs of the head, or dim] of all candidates, in order, on the host: each tensor
-            that is let go costs its thread the interpreter. New keys and values are in their pages.
+            [c, outputs of the head, or dim] of all candidates, in order, as a numpy array: freeing
+            a tensor takes the interpreter lock.
 
         Raises:
-            IndexError: an id is none of the embeddings'.
-            ValueError: the call contradicts itself.
+            IndexError: An id is not in the embeddings.
+            ValueError: The call contradicts itself.
         """
         ...
 
     def hstu_find(self, call: HstuFindCall) -> HstuFound | None:
-        """Compute NEXT, `best_items`, and the pass over what is found with `item_products`, in one call; same bits.
+        """Compute NEXT, `best_items`, and the pass over the found items, in one call.
+
+        The results are bit-equal to those of `fused_forward`, `best_items` and `item_products`.
 
         Returns:
-            None = use these ops one after the other.
+            The results; None = use these ops one after the other.
 
         Raises:
-            IndexError, ValueError: as `fused_forward`.
+            IndexError, ValueError: As `fused_forward`.
         """
         ...
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        """Attend from history rows: each new row sees every cached token and the new rows up to itself.
+        """Attend from new history rows, each to every cached token and the new rows up to itself.
 
         Returns:
             [n, H, Dv] in q's dtype, *not* yet multiplied by the constant attention scale.
@@ -293,7 +301,7 @@ class Ops(Affine, Protocol):
         ...
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        """Attend from candidate rows: each sees all m history tokens and itself, never another candidate.
+        """Attend from candidate rows, each to all m history tokens and itself, not the others.
 
         Returns:
             [c, H, Dv] in q's dtype, *not* yet multiplied by the constant attention scale.
@@ -303,13 +311,13 @@ class Ops(Affine, Protocol):
     def causal_attention(
         self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
     ) -> Tensor:
-        """Softmax attention of new rows: each sees every cached token and the new rows up to itself.
+        """Softmax attention of new rows, each to every cached token and the new rows up to itself.
 
         Args:
             q: [r, Hq, D] of the last r <= n of the new rows.
             k, v: [n, Hkv, D] of all new rows.
-            past: slabs [m, Hkv, D] of the tokens before them; empty where there are none.
-            scale: factor on q k^T.
+            past: Slabs [m, Hkv, D] of the tokens before them; empty = there are none.
+            scale: Factor on q k^T.
 
         Returns:
             [r, Hq, D] in q's dtype.
@@ -317,7 +325,7 @@ class Ops(Affine, Protocol):
         ...
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        """Softmax attention of beams over the shared prefix and over each row's own tokens.
+        """Softmax attention of beams to the shared prefix and to each beam's own tokens.
 
         Returns:
             [r, Hq, D] in q's dtype.
@@ -325,21 +333,18 @@ class Ops(Affine, Protocol):
         ...
 
     def beam_topk(self, call: TopkCall) -> Choices:
-        """Constrain, then select: the `width` best of acc[row] + log-probability of each valid, allowed edge.
+        """Select the `width` valid, allowed edges with the best acc[row] + log-probability.
 
-        The log-probability of an edge is its scaled logit less the log-sum-exp of what `call.over`
-        names. Total order: score descending, then beam ascending, then edge (so code) ascending.
+        The log-probability of an edge is its scaled logit less the log-sum-exp over `call.over`.
+        Total order: score descending, then beam ascending, then edge (and so code) ascending.
 
         Raises:
-            FloatingPointError: a logit that the result depends on is NaN, or infinity.
+            FloatingPointError: A logit that the result depends on is NaN or infinity.
         """
         ...
 
     def order_of(self, numbers: Tensor) -> Tensor:
-        """Return the places that bring int64 [n] numbers, n <= 4096 or so, into ascending order.
-
-        Equal ones stay.
-        """
+        """Stable argsort of int64 [n] numbers, for n up to about 4096."""
         ...
 
     def gathered_topk(
@@ -351,65 +356,60 @@ class Ops(Affine, Protocol):
         width: int,
         scale: float = 1.0,
     ) -> Choices:
-        """`beam_topk` over "valid" edges of the logits hidden @ weight.T, computed at the valid edges alone.
+        """Compute `beam_topk` over "valid" edges of the logits hidden @ weight.T.
 
-        Cheaper than the whole product where a beam has few children: below about a sixth of the
-        codes.
+        Only logits of valid edges are computed. It is cheaper than the whole product if a beam has
+        few children, less than about a sixth of the codes.
 
         Args:
             hidden: [rows, dim].
             weight: [codes, dim], a row for each code.
-            acc, follow, width, scale: the fields of `TopkCall`.
+            acc, follow, width, scale: Fields of `TopkCall`.
         """
         ...
 
 
 class ItemOps(Protocol):
-    """The arithmetic over all items of a catalogue."""
+    """The ops over all items of a catalogue."""
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """Find the best k of all items for each query, by inner product.
-
-        Of equals the lower row first.
+        """Find the best k of all items for each query, by inner product; ties by the lower row.
 
         Args:
             queries: float32 [B, d].
             items: float32 [I, d], finite.
-            k: at least 1; may be more than there are items.
-            hidden: pairs that must not be found.
+            k: Number of items, >= 1; may exceed I.
+            hidden: Pairs to exclude.
         """
         ...
 
     def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
-        """Multiply a query with some items, each by itself: no product depends on the others.
+        """Multiply a query with some items; no product depends on the number of items.
 
         Args:
             query: float32 [d].
             items: float32 [I, d].
-            rows: int64 [n] of items.
+            rows: int64 [n] item rows.
 
         Returns:
             float32 [n].
 
         Raises:
-            IndexError: a row is none of the items'.
+            IndexError: A row is out of range.
         """
         ...
 
     def blend_sums(self, tables: BlendTables) -> BlendSums | None:
-        """Prepare the sums of a fitted order by a kernel of the host; None = numpy computes them.
+        """Prepare the host kernel that computes the sums of a score blend.
 
         Args:
-            tables: that nobody writes to afterwards.
+            tables: Tables of the blend, which must not be written to afterwards.
 
         Returns:
-            What any thread may call.
+            A thread-safe function; None = there is no kernel, use numpy.
         """
         ...
 
 
 class Backend(DeviceQueues, Layout, Ops, ItemOps, Protocol):
-    """A device: its queues, its layout of keys and values, its ops.
-
-    Call every method on the device thread only.
-    """
+    """A device: queues, layout of keys and values, ops. Call it on device threads only."""

@@ -1,15 +1,14 @@
-"""Choose the best k, exactly and in a total order: of every item, and of the continuations of beams.
+"""Exact top-k in a total order: of all items of a catalogue, and of the continuations of beams.
 
-Of items, by inner product with a batch of queries, without ever holding all scores. Each batch
+`top_k` finds the items with the best inner products with each query, without storing all scores. It
 reads the items once, in blocks that fit a cache. A running threshold, each query's k-th best score
-so far, drops almost all of a block; the survivors are sorted when enough have piled up. The order
-is total, by score and then by item row, so equal scores give the same answer in any block size and
-batch.
+so far, drops almost all of a block; the survivors are sorted when enough have accumulated. The
+order is by score, then by item row, so the result does not depend on block size and batch.
 
-Of continuations, after their constraint (source: xBeam of xGR, arXiv:2512.11529). Rows are visited
-by an upper bound of what they can offer, best first, and the visit ends when the bound falls below
-the worst that is kept: exact, whatever is left out. Total order: score descending, then beam
-ascending, then edge (so code) ascending.
+`select` chooses continuations among the valid ones (source: xBeam of xGR, arXiv:2512.11529). It
+visits rows in descending order of an upper bound of their scores, and stops when the bound falls
+below the worst selected score, so the result is exact. Order: score descending, then beam
+ascending, then edge (and so code) ascending.
 """
 
 from __future__ import annotations
@@ -30,24 +29,21 @@ MAX_BLOCK_ITEMS = 32_768
 
 
 class Best(NamedTuple):
-    """The best items of each query, best first.
-
-    A row with fewer than k items ends in -inf and -1.
-    """
+    """The best items of each query, best first; missing ones have score -inf and item -1."""
 
     scores: Tensor  # float32 [B, k]
     items: Tensor  # int64 [B, k] rows
 
 
 class Hidden(NamedTuple):
-    """Pairs (query, item row) that a search must not find; on the host."""
+    """Pairs (query, item row) that a search excludes; on the host."""
 
     queries: Tensor  # int64 [n]
     items: Tensor  # int64 [n], ascending
 
     @classmethod
     def of(cls, rows: Sequence[I64]) -> Hidden | None:
-        """Hide the item rows [n] that stand for each query; None = there is none. On the host."""
+        """Collect the item rows [n] to exclude of each query; None = there are none."""
         items = np.concatenate(rows)
         if not len(items):
             return None
@@ -68,9 +64,9 @@ def top_k(
     Args:
         queries: float32 [B, d].
         items: float32 [I, d], finite.
-        k: at least 1.
-        hidden: pairs to leave out.
-        block_items: items of a block; None = as many as fit a cache.
+        k: Number of items, >= 1.
+        hidden: Pairs to exclude.
+        block_items: Items per block; None = as many as fit a cache.
     """
     if hidden is not None:
         hidden = Hidden(*(part.to(items.device) for part in hidden))
@@ -92,9 +88,9 @@ def top_k(
 
 
 def _scores(items: Tensor, queries: Tensor, out: Tensor) -> Tensor:
-    """Multiply to scores [n, B].
+    """Compute scores [n, B].
 
-    On a CPU by numpy, whose BLAS is up to twice as fast as torch's for few queries.
+    On a CPU numpy is used: its BLAS is up to twice as fast as torch's for few queries.
     """
     if items.device.type != "cpu":
         return torch.mm(items, queries.T, out=out)
@@ -103,9 +99,9 @@ def _scores(items: Tensor, queries: Tensor, out: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Return the flat places, int64 [n], of true values.
+    """Return the flat indices, int64 [n], of true values.
 
-    On a CPU by numpy, which skips eight false ones at once.
+    On a CPU numpy is used: it skips eight false values at once.
     """
     if mask.device.type != "cpu":
         return torch.nonzero(mask.flatten())[:, 0]
@@ -113,7 +109,7 @@ def _places(mask: Tensor) -> Tensor:
 
 
 class _Candidates:
-    """Items that may still be among the best; they always include every query's k best so far."""
+    """Items that may be among the best; they include every query's k best so far."""
 
     def __init__(self, num_queries: int, k: int, device: torch.device) -> None:
         self._k = k
@@ -140,7 +136,7 @@ class _Candidates:
             self._sort()
 
     def best(self) -> Best:
-        """Return the best of everything that was added."""
+        """Return the best of all added items."""
         self._sort()
         counts = torch.bincount(self._queries, minlength=self._shape[0])
         place = (
@@ -156,18 +152,16 @@ class _Candidates:
         return out
 
     def _sort(self) -> None:
+        new = zip(*self._new, strict=True) if self._new else ((),) * 3
         queries, items, scores = (
-            torch.cat([old, *new])
-            for old, new in zip(
-                (self._queries, self._items, self._scores), zip(*self._new, strict=True) if self._new else ((),) * 3,
-                strict=True,
-            )
-        )  # fmt: skip
+            torch.cat([old, *added])
+            for old, added in zip((self._queries, self._items, self._scores), new, strict=True)
+        )
         found = scores > -torch.inf
         queries = queries[found]
         items = items[found]
         scores = scores[found]
-        # rows rise within a query already, and both sorts are stable
+        # rows of a query already ascend, and both sorts are stable
         order = torch.argsort(scores, descending=True, stable=True)
         order = order[torch.argsort(queries[order], stable=True)]
         queries = queries[order]
@@ -185,24 +179,23 @@ class _Candidates:
         self._num_new = 0
 
 
-CHUNK_EDGES = 1 << 16  # candidates gathered at once; a first chunk is a quarter of it
+CHUNK_EDGES = 1 << 16  # candidates gathered at once; the first chunk is a quarter of this
 
 
 def select(
     logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuations, width: int
 ) -> Choices:
-    """The `width` best of acc[row] + logits[row, code] - norm[row] over all valid edges of all rows.
+    """Select the `width` best of acc[row] + logits[row, code] - norm[row] over all valid edges.
 
     Args:
         logits: fp32 (fp64) [rows, codes] of the level's codebook.
-        norm: [rows] log-sum-exp of whatever the row is normalised over; None = over its valid,
-            allowed edges.
-        acc: [rows] accumulated log-probability of each beam; -inf = a beam that is out.
-        follow: the valid edges.
-        width: how many are wanted, >= 1.
+        norm: [rows] log-sum-exp by which a row is normalised; None = over its valid, allowed edges.
+        acc: [rows] accumulated log-probability of each beam; -inf = a dead beam.
+        follow: The valid edges.
+        width: Number of edges to select, >= 1.
 
     Raises:
-        FloatingPointError: a logit is NaN or infinity.
+        FloatingPointError: A logit is NaN or infinity.
     """
     if norm is None:
         norm = _valid_norm(logits, follow)
@@ -210,7 +203,7 @@ def select(
     peak = logits.amax(1)
     if bool((peak.isnan() | ~(norm < float("inf"))).any()):
         raise FloatingPointError("a logit is not a number")
-    # rounds as the scores do, so none of a row's scores is above it
+    # rounded in the same order as the scores, so that no score of a row exceeds it
     bound = (peak - norm).add_(acc)
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
@@ -231,7 +224,7 @@ def select(
 
 
 class _Best:
-    """The best so far, ties with the worst included, in no order."""
+    """The best so far, unsorted, including all ties with the worst."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -256,7 +249,7 @@ class _Best:
             nothing = torch.empty(0, dtype=torch.int64, device=like.device)
             return Choices(like.new_empty(0), nothing, nothing)
         score, parent, edge = (torch.cat(column) for column in zip(*self._kept, strict=True))
-        # edges of a level are distinct, and of one beam they ascend by code
+        # edges of a level are distinct, and those of one beam ascend by code
         order = torch.argsort(edge)
         order = order[torch.argsort(parent[order], stable=True)]
         order = order[torch.argsort(score[order], descending=True, stable=True)][: self.width]
@@ -264,7 +257,7 @@ class _Best:
 
 
 def edges_of(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, edge) of every allowed edge of some rows, row by row, without padding to the widest."""
+    """Return (row, edge) of every allowed edge of some rows, row by row, without padding."""
     degree = follow.degree[rows]
     ends = degree.cumsum(0)
     row = torch.repeat_interleave(rows, degree)
@@ -286,7 +279,7 @@ def _candidates(
 
 
 def _valid_norm(logits: Tensor, follow: Continuations) -> Tensor:
-    """Log-sum-exp over each row's valid edges; -inf for a row without any."""
+    """Compute the log-sum-exp over each row's valid edges; -inf for a row without any."""
     row, edge = edges_of(follow, torch.arange(len(logits), device=logits.device))
     values = logits[row, follow.code[edge].long()]
     peak = torch.full_like(logits[:, 0], float("-inf")).scatter_reduce_(0, row, values, "amax")

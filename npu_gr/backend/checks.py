@@ -1,10 +1,10 @@
-"""Check what this machine has for each backend, step by step, and say what to do about each missing piece.
+"""Checks of the machine for each backend, step by step, with a remedy for each missing part.
 
-The checks change nothing and need no service. A piece that the machine lacks (no NPU on a CPU
-machine) is `missing`; a piece that is there and does not work is `broken`, and so is everything
-that a named backend needs and lacks.
+The checks change nothing and need no running service. A part that the machine lacks (an NPU on a
+CPU machine) is `missing`; a part that does not work is `broken`, and so is a missing part of the
+backend that is required.
 
-Parity compares every op of a backend with its slow definition, on a few hundred rows.
+`compare` compares every op of a backend with its slow definition, on a few hundred rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEVICES = Path("/dev")
 
 
 class FindingState(StrEnum):
-    """The state of a piece of the machine, as the report prints it."""
+    """The state of a part of the machine, as the report prints it."""
 
     OK = "ok"
     MISSING = "missing"
@@ -45,23 +45,23 @@ class FindingState(StrEnum):
 
 
 class Finding(NamedTuple):
-    """A piece of the machine: what was found, and what to do if it is not well."""
+    """The result of one check, and a remedy if it failed."""
 
     name: str
     state: FindingState
     found: str
     remedy: str = ""
-    section: str = ""  # of the report
+    section: str = ""  # section of the report
 
 
 def device_findings(
     needed: BackendName | None, hstu_library: Path | None = None
 ) -> dict[BackendName, list[Finding]]:
-    """Check the CPU kernels, then the ways to a GPU and to an NPU, each up to the first step that fails.
+    """Check the CPU kernels, the GPU and the NPU, the latter two up to the first failing step.
 
     Args:
-        needed: the backend that must work; None = whatever is there.
-        hstu_library: the library of that setting; None = it is not set.
+        needed: The backend that must work; None = any.
+        hstu_library: Value of the setting `hstu_library`; None = not set.
     """
     return {
         "cpu": [_native()],
@@ -73,7 +73,7 @@ def device_findings(
 def usable_backends(
     found: Mapping[BackendName, list[Finding]], needed: BackendName | None
 ) -> list[BackendName]:
-    """Name the backends whose ops can be compared on this machine; `found` is from `device_findings`."""
+    """Name the backends whose ops can run here; `found` is the result of `device_findings`."""
     names: list[BackendName] = ["cpu"]
     if torch.cuda.is_available() or needed == "cuda":
         names.append("cuda")
@@ -85,7 +85,7 @@ def usable_backends(
 
 
 def _cuda(is_needed: bool) -> Iterator[Finding]:
-    """Check each step on the way to a GPU, up to the first that fails."""
+    """Check each part that a GPU needs, up to the first that fails."""
     missing = FindingState.BROKEN if is_needed else FindingState.MISSING
     if torch.version.cuda is None:
         remedy = (
@@ -132,15 +132,14 @@ def _native() -> Finding:
 
 
 def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Finding]:
-    """Check each step on the way to an NPU, up to the first that fails."""
+    """Check each part that an NPU needs, up to the first that fails."""
     missing = FindingState.BROKEN if is_needed else FindingState.MISSING
     yield _autoload()
     yield _driver()
     try:
         npu = npu_device.find()
     except npu_device.NpuNotFound as error:
-        # torch_npu without a driver means that somebody wanted an NPU here; that does not fail the
-        # check of a CPU
+        # an installed torch_npu without a driver does not fail the check of a CPU machine
         yield Finding(f"NPU: {error.step}", missing, error.why, error.remedy)
         return
     yield Finding("NPU: torch_npu", FindingState.OK, npu.version)
@@ -233,10 +232,7 @@ def _driver() -> Finding:
 
 
 def _cann() -> str:
-    """Read the CANN version from the toolkit's own files.
-
-    Its environment must have been sourced.
-    """
+    """Read the CANN version from the toolkit's files; its environment must have been sourced."""
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home:
         return "found, ASCEND_HOME_PATH is not set"
@@ -244,7 +240,7 @@ def _cann() -> str:
 
 
 def _versions(torch_npu: str) -> Finding:
-    """Check whether the native operators are made for this CANN and this torch_npu."""
+    """Check whether the native operators support this CANN and this torch_npu."""
     name = "Ascend C versions"
     cann = versions.cann_at(Path(os.environ.get("ASCEND_HOME_PATH", "/nowhere")))
     known = (
@@ -289,11 +285,11 @@ def _autoload() -> Finding:
     )
 
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}  # of the result's largest number
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}  # relative to the largest result
 
 
 def compare(backend: Backend) -> list[Finding]:
-    """Run every op of a backend and of the reference in fp32 and bf16; one finding an op."""
+    """Compare every op of a backend with the reference in fp32 and bf16; one finding an op."""
     findings = []
     for name, run in OPS.items():
         impl = backend.ops.get(name, "torch")

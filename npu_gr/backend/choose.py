@@ -1,4 +1,4 @@
-"""Choose a backend by name, once, at start.
+"""Make the backend that the configuration names, once, at start.
 
 A backend that cannot be used is an error: there is no silent fallback.
 """
@@ -34,15 +34,15 @@ def choose(
     """Make the backend of that name.
 
     Args:
-        name: the configuration's `backend`.
-        native: how our own kernels are used; `CPUBackend` and `NPUBackend` explain the modes.
-        hstu_library: path of the library with Huawei's operator for rankers without a relative
+        name: The configuration's `backend`.
+        native: Use of our own kernels; `CPUBackend` and `NPUBackend` explain the modes.
+        hstu_library: Path of the library with Huawei's operator for rankers without a relative
             bias; backend npu only.
-        attention: what is to run rankers' attention; "auto" leaves it open. Whether a ranker can
-            run it is not checked.
+        attention: Implementation of rankers' attention; "auto" = measured at warm-up. Whether it
+            supports a ranker is not checked here.
 
     Raises:
-        ConfigError: no such backend, or its device, its package or its required kernels are
+        ConfigError: There is no such backend, or its device, package or required kernels are
             missing.
     """
     if name not in _CLASSES:

@@ -1,9 +1,10 @@
-"""NVIDIA devices: Triton kernels where triton is installed, else torch ops; a stream a thread.
+"""The backend of NVIDIA devices: Triton kernels if triton is installed, else torch ops.
 
 Not yet run by us.
 
-What lies between two attentions of a decode step is a graph for each bucket of rows; the attentions
-read slabs at addresses that no graph can know, and are launched.
+Each thread has its own stream. The work between two attentions of a decode step is one graph for
+each bucket of rows; the attentions read slabs at addresses that change, and are launched one by
+one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _KERNELS = "npu_gr.backend.triton"
 
 
 class CUDABackend(StreamedOps):
-    """Run Triton kernels where triton is installed and the call fits, else torch ops."""
+    """Runs Triton kernels if triton is installed and they support the call, else torch ops."""
 
     name = "cuda"
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
-        """`cuda`: the part of torch that knows the device; a test has one that only records."""
+        """Find the current device; tests pass a recording stub as `cuda`."""
         if not cuda.is_available():
             raise ConfigError(
                 "backend 'cuda' is configured but cannot be loaded: torch sees no CUDA device"
@@ -93,7 +94,7 @@ class CUDABackend(StreamedOps):
 
 
 def _triton_ops() -> ModuleType | None:
-    """Import the kernels' package with all its parts; None if triton is not installed."""
+    """Import the kernels' package with all its modules; None if triton is not installed."""
     try:
         for part in ("beams", "fork", "hstu", "topk"):
             importlib.import_module(f"{_KERNELS}.{part}")

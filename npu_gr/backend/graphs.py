@@ -1,10 +1,10 @@
-"""Device graphs, CUDA's and Ascend's alike: many small launches are captured once a shape and replayed by one launch.
+"""Device graphs of CUDA and Ascend: many small launches, captured once a shape, become one launch.
 
-A thread captures for itself, on its own stream. Its graphs share the buffers that they read and one
-pool of memory, where the scratch of one may be the result of another: a result is good until the
-thread's next call, no longer. A new graph is replayed and compared before it is used; one that
-cannot be captured, or gives something else, is never tried again. All graphs of an owner go when it
-does: its memory, which they know by address, is another's then.
+Each thread captures its own graphs, on its own stream. They share input buffers and one memory
+pool, in which the scratch of one graph may overwrite the result of another: a result is valid until
+the thread's next call. A new graph is replayed and compared before it is used; if the capture fails
+or the results differ, it is never tried again. When an owner is freed, its graphs are dropped: they
+hold addresses of its memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 Work = Callable[..., tuple[Tensor, ...]]
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of the inputs
-MAX_GRAPHS = 512  # of a thread
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each input
+MAX_GRAPHS = 512  # per thread
 BUCKETS = (32, 64, 128, 256, 512, 1024)  # rows
 
 _capturing = threading.Lock()  # one capture at a time in a process
 
 
 class _Captured:
-    """A graph and what it writes."""
+    """A graph and its output tensors."""
 
     def __init__(self, graph: Any, outputs: tuple[Tensor, ...]) -> None:
         self.graph = graph
@@ -43,24 +43,21 @@ class Graphs(threading.local):
 
         Args:
             runtime: torch.cuda or torch.npu.
-            make: makes an empty graph of that runtime.
-            fell_back: counts and logs what runs without a graph.
+            make: Constructor of an empty graph of that runtime.
+            fell_back: Callback (op, reason) for work that runs without a graph.
         """
         self._runtime = runtime
         self._make = make
         self._fell_back = fell_back
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
-        # owner -> work and signature -> graph; None = without
+        # owner -> (what, signature) -> graph; None = run without a graph
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def row_wise(
         self, owner: Any, what: Hashable, work: Work, rows: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Replay the graph of the next larger bucket.
-
-        Rows beyond the given ones hold values of an earlier call.
-        """
+        """Replay the graph of the next larger bucket of rows; padding rows have stale values."""
         count = len(rows[0])
         bucket = next((bucket for bucket in BUCKETS if bucket >= count), None)
         if bucket is None:
@@ -75,15 +72,14 @@ class Graphs(threading.local):
         inputs: Sequence[Tensor],
         num_rows: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute work(*inputs) by its graph, or directly where it cannot be captured.
+        """Compute work(*inputs) by its graph, or directly if it cannot be captured.
 
         Args:
-            owner: the object whose memory the work reads beside the inputs; with `what` it names
-                the work.
-            what: everything else that the launches depend on.
-            work: launches only: no wait, no shape that depends on values.
-            inputs: all on the device.
-            num_rows: of each static input, at least the rows given; None = as many.
+            owner: Object whose memory the work reads in addition to the inputs; part of the key.
+            what: Everything else that the launches depend on; part of the key.
+            work: Launches only: no wait, no shape that depends on values.
+            inputs: Tensors on the device.
+            num_rows: Rows of the captured inputs, at least those given; None = as given.
         """
         shapes = ((num_rows or len(x), *x.shape[1:]) for x in inputs)
         signature = tuple(zip(shapes, (x.dtype for x in inputs), strict=True))
@@ -113,7 +109,7 @@ class Graphs(threading.local):
         return static
 
     def _capture(self, work: Work, static: tuple[Tensor, ...]) -> _Captured | None:
-        want = work(*static)  # libraries make their workspaces at a first run
+        want = work(*static)  # libraries allocate their workspaces in the first run
         graph = self._make()
         stream = self._runtime.current_stream()
         try:
@@ -125,17 +121,17 @@ class Graphs(threading.local):
             ):
                 outputs = work(*static)
         except RuntimeError as error:
-            self._fell_back("graphs", f"one could not be captured: {error}")
+            self._fell_back("graphs", f"a graph could not be captured: {error}")
             return None
         graph.replay()
         if not all(map(_agree, outputs, want)):
-            self._fell_back("graphs", "one gives something else than its launches")
+            self._fell_back("graphs", "a graph's results differ from those of its launches")
             return None
         return _Captured(graph, outputs)
 
 
 def _agree(got: Tensor, want: Tensor) -> bool:
-    """Compare: integers exactly, fractions to 1 %, because a library may sum in another order while it is captured."""
+    """Compare integers exactly, floats to 1 %: in a capture, libraries may sum in another order."""
     if not want.is_floating_point():
         return torch.equal(got, want)
     largest = float(want.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if want.numel() else 0.0

@@ -1,7 +1,7 @@
-"""The slow, obvious definition of every op: one dense [H, queries, keys] matrix and a brute-force mask.
+"""The slow, obvious definition of every op: a dense [H, queries, keys] matrix and its mask.
 
-Everything else is tested against this file. It runs on the CPU in the dtype of its inputs, fp64
-included.
+All other implementations are tested against it. It runs on the CPU in the dtype of its inputs,
+including fp64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_gr.backend.torch_ops import PlainOps
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
-    """Tell whether a row may see a column of [history | candidates]: the mask of E7 and E8 in `docs/exactness.md`.
+    """Return whether a row sees a column of [history | candidates]: E7 and E8 of docs/exactness.md.
 
     A history row sees the history up to itself; a candidate sees the whole history and itself.
     """
@@ -41,14 +41,16 @@ def dense_attention(
     query_times: Tensor | None = None,
     edges: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the whole sequence [history | candidates] at once.
+    """Compute the attention of a whole sequence [history | candidates].
 
     Args:
         q, k, v: [N, H, D] of all rows.
-        positions, times: int64 [N].
-        num_history: rows before the first candidate.
-        query_times: int64 [N] as which the rows ask; None = `times`, which those of the keys are.
-        edges: of the time buckets, as of `HstuCall`.
+        positions, times: int64 [N] of all keys.
+        num_history: Number of rows before the first candidate.
+        bias: Tables of the relative bias.
+        alpha: Factor on q k^T.
+        query_times: int64 [N] times of the queries; None = `times`.
+        edges: int64 [buckets - 1], see `HstuCall.edges`.
 
     Returns:
         [N, H, Dv], without the attention scale.
@@ -69,12 +71,12 @@ def dense_attention(
 
 
 def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
-    """Join all keys and values in token order, the rows k and v last."""
+    """Concatenate all keys and values in token order, the rows k and v last."""
     return torch.cat([*(s[0] for s in slabs), k]), torch.cat([*(s[1] for s in slabs), v])
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend from one query row q [Hq, D] over its keys and values [m, Hkv, D], m >= 1; [Hq, D]."""
+    """Attend from one query row q [Hq, D] to its keys and values [m, Hkv, D], m >= 1: [Hq, D]."""
     group = q.shape[0] // k.shape[1]
     keys = k.repeat_interleave(group, dim=1)
     values = v.repeat_interleave(group, dim=1)
@@ -83,7 +85,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class ReferenceBackend(PlainOps):
-    """Compute every op by its definition: correct and quadratic in memory, for tests and the parity self-test."""
+    """Computes every op by its definition, with quadratic memory: for tests and the self-test."""
 
     name = "reference"
     kernels = "torch"
@@ -91,7 +93,7 @@ class ReferenceBackend(PlainOps):
     def hstu_causal(self, call: HstuCall) -> Tensor:
         keys, values = joined(natural(call.cached), call.k, call.v)
         num_past = len(keys) - len(call.q)
-        # cached rows ask nothing
+        # cached rows have no queries: use zeros
         queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])
         positions = torch.arange(len(keys))
         asked = call.times.clone()
@@ -136,7 +138,7 @@ class ReferenceBackend(PlainOps):
         return torch.stack(rows)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        """Attend over the concatenation of prefix and own tokens, row by row."""
+        """Attend to the concatenation of prefix and own tokens, row by row."""
         out = []
         for row, query in enumerate(call.q):
             holders = [
@@ -192,7 +194,7 @@ class ReferenceBackend(PlainOps):
         return self.beam_topk(TopkCall(logits, acc, follow, width, "valid", scale=scale))
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """Sort all scores, the hidden ones set to -inf, by score and then by row."""
+        """Sort all scores by score, then by row; excluded pairs are -inf."""
         scores = queries @ items.T
         if hidden is not None:
             scores[hidden.queries, hidden.items] = -torch.inf

@@ -1,8 +1,6 @@
-"""A device with queues of its own: a stream a thread, another for copies, graphs.
+"""Base of the CUDA and Ascend backends: a stream per thread, a stream for copies, and graphs.
 
-CUDA and Ascend alike.
-
-A copy follows what its thread queued before, and only who needs the bytes waits for it.
+A copy runs after everything that its thread queued before; only the user of the bytes waits for it.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from npu_gr.backend.torch_ops import TorchOps
 
 
 class StreamedOps(TorchOps):
-    """Queue torch ops on the streams of a device."""
+    """Runs torch ops on the streams of a device."""
 
     pins_host_memory = True
 
     def __init__(self, runtime: Any, device: torch.device, graph: Callable[[], Any] | None) -> None:
-        """Make the stream of the copies.
+        """Make the stream for copies.
 
         Args:
             runtime: torch.cuda or torch.npu.
-            device: where everything runs.
-            graph: makes an empty graph of that runtime; None = it has none.
+            device: The device.
+            graph: Constructor of an empty graph; None = the runtime has no graphs.
         """
         super().__init__()
         self._runtime = runtime
@@ -39,7 +37,7 @@ class StreamedOps(TorchOps):
         self._graphs = Graphs(runtime, graph, self.fell_back) if graph else None
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        # torch keeps page-locked blocks and hands one out again only when the copy from it is done
+        # torch caches page-locked blocks, and reuses one only when the copy from it is done
         return torch.tensor(array).pin_memory().to(self.device, non_blocking=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
@@ -51,7 +49,7 @@ class StreamedOps(TorchOps):
     def stream(self) -> Iterator[None]:
         self._runtime.set_device(self.device)
         own = self._runtime.Stream()
-        own.wait_event(self._now())  # weights and pools were written before
+        own.wait_event(self._now())  # wait for the writes of weights and pools
         with self._runtime.stream(own):
             yield
 
@@ -63,13 +61,13 @@ class StreamedOps(TorchOps):
         after.record(self._copies)
 
         def wait() -> None:
-            self._runtime.set_device(self.device)  # of the thread that waits
+            self._runtime.set_device(self.device)  # for the waiting thread
             after.synchronize()
 
         return wait
 
     def _now(self) -> Any:
-        """Mark what this thread has queued so far."""
+        """Record an event behind the work that this thread has queued so far."""
         event = self._runtime.Event()
         event.record(self._runtime.current_stream())
         return event

@@ -1,12 +1,12 @@
-"""Keys and values as the native HSTU kernels read them: tiles of 64 tokens, every head's part contiguous.
+"""Tiles: the layout of keys and values for the native HSTU kernels, 64 tokens a tile, by heads.
 
-Widths are padded, Dq to a multiple of 2 and Dv to a multiple of 16. In fp32 a tile's keys lie
-transposed, [H][Dq][64], and its values as they are, [H][64][Dv]; in bf16 both in pairs, [H][Dq /
+Widths are padded, Dq to a multiple of 2 and Dv to a multiple of 16. In fp32 a tile's keys are
+transposed, [H][Dq][64], and its values are not, [H][64][Dv]; in bf16 both are in pairs, [H][Dq /
 2][64][2] over two dims and [H][32][Dv][2] over two tokens. `pack` and `unpack` are the definition;
-`ops/cpu/pack_kv.h` is the fast one.
+`ops/cpu/pack_kv.h` is the fast implementation.
 
-Invariant: values behind the last written token of a tile are zero, so that a weight of zero never
-meets a NaN.
+Invariant: values behind the last written token of a tile are zero, so that a zero weight is never
+multiplied with a NaN.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from torch import Tensor
 Slab = tuple[Tensor, Tensor]
 
 TILE_TOKENS = 64
-# widths are padded to multiples
+# widths are padded to multiples of these
 _KEY_UNITS = 2
 _VALUE_UNITS = 16
 
 
 class Tiles(NamedTuple):
-    """Consecutive tiles of one layer.
-
-    The first begins at a multiple of 64 tokens of its user's history.
-    """
+    """Consecutive tiles of one layer; they begin at a multiple of 64 tokens of the history."""
 
     k: Tensor  # [tiles, H, padded Dq * 64]
     v: Tensor  # [tiles, H, padded Dv * 64]
@@ -39,15 +36,15 @@ class Tiles(NamedTuple):
 
 
 def padded(qk_dim: int, v_dim: int) -> tuple[int, int]:
-    """Return the stored widths of keys and values."""
+    """Return the padded widths of keys and values."""
     return -(-qk_dim // _KEY_UNITS) * _KEY_UNITS, -(-v_dim // _VALUE_UNITS) * _VALUE_UNITS
 
 
 def empty(num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
-    """Allocate tiles without a token; their memory is not written yet.
+    """Allocate tiles without tokens; the memory is uninitialised.
 
     Args:
-        num_tiles: tiles of 64 tokens.
+        num_tiles: Number of tiles of 64 tokens.
         num_heads: H.
         qk_dim, v_dim: Dq and Dv of one head, before padding.
         dtype: fp32 or bf16.
@@ -60,7 +57,10 @@ def empty(num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.
 
 
 def _in_order(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Views: k [tiles, 64, H, Dq / u, u] and v [tiles, 64 / u, u, H, Dv], u = 2 tokens or dims a pair, 1 in fp32."""
+    """View tiles as k [tiles, 64, H, Dq / u, u] and v [tiles, 64 / u, u, H, Dv].
+
+    u is the size of a pair: 2 in bf16, 1 in fp32.
+    """
     units = 2 if tiles.k.dtype == torch.bfloat16 else 1
     dq, dv = padded(tiles.qk_dim, tiles.v_dim)
     k = tiles.k.unflatten(2, (dq // units, TILE_TOKENS, units)).permute(0, 3, 1, 2, 4)
@@ -69,10 +69,7 @@ def _in_order(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def pack(into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-    """Write rows k [n, H, Dq], v [n, H, Dv] at tokens first_token...
-
-    Zero the values behind them in their last tile.
-    """
+    """Write rows k [n, H, Dq], v [n, H, Dv] from `first_token` on; zero the values behind them."""
     keys, values = _in_order(into)
     units = keys.shape[-1]
     width = keys.shape[3] * units

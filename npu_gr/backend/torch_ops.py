@@ -1,10 +1,9 @@
-"""The ops from plain torch, chunked: no N x N tensor, no copy of cached keys, work only where the mask allows.
+"""The ops in plain torch, chunked: no N x N tensor, no copy of cached keys, no masked-out work.
 
-Shared by every device; a device that has something better overrides the op. Sums over key chunks
-accumulate in fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
+Every backend inherits them and overrides the ops for which it has kernels. Sums over key chunks
+accumulate in fp32 (fp64 for fp64 inputs), so that bf16 loses no accuracy.
 
-`SingleStream` is the device under them, the host: everything in order. `streams.py` has devices
-with queues.
+`SingleStream` is the host, which runs everything in order; `streams.py` has devices with queues.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class SingleStream:
-    """Implement `DeviceQueues` for the host."""
+    """Implements `DeviceQueues` for the host."""
 
     device = torch.device("cpu")
     pins_host_memory = False
@@ -56,14 +55,14 @@ class SingleStream:
         self._said: set[str] = set()
 
     def fell_back(self, op: str, why: str) -> None:
-        """Count a call of `op` that does not run as `ops` says; log the reason the first time."""
+        """Count a call of `op` that falls back to torch ops; log the reason the first time."""
         self.on_fallback(op)
         if op not in self._said:
             self._said.add(op)
-            log.warning("%s: %s; torch ops run instead, said once", op, why)
+            log.warning("%s: %s; torch ops run instead (logged once)", op, why)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Share the array's memory where torch can, that is unless it is read-only: a copy takes ten times as long."""
+        """Share the array's memory, unless it is read-only: a copy takes ten times as long."""
         return torch.from_numpy(array) if array.flags.carray else torch.tensor(array)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
@@ -78,11 +77,11 @@ class SingleStream:
         return lambda: None
 
     def synchronize(self) -> None:
-        """Return at once: on the CPU nothing is queued."""
+        """Return immediately: on the CPU nothing is queued."""
 
 
 class PlainOps(SingleStream):
-    """Implement the ops that need no kernel, or have none."""
+    """Implements the ops that need no kernel, or have none."""
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         return "natural"
@@ -98,9 +97,8 @@ class PlainOps(SingleStream):
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """Fork in two passes, without a second slab.
 
-        The first pass writes the rows whose parent stands behind them, the second pass the others.
-        No row that the first pass has overwritten is read afterwards, *because parents do not
-        decrease*.
+        The first pass writes the rows whose parent is behind them, the second pass the others. The
+        second pass reads no row that the first has overwritten, *because parents do not decrease*.
         """
         row = torch.arange(len(parent), device=parent.device)
         for moves in (parent > row, parent < row):
@@ -109,11 +107,11 @@ class PlainOps(SingleStream):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        """Have one way, which is chosen with the kernels: pages are laid out for it."""
+        """List one implementation: the page layout already depends on the kernels."""
         return (self.ops.get("hstu_attention", "torch"),) if shape.has_plain_times else ("torch",)
 
     def running(self, way: str) -> Self:
-        """Name the way: which kernel a call runs follows from the call."""
+        """Rename only: each call itself decides on the kernel."""
         if self.ops.get("hstu_attention", "torch") == way:
             return self
         made = copy.copy(self)
@@ -133,35 +131,35 @@ class PlainOps(SingleStream):
         return work(*rows)
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
-        """Have no kernels for whole layers."""
+        """Return None: there are no fused kernels."""
         return None
 
     def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-        """Have no kernels for whole passes."""
+        """Return None: there is no kernel."""
         return None
 
     def hstu_find(self, call: HstuFindCall) -> HstuFound | None:
-        """Have no kernel for it."""
+        """Return None: there is no kernel."""
         return None
 
     def blend_sums(self, tables: BlendTables) -> BlendSums | None:
-        """Have no kernel for it."""
+        """Return None: there is no kernel."""
         return None
 
 
-# query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
+# query rows a chunk; ROWS x COLUMNS x heads logits fit the last-level cache
 ROWS = 256
 COLUMNS = 2048
-GATHERED_EDGES = 1 << 14  # dots at once, where the head is read at valid edges alone
-CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend op was tested with
+GATHERED_EDGES = 1 << 14  # products at once in `gathered_topk`
+CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest tested with the Ascend op
 
 
 def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first token, k [H, Dq, m], v [H, m, Dv]) of every chunk of at most COLUMNS keys.
 
-    Chunks begin at multiples of COLUMNS whatever the slabs are, so that cached and full inference
-    round the same partial sums; in bf16 they would differ otherwise. A chunk inside one slab is a
-    view; one that spans several is a copy.
+    Chunks begin at multiples of COLUMNS for any slabs, so that cached and full inference round the
+    same partial sums; otherwise they would differ in bf16. A chunk inside one slab is a view, a
+    chunk over several is a copy.
     """
     first = 0
     parts: list[Slab] = []
@@ -202,10 +200,10 @@ def block_bias(
     """Look up the bias of a block of history rows.
 
     Args:
-        bias: the layer's tables.
-        first_row, first_column: positions of the block's corner.
+        bias: Tables of the layer.
+        first_row, first_column: Positions of the block's corner.
         rows_at, columns_at: int64 [rows] and [columns], unix seconds.
-        edges: of the time buckets, as of `HstuCall`.
+        edges: int64 [buckets - 1], see `HstuCall.edges`.
 
     Returns:
         [H, rows, columns] in the tables' dtype.
@@ -214,7 +212,7 @@ def block_bias(
     delta = rows_at[:, None] - columns_at[None, :]
     block = bias.time.index_select(1, bias_bucket(edges, delta).flatten()).view(-1, *delta.shape)
     if first_row - (first_column + len(columns_at) - 1) >= buckets - 1:
-        # far from the diagonal: one number a head
+        # far from the diagonal the position bias is one number a head
         return block.add_(bias.position[:, -1, None, None])
     row = torch.arange(first_row, first_row + len(rows_at), device=delta.device)
     column = torch.arange(first_column, first_column + len(columns_at), device=delta.device)
@@ -223,12 +221,10 @@ def block_bias(
 
 
 class AttentionStage(NamedTuple):
-    """Softmax attention over some of the keys, not yet normalised.
+    """Softmax attention over some of the keys, not normalised, in the accumulator's dtype, base e.
 
-    All in the accumulator's dtype, base e.
-
-    Source: staged attention of xGR, arXiv:2512.11529. A stage without keys is left out, so no
-    maximum is -inf.
+    Source: staged attention of xGR, arXiv:2512.11529. There are no stages without keys, so `peak`
+    is never -inf.
     """
 
     peak: Tensor  # [Hkv, g * rows, 1] largest score
@@ -236,7 +232,7 @@ class AttentionStage(NamedTuple):
     output: Tensor  # [Hkv, g * rows, D] sum of exp(score - peak) * value
 
     def merge(self, other: AttentionStage) -> AttentionStage:
-        """The stage over both sets of keys."""
+        """Return the stage over both sets of keys."""
         peak = torch.maximum(self.peak, other.peak)
         a = (self.peak - peak).exp_()
         b = (other.peak - peak).exp_()
@@ -246,14 +242,14 @@ class AttentionStage(NamedTuple):
 
 
 def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (peak, total, weights exp(score - peak)) of scores [..., m], m >= 1, which are overwritten."""
+    """Return (peak, total, weights exp(score - peak)) of scores [..., m], m >= 1, in place."""
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     return peak, weights.sum(-1, keepdim=True), weights
 
 
 def fold_rows(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Fold q [rows, Hq, D] to [Hkv, g * rows, D]: rows and heads that read one KV head stand side by side."""
+    """Fold q [rows, Hq, D] to [Hkv, g * rows, D]: the rows and heads of a KV head are adjacent."""
     folded: Tensor = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     return folded
 
@@ -270,7 +266,7 @@ def unfold_rows(folded: Tensor, num_rows: int) -> Tensor:
 
 
 def own_tokens(call: BeamCall) -> Slab:
-    """K and v [Hkv, rows, slots, D] of each row's own tokens, in the accumulator's dtype."""
+    """Gather k and v [Hkv, rows, slots, D] of each row's own tokens, in the accumulator's dtype."""
     planes = []
     for plane in call.unshared:
         if call.ancestry is None:
@@ -284,10 +280,12 @@ def own_tokens(call: BeamCall) -> Slab:
 
 
 def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """[Hkv, g * rows, slots] of folded queries against each row's own keys [Hkv, rows, slots, D].
+    """Score folded queries against each row's own keys [Hkv, rows, slots, D].
 
-    A product and a sum rather than a GEMM: rows x heads matrices of one to three keys are too small
-    for one.
+    A product and a sum are faster than many GEMMs of one to three keys.
+
+    Returns:
+        [Hkv, g * rows, slots].
     """
     grouped = queries.unflatten(1, (-1, keys.shape[1]))
     return torch.stack([(grouped * k[:, None]).sum(-1) for k in keys.unbind(2)], dim=-1).flatten(
@@ -296,7 +294,7 @@ def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def own_output(weights: Tensor, values: Tensor) -> Tensor:
-    """[Hkv, g * rows, D] of weights [Hkv, g * rows, slots] on each row's own values [Hkv, rows, slots, D]."""
+    """Weigh own values: [Hkv, g * rows, slots], [Hkv, rows, slots, D] -> [Hkv, g * rows, D]."""
     grouped = weights.unflatten(1, (-1, values.shape[1]))
     parts = [
         w[..., None] * v[:, None] for w, v in zip(grouped.unbind(-1), values.unbind(2), strict=True)
@@ -305,24 +303,24 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class Products:
-    """Products of queries and weights with cached keys and values, the result in the accumulator's dtype.
+    """Products with cached keys and values, with results in the accumulator's dtype.
 
-    Where the device multiplies half numbers with sums and results in fp32, the KV is read as it is
-    stored; elsewhere a copy of it is widened first.
+    If the device has half-precision products with fp32 results, the KV is read as it is stored;
+    otherwise a widened copy is made first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._reads_half = _gives_fp32(device)
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """[Hkv, g * rows, D], not scaled yet, and [Hkv, D, keys] -> scaled [Hkv, g * rows, keys]."""
+        """Compute scaled scores: [Hkv, g * rows, D], [Hkv, D, keys] -> [Hkv, g * rows, keys]."""
         wide = accumulator(keys.dtype)
         if self._reads_half and keys.dtype != wide:
             return torch.bmm(queries, keys, out_dtype=wide).mul_(scale)
         return torch.bmm(queries.to(wide) * scale, keys.to(wide))
 
     def output(self, weights: Tensor, values: Tensor) -> Tensor:
-        """[Hkv, g * rows, keys] in the accumulator's dtype, and [Hkv, keys, D] -> [Hkv, g * rows, D]."""
+        """Weigh values: [Hkv, g * rows, keys], [Hkv, keys, D] -> [Hkv, g * rows, D]."""
         wide = weights.dtype
         if self._reads_half and values.dtype != wide:
             return torch.bmm(weights.to(values.dtype), values, out_dtype=wide)
@@ -330,9 +328,9 @@ class Products:
 
 
 def _gives_fp32(device: torch.device) -> bool:
-    """Tell whether torch has products of bf16 with a result in fp32 on the device.
+    """Return whether torch has bf16 products with fp32 results on the device.
 
-    Its table of kernels knows; a call that fails could have failed for any reason.
+    It asks the dispatcher, because a trial call could fail for other reasons.
     """
     if "dtype" not in torch.ops.aten.bmm.overloads():  # an older torch
         return False
@@ -341,7 +339,7 @@ def _gives_fp32(device: torch.device) -> bool:
 
 
 def staged_attention(call: BeamCall, products: Products) -> Tensor:
-    """Compute `Backend.beam_attention`: the shared stage is one GEMM a KV head and key chunk, g * rows x D x keys."""
+    """Compute `Backend.beam_attention` in stages: one GEMM for each KV head and chunk of keys."""
     queries = fold_rows(call.q, call.unshared[0].shape[2])
     done: AttentionStage | None = None
     for _, keys, values in column_chunks(call.shared):
@@ -352,7 +350,7 @@ def staged_attention(call: BeamCall, products: Products) -> Tensor:
 
 
 def merged_with_own(call: BeamCall, done: AttentionStage | None) -> Tensor:
-    """Merge the stage over the prefix (None = there is no prefix) with each row's own tokens: [r, Hq, D] as q."""
+    """Merge the prefix's stage (None = no prefix) with each row's own tokens: [r, Hq, D] as q."""
     q = call.q
     if call.num_slots:
         k, v = own_tokens(call)
@@ -364,9 +362,9 @@ def merged_with_own(call: BeamCall, done: AttentionStage | None) -> Tensor:
 
 
 def joint_attention(call: BeamCall, products: Products) -> Tensor:
-    """Compute it in one stage, from the scores of all keys side by side.
+    """Compute `Backend.beam_attention` in one stage, with one softmax over all keys.
 
-    The shared keys are never copied per row.
+    The shared keys are not copied per row.
     """
     q = call.q
     queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
@@ -387,11 +385,11 @@ def joint_attention(call: BeamCall, products: Products) -> Tensor:
 
 
 class TorchOps(PlainOps):
-    """Implement `Backend`'s ops by torch, on any torch device."""
+    """Implements `Backend`'s ops by torch, on any torch device."""
 
     @cached_property
     def products(self) -> Products:
-        """How keys and values are multiplied on the device."""
+        """The device's products with keys and values."""
         return Products(self.device)
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
@@ -425,12 +423,12 @@ class TorchOps(PlainOps):
         bias = call.bias
         m = len(call.times)
         buckets = bias.position.shape[1]
-        beside = bias.time[:, 0]
+        own_time = bias.time[:, 0]
         if call.own_time is not None:
-            beside = bias.time[:, bias_bucket(call.edges, call.query_time - call.own_time)]
-        own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + beside
+            own_time = bias.time[:, bias_bucket(call.edges, call.query_time - call.own_time)]
+        own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + own_time
         out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
-        # one row of bias serves every candidate: they share position and time
+        # all candidates have the same row of bias, because they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
         row = (
             bias.position[:, distance]
@@ -447,9 +445,9 @@ class TorchOps(PlainOps):
     def causal_attention(
         self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float
     ) -> Tensor:
-        """Give each chunk of query rows only the keys that it may see, so that a mask is ROWS x keys."""
+        """Attend chunk by chunk, each to the keys that it sees: the largest mask is ROWS x keys."""
         heads = k.shape[1]
-        # it sees everything: the slabs are read where they are, and not joined
+        # a single row sees all keys, so the slabs need not be concatenated
         if past and len(q) == 1:
             nothing = k.new_empty(1, 0, *k.shape[1:]), v.new_empty(1, 0, *v.shape[1:])
             return staged_attention(
@@ -499,7 +497,7 @@ class TorchOps(PlainOps):
         width: int,
         scale: float = 1.0,
     ) -> Choices:
-        """Compute the products in chunks; a code that no edge reads stays at -inf."""
+        """Compute the products in chunks; codes without an edge stay at -inf."""
         wide = accumulator(hidden.dtype)
         logits = torch.full(
             (len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device

@@ -120,7 +120,9 @@ def load(
     click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")
 
 
-@click.command(short_help="Write events from Kafka into the history store, each once.")
+@click.command(
+    "kafka-ingest", short_help="Write events from Kafka into the history store, each once."
+)
 @click.option("--brokers", required=True, help="Kafka's: host:port, separated by commas.")
 @click.option("--topic", "topics", required=True, multiple=True, help="Repeat it for several.")
 @click.option(
@@ -173,7 +175,7 @@ def load(
     show_default=True,
 )
 @click.option("--sasl-username", help="Its password comes from NPU_GR_KAFKA_PASSWORD.")
-def consume(
+def kafka_ingest(
     config_path: Path | None,
     url: str | None,
     overrides: tuple[str, ...],
@@ -306,8 +308,8 @@ def erase_check(
 
     async def search() -> list[Searched]:
         found = await asyncio.to_thread(search_files, config, key, logs)
-        if config.features.kind == "redis":
-            found += await search_redis(config.features, key)
+        if config.history_store.kind == "redis":
+            found += await search_redis(config.history_store, key)
         return found + await search_memory(key, urls, api_key)
 
     found = asyncio.run(search())

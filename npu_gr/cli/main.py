@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from npu_gr import __version__
-from npu_gr.cli.data import consume, erase_check, load, store
+from npu_gr.cli.data import erase_check, kafka_ingest, load, store
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
 from npu_gr.cli.options import CALLING_TLS
@@ -22,6 +22,7 @@ from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.simulate import simulate
 from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, evaluate
 from npu_gr.cli.train import import_, train
+from npu_gr.core import renamed
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.logs import close_logs, set_up_logs
 from npu_gr.core.process import set_up_process
@@ -54,7 +55,17 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; one that went is an error that names what takes its place."""
+        """Find a command; one that went is an error that names what takes its place.
+
+        An old name works with a warning.
+        """
+        if (new := renamed.COMMANDS.get(args[0])) is not None:
+            click.echo(
+                f"npu-gr {args[0]} is now npu-gr {new}; the old name works until npu_gr "
+                f"{renamed.UNTIL}",
+                err=True,
+            )
+            args = [new, *args[1:]]
         for name in (" ".join(args[:3]), " ".join(args[:2]), args[0]):
             if name in GONE:
                 raise click.UsageError(f"npu-gr {name} went: {GONE[name]}", ctx)
@@ -93,7 +104,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 for _command in (
     *(prepare, serve, route, check_config, config, keys, fleet),
-    *(train, import_, load, consume, store, replay, record, erase_check),
+    *(train, import_, load, kafka_ingest, store, replay, record, erase_check),
     *(simulate, calibrate, doctor, build_ops),
     *(dashboards, evaluate, demo),
 ):

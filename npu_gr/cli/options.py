@@ -32,7 +32,7 @@ SET = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override one setting, e.g. kv.hbm_bytes=1000000.",
+    help="Override one setting, e.g. kv_cache.hbm_bytes=1000000.",
 )
 _CALLING_TLS = (
     (

@@ -181,7 +181,7 @@ class AsyncClient(_Calls):
         base: str | None = None,
         timestamp: Time | None = None,
         top_k: int | None = None,
-        unknown_items: Literal["ignore", "refuse"] | None = None,
+        unknown_items: Literal["ignore", "reject"] | None = None,
         features: Features | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
@@ -339,7 +339,7 @@ class AsyncClient(_Calls):
             context: for the service's hook.
             sources: only these of the configured ones; None = all.
             features: of the user and the request; None = all are missing.
-            order: fitted, rank, fused or retrieval (nothing is ranked); None = as the service is
+            order: blended, rank, fused or retrieval (nothing is ranked); None = as the service is
                 configured.
         """
         body = RecommendBody(

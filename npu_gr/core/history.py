@@ -250,7 +250,7 @@ class Written(NamedTuple):
         return bool(self.num_added or self.num_filled)
 
 
-OnUnsorted = Literal["refuse", "sort"]
+OnUnsorted = Literal["reject", "sort"]
 
 
 def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) -> Events:
@@ -273,7 +273,7 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
     earlier = times[1:] < times[:-1]
     if not holds_any(earlier):
         return events
-    if policy == "refuse":
+    if policy == "reject":
         at = int(earlier.argmax()) + 1
         index = at - (base > 0)
         last = "" if index else ", the last of base"

@@ -58,7 +58,11 @@ class LeasedAnswer(Answer, Protocol):
 
 # of a cascade
 SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
-OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
+OrderName = Literal["blended", "rank", "fused", "retrieval"]  # of a cascade's items
+# with the names of earlier versions, in requests and logs: see `core/renamed.py`
+AnySourceName = Literal[SourceName, "trunk"]
+AnyOrderName = Literal[OrderName, "fitted"]
+AnyUnknownItems = Literal["ignore", "reject", "refuse"]
 # see `SearchOptions` of `npu_gr/engine/beam_search.py`
 Normalise = Literal["vocabulary", "codebook", "valid"]
 
@@ -143,7 +147,7 @@ class RankRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
     top_k: int | None = None  # also answer the best k, by the first task
     # candidates that the ranker does not know: no score, or no answer; None = as the configuration
     # says
-    unknown_items: Literal["ignore", "refuse"] | None = None
+    unknown_items: Literal["ignore", "reject"] | None = None
     request_features: OneRow = field(default_factory=dict)  # of this request alone
     cross_features: Columns = NO_COLUMNS  # of each candidate
     model_version: str | None = None

@@ -27,6 +27,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
+from npu_gr.core import renamed
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import Secret, redacted
 from npu_gr.core.setting_types import IN_BYTES, IN_SECONDS, explain, plain, settings_of
@@ -67,7 +68,7 @@ GONE: dict[str, str] = {
     "instance_idle_s": "nothing: HAProxy keeps idle connections for 5 s",
     "health.path": "nothing: it is /readyz",
     "health.panic_ratio": "nothing: without an instance that is up the answer is 503",
-    "breaker": "health.failures and health.return_s; instances are not compared by speed",
+    "breaker": "health.failures and health.slow_start_s; instances are not compared by speed",
     "retry": "nothing: a rank without an answer after 5 times its objective goes to another "
     "instance, at most twice",
     "limits.max_inflight": "limits.instance_queue and limits.instance_inflight, of each instance",
@@ -165,17 +166,20 @@ def gather(
     Raises:
         ConfigError: as `load`, but for what only validation finds.
     """
-    table = read_table(path)
+    known = settings_of(cls)
+    table = renamed.with_new_names(read_table(path), known, f"config {path}")
     origins = dict.fromkeys(_leaves(table), str(path))
     given = read_environment(variables or {}, cls)
-    given += [(*_parted(text), "--set") for text in overrides]
+    for text in overrides:
+        name, value = _parted(text)
+        given.append((renamed.new_path(name, known, "--set"), value, "--set"))
     for name, value, origin in given:
         _put(table, name, _yaml(value, name, origin), origin)
         origins = {
             at: where for at, where in origins.items() if not f"{at}.".startswith(f"{name}.")
         }
         origins |= dict.fromkeys(_leaves(_at(table, name), name), origin)
-    return Gathered(table, origins)
+    return Gathered(renamed.with_new_names(table, known, "config"), origins)
 
 
 def variable(path: str) -> str:
@@ -199,9 +203,9 @@ def read_environment(
         ConfigError: a name is that of a setting, and there is no such setting. It names the
             nearest, or what takes its place.
     """
-    known = {
-        variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list
-    }
+    paths = {path for path, setting in settings_of(cls).items() if not setting.in_list}
+    known = {variable(path): path for path in paths}
+    before = {variable(path): path for path in renamed.old_paths(paths)}
     went = {variable(path): now for path, now in GONE.items()}
     single = {name.replace(BETWEEN, "_"): name for name in known}
     found = []
@@ -210,6 +214,13 @@ def read_environment(
             continue
         if name in known:
             found.append((known[name], value, name))
+        elif name in before:
+            path = renamed.new_path(before[name], paths, "environment")
+            if variable(path) in variables:
+                raise ConfigError(
+                    f"environment: {name} is now {variable(path)}, and both are set: unset {name}"
+                )
+            found.append((path, value, name))
         elif now := next(
             (now for one, now in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""
         ):
@@ -271,10 +282,11 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
     Raises:
         ConfigError: names the field and the limit or the nearest known key.
     """
+    known = settings_of(cls)
+    table = renamed.with_new_names(table, known, where)
     try:
         return msgspec.convert(plain(table, inspect.type_info(cls)), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        known = settings_of(cls)
         went = [
             f"{path} went: {now}"
             for path, now in GONE.items()
@@ -297,6 +309,7 @@ def override(preset: S, overrides: Sequence[str]) -> S:
     table = to_table(preset)
     for text in overrides:
         name, value = _parted(text)
+        name = renamed.new_path(name, settings_of(type(preset)), "--set")
         _put(table, name, _yaml(value, name, "--set"), "--set")
     return from_table(table, type(preset), "--set")
 

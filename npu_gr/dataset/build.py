@@ -224,7 +224,7 @@ class _Build:
                 for one in self._log.features
             ],
             "users_without_row": num_without,
-            "left_out_users": users.skipped if users else {},
+            "skipped_users": users.skipped if users else {},
             "rejected_users": self._user_rejects.as_dict() if self._user_rejects else {},
         }
 
@@ -330,7 +330,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             f"  {_OF[feature['of']]:14} {quoted(feature['name'])} "
             f"({feature['told'] or feature['kind']})"
         )
-    for name, why in manifest["left_out_users"].items():
+    for name, why in manifest["skipped_users"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     items = manifest["items"]
     counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}

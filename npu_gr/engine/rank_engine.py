@@ -436,7 +436,7 @@ class RankEngine(PageJobs):
             return None
         wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
         hidden = [work.hidden for work in works]
-        found = self.model.whole.find(
+        found = self.model.fused.find(
             self.backend,
             segments,
             partial(self._batches.tensors, self.backend, passes, is_next=True),
@@ -511,7 +511,7 @@ class RankEngine(PageJobs):
         segments = self._batches.host_segments(passes, is_next=is_next)
         if segments is None:
             return None
-        return self.model.whole.run(
+        return self.model.fused.run(
             self.backend,
             segments,
             is_next,

@@ -35,7 +35,7 @@ from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
 from npu_gr.core.logs import SeldomLog
 from npu_gr.core.text_format import cut
 from npu_gr.history_store.bulkhead import Lane, StoreObserver
-from npu_gr.history_store.store import SourceConfig
+from npu_gr.history_store.store import FeatureStoreConfig
 
 FEAST = "feast"
 
@@ -60,13 +60,13 @@ class FeatureSource(Protocol):
         ...
 
 
-def open_source(config: SourceConfig) -> FeatureSource:
+def open_source(config: FeatureStoreConfig) -> FeatureSource:
     """Make the source that the configuration names.
 
     Raises:
         ConfigError: there is none of that name, or it does not take what it would be called with.
     """
-    at = "features.source"
+    at = "feature_store"
     if config.entry == FEAST:
         from npu_gr.feature_store.user_features import FeastSource
 
@@ -184,18 +184,18 @@ class FeastSource:
             ConfigError: the package is missing, or the repository cannot be opened.
         """
         if bad := [ref for ref in features.values() if len(ref.split(":")) != 2]:
-            raise ConfigError(f"features.source.options.features: {bad[0]!r} is no VIEW:FEATURE")
+            raise ConfigError(f"feature_store.options.features: {bad[0]!r} is no VIEW:FEATURE")
         try:
             from feast import FeatureStore
         except ImportError as error:
             raise ConfigError(
-                "features.source.entry: feast needs pip install 'npu_gr[feast]'"
+                "feature_store.entry: feast needs pip install 'npu_gr[feast]'"
             ) from error
         try:
             self._store: Any = FeatureStore(repo_path=repo)
         except Exception as error:  # Feast's own, of any kind
             raise ConfigError(
-                f"features.source.options.repo: {repo}: {type(error).__name__}: {error}"
+                f"feature_store.options.repo: {repo}: {type(error).__name__}: {error}"
             ) from error
         self._refs = dict(features)
         self._user_key = user_key
@@ -254,7 +254,7 @@ class UserFeatures:
     def __init__(
         self,
         source: FeatureSource,
-        config: SourceConfig,
+        config: FeatureStoreConfig,
         observer: SourceObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

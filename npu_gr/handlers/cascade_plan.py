@@ -54,15 +54,15 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # share of each source's items that the ranker must know, or the instance does not start; see
     # `scored_items.py`
     min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
-    # fitted: by the sum of the ranker's order file; rank: by its first task; fused: by the places
-    # in retrieval and rank together, see `by_both`; retrieval: without a rank; None = fitted where
-    # the ranker has an order, else rank
+    # blended: by the sum of the ranker's order file; rank: by its first task; fused: by the places
+    # in retrieval and rank together, see `by_both`; retrieval: without a rank; None = blended where
+    # the ranker has a score blend, else rank
     order: OrderName | None = None
-    rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
+    max_rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
     # the rank keeps this much if the share allows, even if the cost model says less
-    rank_least_s: Seconds = 0.02
+    min_rank_s: Seconds = 0.02
     hook_budget_s: Seconds = 0.02
-    answer_s: Seconds = 0.005  # kept back for writing the answer
+    margin_s: Seconds = 0.005  # kept back for writing the answer
     on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
     on_hook_failure: Literal["skip", "fail"] = "skip"
 
@@ -72,7 +72,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def order_of(self, *, has_blend: bool) -> OrderName:
         """Name the order of the answers of a ranker that has a fitted order or none."""
-        return self.order or ("fitted" if has_blend else "rank")
+        return self.order or ("blended" if has_blend else "rank")
 
     def check_ranker(
         self, name: str, *, retrieves: bool, has_blend: bool, has_neighbours: bool
@@ -89,7 +89,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         of_order = {
             "sources.transitions": TRANSITIONS in self.sources,
-            "order": self.order == "fitted",
+            "order": self.order == "blended",
         }
         needed = {**of_order, "sources.neighbours": NEIGHBOURS in self.sources}
         for key, is_needed in needed.items():
@@ -119,17 +119,17 @@ def split(
     """Split the time of a cascade among its stages.
 
         now ------- retrieve ------- hook -- rank ------- deadline
-             the rest        hook budget  |  rank_s   answer_s
-                                          at most rank_share of the time
+             the rest        hook budget  |  rank_s   margin_s
+                                          at most max_rank_share of the time
 
     Args:
         now_at, deadline_at: instants (time.monotonic).
         rank_s: seconds that the rank takes if it has to encode the whole history.
         config: shares and budgets.
     """
-    rank_at = max(deadline_at - config.answer_s, now_at)
+    rank_at = max(deadline_at - config.margin_s, now_at)
     left_s = rank_at - now_at
-    hook_at = rank_at - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
+    hook_at = rank_at - min(max(rank_s, config.min_rank_s), left_s * config.max_rank_share)
     hook_s = config.hook_budget_s if config.hook else 0.0
     return StageDeadlines(hook_at - min(hook_s, (hook_at - now_at) / 2), hook_at, rank_at)
 

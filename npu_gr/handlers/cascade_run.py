@@ -137,13 +137,13 @@ class CascadeRun:
         self.began_at = time.monotonic()
         config = parts.config
         self._order = request.order or config.order_of(has_blend=ranking.order is not None)
-        if self._order == "fitted" and ranking.order is None:
+        if self._order == "blended" and ranking.order is None:
             raise Unprocessable(
-                "order: 'fitted' needs a ranker with a fitted order, and this one has none"
+                "order: 'blended' needs a ranker with a score blend, and this one has none"
             )
         self._vocabulary = ranking.vocabulary
         self._sources = _chosen(parts.sources, request.sources)
-        self.uses_shared_encoder = SHARED_ENCODER in self._sources or self._order == "fitted"
+        self.uses_shared_encoder = SHARED_ENCODER in self._sources or self._order == "blended"
         if self.uses_shared_encoder and SHARED_ENCODER not in self._sources:  # for u alone
             self._sources[SHARED_ENCODER] = SizedSource(from_shared_encoder, 0)
         self.max_candidates = min(
@@ -460,7 +460,7 @@ class CascadeRun:
     def _scores(self, items: I64, rows: I64, ranked: RankAnswer) -> F32:
         """Compute what the ranked items, [n] external ids and their rows, are ordered by."""
         fitted = self._ranking.blend_sum
-        if self._order != "fitted" or fitted is None:
+        if self._order != "blended" or fitted is None:
             return next(iter(ranked.scores.values()))
         seen = None
         if self._parts.hook or not self._exclude_seen:  # else none can be

@@ -19,7 +19,7 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_history_tokens: Count | None = None  # None = the model's own limit
     cut_step_tokens: Count = 256  # the window's start moves in steps of this
-    unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: and count
+    unknown_items: Literal["ignore", "reject"] = "ignore"  # ignore: and count
     # items that the ranker was not trained with and may score, in force with its next version; each
     # takes 4 x dim bytes of the device, in bfloat16 2 x dim, and 4 x dim more where the ranker
     # retrieves

@@ -266,7 +266,7 @@ class Histories:
         on_failure: FailurePolicy,
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
-        on_unsorted: OnUnsorted = "refuse",
+        on_unsorted: OnUnsorted = "reject",
         of_users: UserFeatures | None = None,
     ) -> None:
         """Read nothing yet.
@@ -440,7 +440,7 @@ class Histories:
         """
         if self.store is None:
             raise Unprocessable(
-                "events: this instance has no history store (features.kind is none)"
+                "events: this instance has no history store (history_store.kind is none)"
             )
         await self._name_actions(self.store, int(events.actions.max(initial=-1)))
         return await self.store.append(user, events, key)
@@ -454,7 +454,7 @@ class Histories:
         """
         if self.store is None:
             raise Unprocessable(
-                "events: this instance has no history store (features.kind is none)"
+                "events: this instance has no history store (history_store.kind is none)"
             )
         if not batch:
             return []

@@ -220,7 +220,7 @@ class Ranking:
             len(self.model.actions),
             max_tokens=self.max_events * self._tokens_per_event,
             cut_step_tokens=self._config.cut_step_tokens,
-            reject_unknown=self._config.unknown_items == "refuse",
+            reject_unknown=self._config.unknown_items == "reject",
             first_index=history.first_index,
             name=history.fingerprint,
             plain=history.plain_fingerprint,
@@ -265,7 +265,7 @@ class Ranking:
             vector: [d] u, to answer retrieval scores too; None = they are not wanted.
         """
         began_at = time.monotonic()
-        rejects = (request.unknown_items or self._config.unknown_items) == "refuse"
+        rejects = (request.unknown_items or self._config.unknown_items) == "reject"
         rows, known = self._candidates(request.candidates, rejects)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         late = self.late.of_rank(request, tokens, rows, known, shown_at)

@@ -34,7 +34,12 @@ from typing import Any, Protocol, TypeVar
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.logs import SeldomLog
-from npu_gr.history_store.store import HistoryConfig, HistoryStore, SourceConfig, StoredHistory
+from npu_gr.history_store.store import (
+    FeatureStoreConfig,
+    HistoryConfig,
+    HistoryStore,
+    StoredHistory,
+)
 
 NEWEST = 20  # calls, of which half must fail to open a breaker whose calls do not fail in a row
 
@@ -156,7 +161,7 @@ class Lane:
     def __init__(
         self,
         name: str,
-        config: HistoryConfig | SourceConfig,
+        config: HistoryConfig | FeatureStoreConfig,
         limit_s: float,
         observer: StoreObserver,
         clock: Callable[[], float],

@@ -248,7 +248,7 @@ class EmbeddedStore:
                 overwrites = files.enter_context(closing(RowOverwrites(path)))
             except OSError as error:
                 raise ConfigError(
-                    f"features.path: {path} cannot be used: {error.strerror}"
+                    f"history_store.path: {path} cannot be used: {error.strerror}"
                 ) from error
             warn_if_shared(*(path.with_name(path.name + end) for end in ("", "-wal", "-shm")))
             try:
@@ -257,7 +257,7 @@ class EmbeddedStore:
                 self._reader = file.connect(path, files)
             except sqlite3.Error as error:
                 raise ConfigError(
-                    f"features.path: {path} cannot be used: {error}; "
+                    f"history_store.path: {path} cannot be used: {error}; "
                     f"`npu-gr store {path} --repair NEW` saves what is left"
                 ) from error
             self._files = files.pop_all()

@@ -93,9 +93,9 @@ def lock(path: Path) -> IO[str]:
             held.close()
             raise
     except BlockingIOError as error:
-        raise StoreInUse(f"features.path: {path} is in use by another process") from error
+        raise StoreInUse(f"history_store.path: {path} is in use by another process") from error
     except OSError as error:
-        raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"history_store.path: {path} cannot be used: {error.strerror}") from error
     return held
 
 
@@ -124,7 +124,7 @@ def prepare(db: sqlite3.Connection) -> None:
     if version > SCHEMA:
         db.execute("ROLLBACK")
         raise ConfigError(
-            f"features.path: its schema is {version}, and this version reads up to {SCHEMA}"
+            f"history_store.path: its schema is {version}, and this version reads up to {SCHEMA}"
         )
     if version < SCHEMA:
         tables = {

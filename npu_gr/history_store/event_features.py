@@ -60,7 +60,7 @@ def check_size(events: Events, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         raise Unprocessable(
             f"events.features: {num_bytes} bytes an event, the limit is {max_bytes} "
-            "(features.max_feature_bytes_per_event): 4 a number, 8 a name"
+            "(history_store.max_feature_bytes_per_event): 4 a number, 8 a name"
         )
 
 

@@ -139,14 +139,16 @@ class RedisStore:
         """Connect and ping.
 
         Raises:
-            ConfigError: the package is missing, or nobody answers at `features.url`.
+            ConfigError: the package is missing, or nobody answers at `history_store.url`.
         """
         try:
             from redis.asyncio import BlockingConnectionPool, Redis
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
         except ImportError as error:
-            raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
+            raise ConfigError(
+                "history_store.kind: redis needs pip install 'npu_gr[redis]'"
+            ) from error
         try:
             pool = BlockingConnectionPool.from_url(
                 config.redis_url.reveal(),
@@ -161,16 +163,18 @@ class RedisStore:
             )
         except ValueError:  # its text may hold a piece of the password
             raise ConfigError(
-                f"features.url: {config.redis_url} is no address of a Redis: {_HOW}"
+                f"history_store.url: {config.redis_url} is no address of a Redis: {_HOW}"
             ) from None
         if is_in_clear(str(config.redis_url)):
-            log.warning("features.url: histories cross the network in clear; use rediss://")
+            log.warning("history_store.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await _run(store._client.ping())
         except StoreFailed as error:
             await store.close()
-            raise ConfigError(f"features.url: no answer from {config.redis_url}: {error}") from None
+            raise ConfigError(
+                f"history_store.url: no answer from {config.redis_url}: {error}"
+            ) from None
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:

@@ -30,7 +30,7 @@ FailurePolicy = Literal["fail", "last_known", "nothing"]
 Option = bool | int | float | str | list[str] | dict[str, str]
 
 
-class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FeatureStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the features of users come from that requests do not bring."""
 
     entry: str  # feast, or package.module:name of a function or a class
@@ -72,7 +72,6 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
     max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
     check_s: SecondsOrZero = 1.0  # embedded: how long the start looks for damage; 0 = not
-    source: SourceConfig | None = None  # of the features of users; None = requests bring them
 
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):

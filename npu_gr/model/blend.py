@@ -1,43 +1,41 @@
-"""The fitted order of a cascade: what a retrieved item's scores count, and which items follow which.
+"""Score blending: the fitted weighted sum by which a cascade orders retrieved items.
 
     s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i)
 
     l      retrieval score of the shared encoder: u . e_i
     r      logit of the task named `task`
-    m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
-           with .6 of the next newer one's
-    n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours; where they are
-           summed, log(1 + 10 x the sum of these similarities); where they are linear, this sum
-           itself
+    m      log of P(i | last events): the transitions of the last five events; the newest has
+           weight 1, each older one .6 of the weight of the next newer one
+    n      log(1 + 100 x the item's mean similarity to the items of the history that are among its
+           neighbours); in sum mode, log(1 + 10 x the sum of these similarities); in linear mode,
+           the sum itself
     pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
 
-The weights are fitted by likelihood on validation. Of each item the most probable successors are
-kept; what probability they leave over is shared by all other items, in proportion to their
+The weights are fitted by likelihood on the validation events. Each item stores its most probable
+successors; the remaining probability is shared by all other items, in proportion to their
 popularity.
 
-n has the logarithm because similarities are as skewed as counts, and the 100 because a pair of rare
-items that one user has together has a similarity of about .01. The mean, not the sum: a similarity
-says less the more items it may be of. Of the next items of Amazon Beauty's validation the
-likelihood rises by .061 nats an event with this n, by .050 without the division, by .014 without
-the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062 (of the last
-20 events; of the last five .063).
+n takes the logarithm because similarities are as skewed as counts, and the factor 100 because a
+pair of rare items that one user has together has a similarity of about .01. It takes the mean, not
+the sum, because one similarity says less in a longer history. On the validation events of Amazon
+Beauty the likelihood rises by .061 nats an event with this n, by .050 without the division, by .014
+without the 100, by .008 with the sum itself; 30 and 300 in place of 100 give .053 and .062 (over
+the last 20 events; over the last five .063).
 
-pop is a term of its own because m knows of it only what the last items leave over. Where an item
-has few events and their order says nothing, most of what can be known is in it.
+pop is a term of its own because m contains popularity only through the probability that the
+successors leave over. For items with few events, popularity is most of what is known.
 
-Of a new item, a row from `num_items` on, nothing was counted: its m, n and pop are the means of
-those that it stands among, which decide nothing. As part of a history it leads to what is popular,
-and has no neighbours.
+Nothing was counted for a new item (a row from `num_items` on): its m, n and pop are the means over
+the other candidates, so they do not change its place. In a history a new item has the popular items
+as successors, and no neighbours.
 
-A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
-A file of format 1 has no neighbours, and one without a weight of the popularity does not count it:
-its order is that of the other terms. One whose scale is 10 has neighbours that are summed, and one
-whose scale is 0 has linear ones.
+A blend is the file `order.safetensors` in the checkpoint's folder, and optional. A file of format 1
+has no neighbours; a file without a weight of the popularity has the weight 0. Scale 10 means sum
+mode, scale 0 linear mode.
 
-`ScoreBlend` defines each term. `BlendSum` orders a request's candidates by the sum: by a kernel of
-the host where the device has one; without a kernel, or to compare, it computes the terms one after
-the other.
+`ScoreBlend` defines each term. `BlendSum` computes the sum of a request's candidates with a kernel
+of the host where the backend has one, otherwise (or to compare) term by term in numpy.
 """
 
 from __future__ import annotations
@@ -64,24 +62,23 @@ FILE = "order.safetensors"
 # a, b, c, f, p, e
 WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")
 MAX_SUCCESSORS = 100  # of an item
-# of an event's weight, with each newer event; and of a pair's count, with each event more between
-# the two
+# factor of an event's weight per newer event, and of a pair's count per event between the two
 DECAY = 0.6
-LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
-PRIOR = 10.0  # transitions that the popularity counts for
-SCALE = 100.0  # of a mean similarity
-SUM_SCALE = 10.0  # of a sum of similarities
-LINEAR = 0.0  # the scale of a sum that is in no logarithm
-MAX_POPULAR = 2000  # items that are found because they are popular, those in the history included
-_LEAST = 1e-12  # probability that rounding leaves to the rest of a row
-_ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
+LAST_EVENTS = 5  # events of a history that are read; largest distance of a counted pair
+PRIOR = 10.0  # pseudo-count of the popularity, in transitions
+SCALE = 100.0  # factor of a mean similarity
+SUM_SCALE = 10.0  # factor of a sum of similarities
+LINEAR = 0.0  # the scale that stands for linear mode
+MAX_POPULAR = 2000  # items retrieved by popularity, including those in the history
+_LEAST = 1e-12  # smallest remaining probability of a row: rounding may leave less
+_ROWS_AT_ONCE = 1 << 16  # limits the float64 temporaries of a large catalogue
 _NO_ROWS: I32 = np.empty(0, np.int32)
 _NOTES = "npu_gr.order"  # key of the file's metadata
 _WITHOUT_NEIGHBOURS = 1  # format
 _WITH_NEIGHBOURS = 2
-# of every format
+# tensors of every format
 _TENSORS = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}
-_OF_NEIGHBOURS = {"neighbours": np.int32, "similarity": np.float32}  # besides, of format 2
+_OF_NEIGHBOURS = {"neighbours": np.int32, "similarity": np.float32}  # in addition, format 2
 
 
 class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,28 +88,26 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decay: float = DECAY
     prior: float = PRIOR
     last_events: int = LAST_EVENTS
-    last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
-    # which says whether a mean or a sum is scaled, or none
-    scale: float | msgspec.UnsetType = msgspec.UNSET
+    last_items: int | msgspec.UnsetType = msgspec.UNSET  # format 2
+    scale: float | msgspec.UnsetType = msgspec.UNSET  # format 2: SCALE, SUM_SCALE or LINEAR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreBlend:
-    """Weights of the sum, the transitions, the neighbours, and the popularity.
+    """Weights of the sum, and the tables of transitions, neighbours and popularity.
 
-    I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`.
+    I = items, S = stored successors of an item, at most `MAX_SUCCESSORS`.
     """
 
-    task: str  # whose logit is r
+    task: str  # the task whose logit is r
     weights: Mapping[str, float]  # by the names of `WEIGHTS`
     successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
-    neighbours: Neighbours | None = None  # None = none were counted: n is 0
-    # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one
-    # is that of new items
+    neighbours: Neighbours | None = None  # None = n is 0
+    # [I + 1] P(j | i) / share(j) for every j that is no stored successor of i; last: new items
     rest: F32 = field(init=False, repr=False)
-    # [I + 1] popularity; the last one is that of new items
+    # [I + 1] popularity; last: new items
     shares: F32 = field(init=False, repr=False)
     _popular: I64 = field(init=False, repr=False)  # rows of the most popular items, best first
 
@@ -120,7 +115,7 @@ class ScoreBlend:
         """Check shapes and values.
 
         Raises:
-            ValueError: they are no fitted order; the message names the field.
+            ValueError: A field is invalid; the message names it.
         """
         if set(self.weights) != set(WEIGHTS) or not all(map(math.isfinite, self.weights.values())):
             raise ValueError(
@@ -162,7 +157,7 @@ class ScoreBlend:
         object.__setattr__(self, "_popular", popular)
 
     def _factors(self, share: npt.NDArray[np.float64]) -> F32:
-        """Compute what an item's successors leave over, by the popularity of all others."""
+        """Divide the probability outside the stored successors by the share of all other items."""
         total = share.sum()
         rest = np.empty(self.num_items, np.float32)
         for start in range(0, self.num_items, _ROWS_AT_ONCE):
@@ -175,7 +170,7 @@ class ScoreBlend:
 
     @property
     def scale(self) -> float:
-        """Factor of the mean similarity, or of the sum, within the logarithm; 0 = there is none."""
+        """Factor of the similarities inside the logarithm; 0 = no logarithm (linear mode)."""
         if self.neighbours is None or not self.neighbours.is_summed:
             return SCALE
         return LINEAR if self.neighbours.is_linear else SUM_SCALE
@@ -189,13 +184,13 @@ class ScoreBlend:
         """Compute m: the log of the probability that each candidate follows.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may
-                be given.
-            candidates: int64 [c] item rows; new ones too, as in the history.
+            history: int64 [n] item rows, oldest first, new items allowed; only the last
+                `LAST_EVENTS` are read.
+            candidates: int64 [c] item rows, new items allowed.
 
         Returns:
-            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean
-            item.
+            float32 [c]; the popularity when the history is empty. If all candidates are new, the
+            value of an item of mean popularity.
         """
         log_share = self._log_share(candidates)
         if not len(history):
@@ -219,13 +214,12 @@ class ScoreBlend:
         """Compute n: how much each candidate has in common with the history.
 
         Args:
-            history: int64 [n] item rows, oldest first; those that the neighbours read count, and
-                more may be given.
-            candidates: int64 [c] item rows; new ones too, as in the history.
+            history: int64 [n] item rows, oldest first, new items allowed; only the last
+                `neighbours.last_items` are read.
+            candidates: int64 [c] item rows, new items allowed.
 
         Returns:
-            float32 [c], finite, 0 or more, of linear ones also below it; without neighbours, and of
-            a history that has none, 0.
+            float32 [c], finite; negative only in linear mode; 0 without neighbours.
         """
         if self.neighbours is None:
             return np.zeros(len(candidates), np.float32)
@@ -235,9 +229,9 @@ class ScoreBlend:
         return self._neutral(alike.astype(np.float32), candidates)
 
     def popular(self, candidates: I64) -> F32:
-        """Look up pop, int64 [c] item rows -> float32 [c].
+        """Look up pop: int64 [c] item rows -> float32 [c].
 
-        Of new items that of a mean one, or of those among them.
+        A new item gets the mean over the other candidates; if all are new, the mean of all items.
         """
         return self._neutral(self._log_share(candidates), candidates)
 
@@ -246,25 +240,25 @@ class ScoreBlend:
         return found
 
     def _neutral(self, term: F32, candidates: I64) -> F32:
-        """Give new candidates the mean of the others, in place."""
+        """Set the term of new candidates to the mean of the others, in place."""
         is_new = candidates >= self.num_items
         if is_new.any() and not is_new.all():
             term[is_new] = term[~is_new].mean()
         return term
 
     def top(self, history: I64, k: int) -> I64:
-        """Retrieve what most probably follows the last events: of their kept successors, and of what is popular.
+        """Retrieve the k items that most probably follow the last events.
 
-        What is no kept successor follows in proportion to its popularity, so the most popular k are
-        all that can be among the best of these.
+        Items that are no stored successor follow in proportion to their popularity, so besides the
+        stored successors only the k most popular items can be among the best.
 
         Args:
-            history: as of `transitions`.
-            k: most items.
+            history: int64 [n] item rows, oldest first.
+            k: Largest number of items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row; fewer only where
-            `MAX_POPULAR` is less than k.
+            int64 [<= k] item rows, best first, ties by the lower row; fewer than k only if k is
+            above `MAX_POPULAR`.
         """
         recent = history[-LAST_EVENTS:]
         kept = self.successors[recent[recent < self.num_items]].ravel()
@@ -273,17 +267,17 @@ class ScoreBlend:
         return best
 
     def nearest(self, history: I64, k: int) -> I64:
-        """Retrieve what has most in common with the history; nothing without neighbours.
+        """Retrieve the k items most similar to the history; none without neighbours.
 
-        Linear neighbours are counted together with the popularity, by the order's weights: so what
-        is best by these two terms of all items is found, even if it has nothing in common.
+        In linear mode the score is similarity plus popularity, by the blend's weights, so popular
+        items are found even if they have no similarity to the history.
 
         Args:
-            history: as of `alike`.
-            k: most items.
+            history: int64 [n] item rows, oldest first.
+            k: Largest number of items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row.
+            int64 [<= k] item rows, best first, ties by the lower row.
         """
         if self.neighbours is None:
             return np.empty(0, np.int64)
@@ -291,12 +285,12 @@ class ScoreBlend:
         return self.best_alike(alike, sums, k)
 
     def best_alike(self, alike: I64, sums: npt.NDArray[np.float64], k: int) -> I64:
-        """Choose what `nearest` retrieves.
+        """Choose the items that `nearest` retrieves.
 
         Args:
-            alike: int64 [n] what has something in common with the history, ascending.
-            sums: float64 [n] how much.
-            k: most items.
+            alike: int64 [n] item rows with a similarity to the history, ascending.
+            sums: float64 [n] their sums of similarities.
+            k: Largest number of items.
         """
         if self.neighbours is None or not self.neighbours.is_linear:
             return best_rows(alike, sums, k)
@@ -324,7 +318,7 @@ class ScoreBlend:
 
 
 def save_blend(order: ScoreBlend, folder: Path) -> None:
-    """Write the order into a checkpoint's folder, in the place of one that is there.
+    """Write the blend into a checkpoint's folder; an existing one is replaced.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -351,7 +345,7 @@ def save_blend(order: ScoreBlend, folder: Path) -> None:
 
 
 def load_blend(folder: Path) -> ScoreBlend | None:
-    """Read the order of a checkpoint's folder; None = it has none.
+    """Read the blend of a checkpoint's folder; None = it has none.
 
     Raises:
         CheckpointError: the file is damaged, or of another format.
@@ -386,7 +380,7 @@ def load_blend(folder: Path) -> ScoreBlend | None:
 
 
 def _of_this_version(notes: _Notes) -> _Notes:
-    """Make the notes that this version writes of the same task, weights and events that the neighbours read."""
+    """Return the notes that this version would write for the same settings."""
     found = _Notes(task=notes.task, weights=notes.weights)
     if notes.format != _WITH_NEIGHBOURS:
         return found
@@ -398,19 +392,18 @@ def _of_this_version(notes: _Notes) -> _Notes:
 
 
 class BlendSum:
-    """The sums of one order. Any thread may call."""
+    """Computes the weighted sums of one blend. Thread-safe."""
 
     def __init__(self, order: ScoreBlend, backend: Backend | None = None) -> None:
-        """Prepare them.
+        """Prepare the tables of the kernel.
 
         Args:
-            order: whose terms and weights.
-            backend: whose kernel computes them, if it has one; None = numpy.
+            order: The blend.
+            backend: Backend whose kernel is used if it has one; None = numpy.
         """
         self.order = order
         self._kernel = None if backend is None else backend.blend_sums(_tables(order))
-        # events, at most
-        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items
+        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items  # events
 
     def __call__(
         self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
@@ -419,10 +412,10 @@ class BlendSum:
 
         Args:
             history: int64 [n] item rows, oldest first.
-            candidates: int64 [c] item rows; new ones too, as in the history.
-            retrieval: [c]; None = without u the other terms decide.
-            click: [c] logits of the order's task.
-            seen: [c] 1 for an item of the history, else 0; None = none is one.
+            candidates: int64 [c] item rows, new items allowed.
+            retrieval: [c] retrieval scores; None = 0.
+            click: [c] logits of the blend's task.
+            seen: [c] 1 for an item of the history, else 0; None = 0.
         """
         if self._kernel is None:
             return self._defined(history, candidates, retrieval, click, seen)
@@ -433,7 +426,7 @@ class BlendSum:
         )
 
     def nearest(self, history: I64, k: int) -> I64:
-        """Retrieve as `ScoreBlend.nearest` does: by sums of all items from the kernel, where the pairs are not few."""
+        """Retrieve as `ScoreBlend.nearest`; with many pairs, the kernel sums over all items."""
         neighbours = self.order.neighbours
         if self._kernel is None or neighbours is None or not neighbours.are_many(history):
             return self.order.nearest(history, k)

@@ -1,7 +1,8 @@
-"""The HSTU ranker's configuration: what a checkpoint says about itself, and which settings keep a prefix exact.
+"""The HSTU ranker's configuration, as config.json of a checkpoint has it.
 
-A variant on which public implementations disagree is a field, never guessed from the weights. The
-rules E1 to E8, cited below, say which variants keep a cached prefix exact: `docs/exactness.md`.
+Each variant on which public implementations disagree is a field, never guessed from the weights.
+The rules E1 to E10, cited below, say which variants keep a cached prefix exact: see
+`docs/exactness.md`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from npu_gr.core.settings import Count
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One side feature of items: each item has up to `max_values` of `num_values` values.
-
-    They are averaged.
-    """
+    """A side feature: each item has up to `max_values` of `num_values` values, averaged."""
 
     name: str
     num_values: Count
     max_values: Count = 1
-    # their names, by which a new item says its own; none = they were not kept
+    # the values' names, which a new item uses; empty = the names are not known
     values: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -35,7 +33,7 @@ class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which entry of a time table a difference of times reads, as public code defines it.
+    """Maps a time difference to an entry of a time table, as public code defines it.
 
     bucket = floor(function(max(seconds, 1) / unit_s) / divisor), within 0 .. count - 1, in fp32.
     """
@@ -44,33 +42,34 @@ class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     count: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
     unit_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    of_float32: bool = False  # of `query_times`: differences of times that were rounded to float32
+    # `query_times` only: the times are rounded to float32 before they are subtracted
+    of_float32: bool = False
 
 
 class TimePeriod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A clock that the final rows read: the unit of a period, and how many units it has (3600 and 24: hour of day)."""
+    """A period of the request's time that the final rows read; 3600 and 24: the hour of the day."""
 
     unit_s: Count
     num_units: Count
 
 
 class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the numbers, apart from the weights and the settings of `PINNED`."""
+    """Everything that decides the scores, except the weights and the settings in `PINNED`."""
 
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
-    # number of codes of each level of the items' semantic IDs; none = not read
+    # codebook size of each level of the items' semantic IDs; empty = semantic IDs are not read
     item_codes: tuple[Count, ...] = ()
-    # of the training; 0 = no score for a new item
+    # share of item rows dropped in training; 0 = new items get no score
     row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
-    # the user's features are one token, their sum; or a token each
+    features: tuple[Feature, ...] = ()  # inputs in addition to items, actions and times
+    # sum: the user's features are added into one token; each: one token per feature
     user_tokens: Literal["sum", "each"] = "sum"
-    # what the user's tokens see: what stands before them; or the whole history (public code's
-    # contextual mask)
+    # causal: the user's tokens see the tokens before them; full: they see the whole history
+    # (the contextual mask of public code)
     context: Literal["causal", "full"] = "causal"
-    # what a behaviour can be, e.g. ratings; an event's action is an index into it
+    # kinds of events, e.g. ratings; an event's action is an index into it
     actions: tuple[str, ...]
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -81,37 +80,37 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: Count = 64  # hidden width of the shared MLP before the task logits
     max_history_tokens: Count = 4096
     position_buckets: Annotated[int, msgspec.Meta(ge=2)] = 256
-    retrieval: bool = False  # the model has the NEXT row, and finds items beside ranking them
+    retrieval: bool = False  # the model has the NEXT row: it retrieves items as well as ranks them
 
     # SiLU on all four projections (paper) or on U alone (Meta)
     activation: Literal["uvqk", "u"] = "uvqk"
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
-    # of the attention output: over all heads; each head by itself, with weights that heads share;
-    # the same, with one weight and bias a head (Meta's group norm)
+    # norm of the attention output. layer: over all heads; group: per head, weights shared by the
+    # heads; head: per head, one weight and bias a head (Meta's group norm)
     norm: Literal["layer", "group", "head"] = "layer"
     norm_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-6  # of every norm
     # [U, norm(O), Y] instead of [U, O, Y]: Meta's `concat_ua`
     attention_norm_in_concat: bool = False
     alpha: float | None = None  # factor on Q K^T; None = 1 / sqrt(qk_dim)
 
-    # of each layer's attention
+    # bias of each layer's attention
     relative_bias: Literal["position_time", "position", "none"] = "position_time"
-    time_buckets: TimeBuckets | None = None  # of its time table; None = half octaves of seconds
-    # whose time a row of the history asks with: its own, or that of the behaviour after it (Meta's
-    # research code; the last behaviour is then the row that answers, with the request's time)
+    time_buckets: TimeBuckets | None = None  # None = half octaves of seconds
+    # the time of a row of the history as a query: its own, or that of the event after it (Meta's
+    # research code; the last event, with the request's time, is then the final row)
     attention_time: Literal["own", "next"] = "own"
 
-    # a behaviour is one token, item + action; or two, its item and then its action (a candidate is
-    # an item alone)
+    # sum: an event is one token, item + action; interleaved: two tokens, item then action (a
+    # candidate is its item alone)
     token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
 
     # every token also embeds the seconds from it to the request (Meta's DLRM form)
     query_times: TimeBuckets | None = None
 
-    # what makes logits of a final row: an MLP; an MLP of its product with a row of the candidate's
-    # own; or the product with each candidate's item row. All times `head_scale`
+    # logits of a final row x, times `head_scale`. mlp: MLP(x); product: MLP(x * the candidate's row
+    # of a second table); dot: x . the candidate's item row
     head: Literal["mlp", "product", "dot"] = "mlp"
-    # of the request's time, mixed into the final row by a linear layer
+    # periods of the request's time, mixed into the final row by a linear layer
     head_periods: tuple[TimePeriod, ...] = ()
     head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
     head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
@@ -122,7 +121,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Count = 4096  # the constant scale is 1 / scaling_seqlen
-    # learned token positions beside the relative bias
+    # learned token positions, in addition to the relative bias
     positions: Literal["none", "start", "reverse"] = "none"
 
     def __post_init__(self) -> None:
@@ -162,17 +161,17 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("context: 'full' only with relative_bias 'none'")
 
     def features_of(self, of: Of) -> tuple[Feature, ...]:
-        """The features of one `of`, in the order of the checkpoint."""
+        """Return the features of users, items, events or crosses, in the checkpoint's order."""
         return tuple(feature for feature in self.features if feature.of == of)
 
     @property
     def has_factors(self) -> bool:
-        """Whether it holds a matrix factorisation, which a cross feature reads."""
+        """Whether the model holds a matrix factorisation, which a cross feature reads."""
         return any(feature.computed == MF_SCORE for feature in self.features_of("cross"))
 
     @property
     def num_user_tokens(self) -> int:
-        """Tokens in front of the history that the user's features are."""
+        """Number of tokens in front of the history that hold the user's features."""
         own = len(self.features_of("user"))
         return own if self.user_tokens == "each" else min(own, 1)
 
@@ -183,40 +182,40 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def has_next(self) -> bool:
-        """Whether what comes next is asked by NEXT, a row of its own."""
+        """Whether the next item is predicted by NEXT, an extra row behind the history."""
         return self.retrieval and self.head != "dot"
 
     @property
     def tokens_per_event(self) -> int:
-        """Tokens that a behaviour is."""
+        """Number of tokens of an event."""
         return 2 if self.is_interleaved else 1
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether a behaviour is two tokens."""
+        """Whether an event is two tokens."""
         return self.token == "interleaved"  # noqa: S105
 
     @property
     def has_plain_layers(self) -> bool:
-        """Whether a layer around its attention is one that kernels of whole layers know."""
+        """Whether the fused kernels support the layers, apart from the attention's times."""
         return (
             self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
         )
 
     @property
     def has_plain_passes(self) -> bool:
-        """Whether kernels of whole layers know its layers, its times, and which row answers."""
+        """Whether the fused kernels support a whole forward pass, except tokens and head."""
         return self.has_plain_layers and self.has_plain_times and self.head != "dot"
 
     @property
     def has_plain_tokens(self) -> bool:
-        """Whether a token is its item's vector and its action's, and nothing else."""
+        """Whether a token is the sum of its item's and its action's vectors, and nothing else."""
         others = self.features or self.is_interleaved or self.query_times is not None
         return not others and self.positions == "none"
 
     @property
     def has_plain_head(self) -> bool:
-        """Whether the logits are the MLP, with SiLU, of the layer norm of a final row."""
+        """Whether the logits are a SiLU MLP of the layer norm of a final row."""
         plain = (self.head, self.head_norm, self.head_activation, self.head_scale) == (
             "mlp",
             "layer",
@@ -227,18 +226,18 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def has_plain_times(self) -> bool:
-        """Whether the attention's times are those that its kernels know."""
+        """Whether the attention kernels support the model's times."""
         return self.time_buckets is None and self.attention_time == "own"
 
     @property
     def scores_new_items(self) -> bool:
-        """Whether an item that was not in the training gets a score: by its features and codes."""
+        """Whether items that were not in training get a score, by their features and codes."""
         return self.row_dropout > 0 and bool(
             self.item_codes or self.item_features or self.features_of("item")
         )
 
 
-# Keys that are written only where they are not the default: older versions know no such key.
+# Keys that are written only if they differ from the default: older versions reject them.
 LATER = (
     *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
     *(
@@ -266,7 +265,10 @@ PINNED: dict[str, tuple[str | int, str]] = {
 
 
 def write_keys(config: HSTUConfig) -> dict[str, Any]:
-    """The keys of `model` in config.json, the pinned ones included, so that older versions read new checkpoints."""
+    """Return the keys of `model` in config.json, including the pinned ones.
+
+    Defaults that older versions do not know are left out, so that they read new checkpoints.
+    """
     keys: dict[str, Any] = msgspec.to_builtins(config)
     defaults = dict(
         zip(HSTUConfig.__struct_fields__[::-1], HSTUConfig.__struct_defaults__[::-1], strict=False)
@@ -284,10 +286,10 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
 
 
 def take_pinned(keys: dict[str, Any]) -> dict[str, Any]:
-    """Check and remove the pinned keys of `model` in config.json; what is left are `HSTUConfig`'s.
+    """Check and remove the pinned keys of `model` in config.json; the rest are `HSTUConfig`'s.
 
     Raises:
-        ValueError: a pinned key has another value; the message names the key and the rule.
+        ValueError: A pinned key has another value; the message names the key and the rule.
     """
     for key, (value, rule) in PINNED.items():
         if key in keys and (keys[key] != value or isinstance(keys[key], bool)):
@@ -299,10 +301,7 @@ def take_pinned(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def inexact_fields(config: HSTUConfig) -> list[str]:
-    """Name each setting with which a cached prefix would change the scores, a line each.
-
-    Empty = exact.
-    """
+    """List the settings with which a cached prefix would change the scores; empty = exact."""
     lines = []
     if config.scaling != "constant":
         rule = (

@@ -1,18 +1,18 @@
-"""A causal decoder of the Llama kind, written for serving: one prefill, then lock-step beams.
+"""Causal decoders of the Llama family for serving: one prefill, then lock-step beam search.
 
-Qwen3: RMSNorm of each query and key head; its mixture of experts in `Experts`. Qwen2: bias on q, k,
+Qwen3: RMSNorm of each query and key head; `Experts` is its mixture of experts. Qwen2: bias on q, k,
 v. Llama and Mistral: neither, or bias on q, k, v and the output. All: RoPE, grouped queries,
-SwiGLU, a head of its own or the token embedding. K is kept after norm and RoPE, so a cached prefix
-is read as it is. Attention is the backend's; the prefix is *shared KV*, the few tokens a beam adds
-are *unshared KV*.
+SwiGLU, a head that is tied to the token embedding or separate. K is stored after norm and RoPE, so
+a cached prefix needs no further work. The backend computes the attention; the prefix is *shared
+KV*, the few tokens that a beam adds are *unshared KV*.
 
 Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783), Mistral
 (arXiv:2310.06825); shared and unshared KV: xGR (arXiv:2512.11529). Invariant: a token's keys and
 values depend on it and the tokens before it alone, so prefill may be cut anywhere.
 
 RoPE: RoFormer (arXiv:2104.09864), with the scalings of the served families; `llama3` as its
-checkpoints state it. Mixture of experts, where each row goes through the few MLPs that its router
-likes best: Qwen3, as transformers computes it.
+checkpoints state it. Mixture of experts (each row goes through the few MLPs to which its router
+gives most weight): Qwen3, as transformers computes it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from npu_gr.model.generative import (
     RMSNorm,
     Sink,
     joined,
-    whole,
+    linear,
 )
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the frequencies of a model for short texts were changed for longer ones."""
+    """How RoPE's frequencies of a model for short texts were changed for longer ones."""
 
     kind: Literal["linear", "llama3"]
     factor: Positive
-    # llama3: wavelengths over original_max_tokens / this are scaled whole
+    # llama3: wavelengths over original_max_tokens / this are divided by `factor`
     low_freq_factor: Positive = 1.0
     # llama3: wavelengths under original_max_tokens / this are not scaled
     high_freq_factor: Positive = 4.0
@@ -65,12 +65,15 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def rope_angles(first: int, num_tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32 as the models were trained.
+    """Compute RoPE's cos and sin of `num_tokens` positions from `first` on.
 
     Args:
-        first: position of the first token.
-        num_tokens: how many positions.
-        frequencies: what `rope_frequencies` gave; its device is that of the result.
+        first: Position of the first token.
+        num_tokens: Number of positions.
+        frequencies: Result of `rope_frequencies`; decides the result's device.
+
+    Returns:
+        cos and sin, float32 [num_tokens, 1, head_dim / 2]: fp32, as the models were trained.
     """
     positions = torch.arange(
         first, first + num_tokens, dtype=torch.float32, device=frequencies.device
@@ -84,7 +87,7 @@ def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
     """Compute the frequency of each pair of a head: float32 [head_dim / 2], radians a position."""
-    with torch.inference_mode(False):  # kept for training too
+    with torch.inference_mode(False):  # the cached tensor is used in training too
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         plain: Tensor = 1.0 / theta**exponent
         if scaling is None:
@@ -92,24 +95,24 @@ def rope_frequencies(
         if scaling.kind == "linear":
             return plain / scaling.factor
         turns = scaling.original_max_tokens * plain / (2 * math.pi)  # within the original positions
-        kept = (turns - scaling.low_freq_factor) / (
+        unscaled = (turns - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
         )
-        kept = kept.clamp(0.0, 1.0)
-        return (1 - kept) * plain / scaling.factor + kept * plain
+        unscaled = unscaled.clamp(0.0, 1.0)
+        return (1 - unscaled) * plain / scaling.factor + unscaled * plain
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
+    """Apply RoPE to x [n, H, D]; pair i is (x[i], x[i + D/2]), as in Hugging Face checkpoints."""
     low, high = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The experts of a decoder."""
+    """The mixture of experts of a decoder."""
 
     num_experts: Count
-    num_per_token: Count  # experts that a row goes through
+    num_per_token: Count  # number of experts that a row goes through
     mlp_dim: Count  # hidden width of one expert
     normalises: bool  # whether the weights of a row's experts sum to 1
     dense_layers: tuple[int, ...] = ()  # layers with one MLP for all rows instead
@@ -134,17 +137,17 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, ops: Affine) -> Tensor:
-        """Compute the experts' update of rows x: [..., dim] -> [..., dim].
+        """Compute the experts' output for rows x: [..., dim] -> [..., dim].
 
-        No shape depends on values.
+        No shape depends on values, so the pass can be captured as a graph.
         """
         if x.ndim > 2:
             rows: Tensor = self(x.flatten(0, -2), ops)
             return rows.view(x.shape)
         config = self.config
-        liked = ops.affine(x, self.router, 0, config.num_experts, False)
+        logits = ops.affine(x, self.router, 0, config.num_experts, False)
         weight, expert = (
-            liked.to(accumulator(liked.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
+            logits.to(accumulator(logits.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
         )
         if config.normalises:
             weight = weight / weight.sum(-1, keepdim=True)
@@ -157,7 +160,10 @@ class Experts(nn.Module):
 
 
 def _has_grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies groups of rows in one launch here, without asking the device for their sizes."""
+    """Return whether torch has a grouped matrix product for this device, dtype and shape.
+
+    It multiplies all groups of rows in one launch, and the host need not know their sizes.
+    """
     if not hasattr(functional, "grouped_mm"):  # torch before 2.10
         return False
     is_aligned = all(
@@ -181,13 +187,13 @@ def _grouped(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor
 
 
 def _gathered(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Read the weights of each row's expert by themselves: any device and dtype, and the slow definition."""
+    """Copy each row's expert weights and multiply: slow, for any device and dtype."""
     gate, up = torch.bmm(gate_up[expert], x[..., None])[..., 0].chunk(2, dim=-1)
     return torch.bmm(down[expert], (silu(gate) * up)[..., None])[..., 0]
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the numbers, apart from the weights."""
+    """Everything that decides the scores, except the weights."""
 
     vocab_size: Count
     dim: Count
@@ -196,7 +202,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_kv_heads: Count
     head_dim: Count  # independent of dim / num_heads
     mlp_dim: Count
-    max_tokens: Count  # positions that the model was made for
+    max_tokens: Count  # largest number of positions
     rope_theta: Positive
     norm_eps: Positive
     qk_norm: bool  # RMSNorm of every query and key head (Qwen3)
@@ -204,7 +210,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tied_head: bool  # the head is the token embedding
     out_bias: bool = False  # bias on the attention's output (Llama with attention_bias)
     rope_scaling: RopeScaling | None = None
-    experts: ExpertsConfig | None = None  # in the place of the MLP, but for their dense layers
+    experts: ExpertsConfig | None = None  # replace the MLP, except in `dense_layers`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -224,7 +230,10 @@ _TORCH = TorchOps()  # differentiable, for training
 
 
 class DecoderLayer(nn.Module):
-    """A layer without its attention: q, k, v from the rows, and the next rows from the attention output."""
+    """A decoder layer without its attention.
+
+    It makes q, k, v of the rows, and the next layer's rows of the attention output.
+    """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -250,16 +259,16 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D].
 
-        Rotate by cos and sin [n, 1, D / 2].
+        Q and K are rotated by cos and sin [n, 1, D / 2].
         """
-        every = whole(ops, self.norm_in(x), self.qkv)
+        every = linear(ops, self.norm_in(x), self.qkv)
         q, k, v = every.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
 
     def project_last(
         self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int, ops: Affine
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project K and V of every row, but Q of the last `num_rows` rows only: all that the last layer needs."""
+        """Project K and V of every row, but Q of the last `num_rows` rows only: the last layer."""
         normed = self.norm_in(x)
         last = slice(len(x) - num_rows, None)
         q = ops.affine(normed[last], self.qkv, 0, self.q_width, False)
@@ -280,14 +289,14 @@ class DecoderLayer(nn.Module):
         return rotate(self.norm_k(heads) if self.config.qk_norm else heads, cos, sin)
 
     def finish(self, x: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """Compute the next layer's rows [n, dim] from the rows x [n, dim] and the attention output [n, Hq, D]."""
-        x = x + whole(ops, attention.flatten(-2), self.out).to(x.dtype)
+        """Compute the next layer's rows [n, dim] of x [n, dim] and attention [n, Hq, D]."""
+        x = x + linear(ops, attention.flatten(-2), self.out).to(x.dtype)
         normed = self.norm_mlp(x)
         if self.experts is not None:
             mixed: Tensor = self.experts(normed, ops)
         else:
-            gate, up = whole(ops, normed, self.gate_up).chunk(2, dim=-1)
-            mixed = whole(ops, silu(gate) * up, self.down)
+            gate, up = linear(ops, normed, self.gate_up).chunk(2, dim=-1)
+            mixed = linear(ops, silu(gate) * up, self.down)
         return x + mixed.to(x.dtype)
 
 
@@ -311,7 +320,10 @@ class Decoder(GenerativeModel):
         return KVShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
 
     def longest_prompt(self, num_levels: int) -> int:
-        """Leave room for the tokens that beams add: all of an item but the last, which is never read."""
+        """Return the longest prompt, in tokens.
+
+        Beams add all tokens of an item but the last, which is never read.
+        """
         return self.config.max_tokens - (num_levels - 1)
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -329,16 +341,18 @@ class Decoder(GenerativeModel):
         sink: Sink | None,
         num_rows: int = 1,
     ) -> Tensor:
-        """Run new tokens of one prompt; hand every layer's new keys and values to the sink.
+        """Run new tokens of one prompt; pass every layer's new keys and values to the sink.
 
         Args:
+            backend: Computes the attention and the linear layers.
             tokens: int64 [n], n >= 1, on the model's device.
-            start: position of the first one = how many tokens `past` holds.
-            past: cached tokens before them; None where there are none.
-            num_rows: how many final rows are wanted, 1..n.
+            start: Position of the first new token = number of tokens in `past`.
+            past: KV of the cached tokens before them; None = there are none.
+            sink: Takes the new tokens' keys and values; None = they are not stored.
+            num_rows: Number of final rows to return, 1..n.
 
         Returns:
-            [num_rows, dim] of the last tokens, after the final norm: what `logits` takes.
+            [num_rows, dim] of the last tokens, after the final norm: the input of `logits`.
         """
         scale = self.config.head_dim**-0.5
         cos, sin = self.config.angles(start, len(tokens), tokens.device)
@@ -358,7 +372,10 @@ class Decoder(GenerativeModel):
         return hidden
 
     def _between(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
-        """Make the work of a decode step between the attention of layer index - 1 and that of layer `index`."""
+        """Return the row-wise work of a decode step before the attention of layer `index`.
+
+        It begins behind the attention of layer index - 1; `index` = num_layers ends the step.
+        """
 
         def work(
             x: Tensor, cos: Tensor, sin: Tensor, attention: Tensor | None = None
@@ -401,7 +418,7 @@ class Decoder(GenerativeModel):
     def encoding(
         self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of new tokens into pieces: one, because tokens can be divided instead."""
+        """Return one piece of work: prefill is divided by tokens instead."""
 
         def run() -> None:
             self.prefill(backend, backend.upload(tokens), start, past, sink)
@@ -409,7 +426,7 @@ class Decoder(GenerativeModel):
         return [run]
 
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Run the last token of the prompt again, for its row."""
+        """Run the last token of the prompt again: its final row was not stored."""
         last = len(tokens) - 1
         return Begun(
             self.prefill(

@@ -1,23 +1,22 @@
-"""The features of one `of` as rows of the model's width: `FeatureTable`.
+"""Embeddings of features (`FeatureTable`) and of the items' semantic-ID codes (`ItemCodeRows`).
 
-    row = sum of the table's rows (a multi-valued feature: their mean) + numbers @ W
+    row = sum of the table's rows (of a multi-valued feature: their mean) + numbers @ W
 
 A row depends on its own values alone, so a cached prefix stays exact.
 `core/feature_schema/encode.py` makes the values.
 
-An item's vector is made of a row of its own, and of what it has in common with other items
-(`ItemCodeRows`):
+An item's vector is the sum of a row of its own, the residual, and of rows that it shares with other
+items:
 
-    e_i = residual_i + the mean of each side feature's values + features of the schema + the row of
-    each code
+    e_i = residual_i + mean of the rows of each side feature + rows of the schema's features
+          + row of each code
 
 An item that the model was not trained with has no residual row: its vector is the rest of the sum.
-Row dropout (`HSTUConfig.row_dropout`) makes the rest worth something by itself: every step of the
-training leaves the residual rows of some items out, in histories, among candidates and in the
-softmax alike.
+Row dropout (`HSTUConfig.row_dropout`) trains the rest to stand alone: every training step leaves
+out the residual rows of some items, in histories, among candidates and in the softmax alike.
 
-Serving reads one frozen table: the sums of the trained items, spare rows for the sums of new ones,
-and NEXT's row last.
+Serving reads one frozen table: the sums of the trained items, spare rows for new items, and NEXT's
+row last.
 """
 
 from __future__ import annotations
@@ -40,19 +39,22 @@ _TORCH = TorchOps()  # differentiable, for training
 
 
 class FeatureValues(NamedTuple):
-    """`Encoded` on the model's device: n rows."""
+    """`Encoded` features of n rows, on the model's device."""
 
     codes: Tensor  # int32 [..., width] rows of the table
     numbers: Tensor  # float32 [..., num_numbers]
 
     @classmethod
     def of(cls, encoded: Encoded) -> FeatureValues:
-        """Wrap host arrays, for a model on the host."""
+        """Wrap host arrays without a copy, for a model on the host."""
         return cls(torch.from_numpy(encoded.codes), torch.from_numpy(encoded.numbers))
 
 
 class FeatureTable(nn.Module):
-    """Weights of the features of one `of`: `codes.weight` [rows, dim] and `numbers.weight` [dim, num_numbers]."""
+    """Embeds the features of users, items, events or crosses.
+
+    Weights: `codes.weight` [rows, dim] and `numbers.weight` [dim, num_numbers].
+    """
 
     missing_codes: Tensor
     missing_numbers: Tensor
@@ -61,8 +63,8 @@ class FeatureTable(nn.Module):
         """Make random weights.
 
         Args:
-            features: all of one `of`, at least one.
-            dim: of a row.
+            features: One or more features with the same `of`.
+            dim: Width of a row.
         """
         super().__init__()
         encoder = FeatureEncoder(features)
@@ -81,7 +83,7 @@ class FeatureTable(nn.Module):
         self.register_buffer("missing_numbers", missing.numbers, persistent=False)
 
     def missing(self, num_rows: int) -> FeatureValues:
-        """Return the values of n rows of which nothing is known."""
+        """Return the values of n rows whose features are all missing."""
         return FeatureValues(
             self.missing_codes.expand(num_rows, -1), self.missing_numbers.expand(num_rows, -1)
         )
@@ -101,7 +103,7 @@ class FeatureTable(nn.Module):
         return x
 
     def each(self, values: FeatureValues, ops: Affine = _TORCH) -> Tensor:
-        """Embed values of n rows feature by feature: [n, features, dim], in the order of the checkpoint."""
+        """Embed each feature of n rows by itself: [n, features, dim], in the checkpoint's order."""
         found: list[Tensor] = []
         rows = (
             self.codes(values.codes) * self._shares(values.codes)[..., None]
@@ -119,7 +121,7 @@ class FeatureTable(nn.Module):
         return torch.stack(found, 1)
 
     def _shares(self, codes: Tensor) -> Tensor:
-        """The share of each code in its feature's mean, of the codes' shape; 0 of padding."""
+        """Compute each code's weight in its feature's mean, in the codes' shape; padding: 0."""
         shares = torch.ones(codes.shape, dtype=self.codes.weight.dtype, device=codes.device)
         for first, last in self._shared:
             is_value = codes[..., first:last] != self._padding
@@ -131,22 +133,21 @@ I32 = npt.NDArray[np.int32]
 
 
 class NewItems(NamedTuple):
-    """What is known of items that a model was not trained with. n = items."""
+    """Features and codes of n items that a model was not trained with."""
 
-    # of each of `item_features`: [n, max_values] value ids, num_values = padding
+    # per side feature of `item_features`: [n, max_values] value ids, num_values = padding
     features: tuple[I64, ...]
-    codes: I32  # [n, levels of `item_codes`]; a level's number of codes = the item has none
-    # [n] of the schema's features of items; None = the model has none
-    values: Encoded | None = None
+    codes: I32  # [n, levels of `item_codes`]; codebook size of the level = no code
+    values: Encoded | None = None  # n rows of the schema's item features; None = there are none
 
 
 class ItemCodeRows(nn.Module):
     """The codes of the trained items, and a row for each code of each level."""
 
-    of_item: Tensor  # int32 [num_items, levels]; a level's number of codes = the item has none
+    of_item: Tensor  # int32 [num_items, levels]; codebook size of the level = no code
 
     def __init__(self, num_items: int, code_count: tuple[int, ...], dim: int) -> None:
-        """Give no item a code."""
+        """Make random rows; the items have no codes yet."""
         super().__init__()
         self.levels = nn.ModuleList(
             nn.Embedding(count + 1, dim, padding_idx=count) for count in code_count
@@ -168,9 +169,9 @@ class ItemCodeRows(nn.Module):
 
     @torch.no_grad()
     def start(self, codes: I32, residual: Tensor) -> None:
-        """Give the items their codes.
+        """Set the items' codes, and start each code's row at the mean of its items' residuals.
 
-        A code's row starts as what its items have in common, which leaves the residual.
+        The mean is subtracted from the residuals.
 
         Args:
             codes: [num_items, levels].
@@ -188,10 +189,11 @@ class ItemCodeRows(nn.Module):
 
 
 def draw_kept(num_items: int, row_dropout: float) -> Tensor | None:
-    """Draw the items that keep their residual rows in a step of the training: float32 [num_items, 1] of 0 and 1.
+    """Draw the items that keep their residual rows in a training step.
+
+    The kept rows are not scaled up, because serving uses every residual row as it is.
 
     Returns:
-        None = all of them do. What is kept is not scaled up: a trained item is served with its
-        whole row.
+        float32 [num_items, 1] of 0 and 1; None = all items keep theirs.
     """
     return (torch.rand(num_items, 1) >= row_dropout).float() if row_dropout else None

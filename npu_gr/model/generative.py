@@ -1,10 +1,12 @@
-"""A model that generates, and the nouns of a decode step. The engine knows no more of a model.
+"""The interface of a generative model to the engine, and the types of a decode step.
 
-A prompt's KV, kept in pages, is *shared KV*: all beams of a request read it. What a beam adds is
-*unshared KV*.
+A prompt's KV, stored in pages, is *shared KV*: all beams of a request read it. The tokens that a
+beam adds are *unshared KV*. What shared KV holds depends on the model:
 
-    decoder (`decoder.py`)   the keys and values of the prompt's tokens: one attention a layer over both kinds of KV
-    T5 (`t5.py`)             the encoder's output as each decoder layer reads it: a layer has an attention for each kind
+    decoder (`decoder.py`)   keys and values of the prompt's tokens; each layer has one attention
+                             over both kinds of KV
+    T5 (`t5.py`)             the encoder's output as each decoder layer reads it; each layer has one
+                             attention for each kind
 
 Source: shared and unshared KV: xGR (arXiv:2512.11529).
 """
@@ -28,7 +30,7 @@ Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of th
 
 
 class KVShape(NamedTuple):
-    """Of a prompt's KV, and of what a beam adds to it."""
+    """Shape of a token's KV."""
 
     num_layers: int
     num_heads: int  # KV heads
@@ -37,9 +39,9 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnsharedKV:
-    """Keys and values of the tokens that beams have added, as one decode step reads and writes them.
+    """Keys and values of the tokens that beams have added, in one decode step.
 
-    W = rows of the slab, at least as many as the step has rows; S = its slots.
+    W = rows of the slab, at least the rows of the step; S = its slots, one a decode step.
     """
 
     slabs: Callable[[int], Slab]  # layer -> (k, v), each [W, S, Hkv, D]; slot `step` is written
@@ -48,14 +50,14 @@ class UnsharedKV:
     ancestry: Tensor | None = None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Slab:
-        """Write the beams' keys and values [rows, Hkv, D] into their slot, and return the layer's slab."""
+        """Write the beams' keys and values [rows, Hkv, D] into their slot; return the slab."""
         slab = self.slabs(layer)
         slab[0][: len(k), self.step] = k
         slab[1][: len(v), self.step] = v
         return slab
 
     def held(self, layer: int, num_rows: int) -> Slab:
-        """Return k and v [rows, step + 1, Hkv, D] of what each beam has added so far, this step included."""
+        """Return k and v [rows, step + 1, Hkv, D] of each beam's tokens, including this step's."""
         num_slots = self.step + 1
         keys, values = self.slabs(layer)
         if self.ancestry is None:
@@ -69,27 +71,27 @@ class UnsharedKV:
 class BeamStep:
     """The beams of one request in a decode step; rows = beams."""
 
-    tokens: Tensor  # int64 [rows], the token each beam chose last
-    position: int  # its position, the same for every beam: prompt length + step
+    tokens: Tensor  # int64 [rows], the token that each beam chose last
+    position: int  # position of these tokens: prompt length + step
     shared: LayerSlabs  # the whole prompt
     unshared: UnsharedKV
-    # of each layer, the KV of the token that all beams begin with; empty = there is none
+    # KV, per layer, of the token that all beams begin with; empty = there is none
     begun: Sequence[Slab] = ()
-    # two attention stages and a merge, or one stage, which is faster for short prompts; equal but
-    # for rounding
+    # True: attend to shared and unshared KV in two stages and merge; False: one stage, which is
+    # faster for short prompts. The results differ only by rounding
     split: bool = True
 
     def attend(
         self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
-        """Write the beams' keys and values into their slot, then attend over the prompt and the beams' own.
+        """Write the beams' keys and values, then attend over the prompt and each beam's tokens.
 
         Args:
-            backend: whose attention runs.
-            layer: index.
+            backend: Computes the attention.
+            layer: Index of the layer.
             q: [rows, Hq, D].
             k, v: [rows, Hkv, D] of the step's tokens.
-            scale: factor on q k^T.
+            scale: Factor on q k^T.
 
         Returns:
             [rows, Hq, D].
@@ -102,10 +104,7 @@ class BeamStep:
         )
 
     def read_prompt(self, backend: Backend, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Attend over the prompt alone: [rows, Hq, D] of q [rows, Hq, D].
-
-        The arguments are those of `attend`.
-        """
+        """Attend over the prompt alone: q [rows, Hq, D] -> [rows, Hq, D]; see `attend`."""
         slab = self.unshared.slabs(layer)
         return backend.beam_attention(
             BeamCall(q, self.shared(layer), slab, 0, None, scale, self.split)
@@ -113,14 +112,17 @@ class BeamStep:
 
 
 class Begun(NamedTuple):
-    """A prompt read to its end: what the first round of a search needs."""
+    """State after the prompt, for the first round of a beam search."""
 
-    hidden: Tensor  # [1, dim], what `logits` takes
-    kv: Sequence[Slab] = ()  # as `BeamStep.begun`
+    hidden: Tensor  # [1, dim], the input of `logits`
+    kv: Sequence[Slab] = ()  # becomes `BeamStep.begun`
 
 
 class RMSNorm(nn.Module):
-    """Compute x / rms(x) * weight over the last dimension, statistics in fp32, result in the weight's dtype."""
+    """Compute x / rms(x) * weight over the last dimension.
+
+    Statistics are in fp32, the result in the weight's dtype.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -134,33 +136,33 @@ class RMSNorm(nn.Module):
         return normed.to(self.weight.dtype) * self.weight
 
 
-def whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
-    """All outputs [..., out] of a linear layer for x [..., in]."""
+def linear(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
+    """Apply a linear layer to x: [..., in] -> [..., out]."""
     return ops.affine(x, layer, 0, layer.out_features, False)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts; those of a single one are not copied."""
+    """Concatenate the rows of all parts; a single part is not copied."""
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 class GenerativeModel(nn.Module, ABC):
-    """A model that generates, and what every one has: embedding and head.
+    """Base class of generative models: embedding, head, and the methods that the engine calls.
 
-    What computes runs on a device thread.
+    Methods that compute run on a device thread.
     """
 
-    # a token's KV depends on it and those before it: a prompt's beginning can be kept
+    # whether a token's KV depends only on the tokens up to it: then a prompt's beginning is cached
     is_divisible: ClassVar[bool]
     head: nn.Linear  # unless the head is tied
 
     def __init__(self, vocab_size: int, dim: int, tied_head: bool) -> None:
-        """Make the embedding; `head` is left to the subclass, to stand behind its layers.
+        """Make the embedding; a subclass makes `head` after its layers.
 
         Args:
-            vocab_size: tokens.
-            dim: width of a row.
-            tied_head: the head is the token embedding.
+            vocab_size: Number of tokens.
+            dim: Width of a row.
+            tied_head: The head is the token embedding.
         """
         super().__init__()
         self.tied_head = tied_head
@@ -168,18 +170,18 @@ class GenerativeModel(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the KV."""
+        """Dtype of the weights and the KV."""
         found: torch.dtype = self.embedding.weight.dtype
         return found
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocabulary, dim]: a row for each token's score."""
+        """Weight of the head, [vocabulary, dim]."""
         weight: Tensor = self.embedding.weight if self.tied_head else self.head.weight
         return weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of tokens, wide: the residual stream of a half-precision model stays fp32."""
+        """Look up the rows of tokens, in fp32: the residual stream of a half-precision model."""
         rows: Tensor = self.embedding(tokens)
         return rows.to(accumulator(rows.dtype))
 
@@ -190,13 +192,13 @@ class GenerativeModel(nn.Module, ABC):
         token_range: tuple[int, int] | None = None,
         room: Callable[[int, int], Tensor] | None = None,
     ) -> Tensor:
-        """Scores of the next token, not normalised.
+        """Compute the scores of the next token, not normalised.
 
         Args:
             hidden: [rows, dim] from `begin` or `decode`.
-            token_range: first token and the one after the last, e.g. one codebook; None = the
+            token_range: First token and the one after the last, e.g. one codebook; None = the
                 vocabulary.
-            room: gives the result's memory, [rows, tokens]; None = new memory.
+            room: Allocates the result, [rows, tokens]; None = new memory.
 
         Returns:
             [rows, tokens] in the weights' dtype.
@@ -208,36 +210,34 @@ class GenerativeModel(nn.Module, ABC):
     @property
     @abstractmethod
     def kv_shape(self) -> KVShape:
-        """Of a prompt's KV, and of the beams' own."""
+        """Shape of a token's KV, shared or unshared."""
 
     @abstractmethod
     def longest_prompt(self, num_levels: int) -> int:
-        """Count the tokens that a prompt may have where semantic IDs of so many codes follow it."""
+        """Return the longest prompt, in tokens, before semantic IDs of `num_levels` codes."""
 
     @abstractmethod
     def encoding(
         self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of a prompt into pieces, each bounded, that run in this order.
-
-        Computes nothing itself.
+        """Divide the encoding of a prompt into pieces of bounded time, to be run in order.
 
         Args:
-            backend: the model's device.
-            tokens: [n] new tokens of the prompt, n >= 1; all of them where it is not divisible.
-            start: position of the first one = how many tokens `past` holds.
-            past: KV of the tokens before them; None where there are none.
-            sink: is handed every layer's keys and values of all new tokens.
+            backend: Backend of the model's device.
+            tokens: [n] new tokens of the prompt, n >= 1; the whole prompt if not `is_divisible`.
+            start: Position of the first new token = number of tokens in `past`.
+            past: KV of the tokens before them; None = there are none.
+            sink: Takes every layer's keys and values of all new tokens.
         """
 
     @abstractmethod
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Read an encoded prompt to its end.
+        """Compute the state after an encoded prompt.
 
         Args:
-            backend: the model's device.
+            backend: Backend of the model's device.
             tokens: [n] of the whole prompt, n >= 1.
-            prompt: gives the KV of its first tokens, as many as asked for.
+            prompt: Returns the KV of the first tokens; its argument is their number.
         """
 
     @abstractmethod
@@ -245,5 +245,5 @@ class GenerativeModel(nn.Module, ABC):
         """Run one step of all beams of some requests; write their keys and values into their slots.
 
         Returns:
-            [rows of all steps, dim], step after step: what `logits` takes.
+            [rows of all steps, dim], in the order of `steps`: the input of `logits`.
         """

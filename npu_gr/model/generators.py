@@ -1,4 +1,4 @@
-"""Which generator a Hugging Face folder holds: `model_type` of its `config.json` says it."""
+"""Load the generator of a Hugging Face folder, by `model_type` of its `config.json`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from npu_gr.model.t5 import T5
 
 
 class Examined(NamedTuple):
-    """What a folder holds, without its memory."""
+    """Properties of a checkpoint, read without its weights."""
 
     vocab_size: int
-    is_divisible: bool  # as of `GenerativeModel`
+    is_divisible: bool  # see `GenerativeModel`
 
 
 def load(folder: Path, dtype: torch.dtype) -> Decoder | T5:
-    """Read a generator's checkpoint and compute in `dtype`, on the CPU. As `hf_files.load`."""
+    """Read a generator's checkpoint in `dtype`, onto the CPU; see `hf_files.load`."""
     return hf_t5.load(folder, dtype) if _is_t5(folder) else hf.load(folder, dtype)
 
 
 def examine(folder: Path) -> Examined:
-    """Look at a generator's checkpoint without its memory. As `hf_files.examine`."""
+    """Check a generator's checkpoint without loading its weights; see `hf_files.examine`."""
     if _is_t5(folder):
         return Examined(hf_files.examine(folder, hf_t5.FORMAT).vocab_size, T5.is_divisible)
     return Examined(hf_files.examine(folder, hf.FORMAT).vocab_size, Decoder.is_divisible)

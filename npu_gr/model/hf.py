@@ -1,6 +1,6 @@
-"""Decoders in Hugging Face folders: which of our parameters each tensor fills.
+"""Decoders in Hugging Face folders: the map from their tensors to our parameters.
 
-`hf_files.py` reads and writes the files, `hf_config.py` the configuration, and lists the families.
+`hf_files.py` reads and writes the files; `hf_config.py` the configuration, with the families.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ HEAD = "lm_head.weight"
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder that `config.json` describes. As `hf_files.read_config`."""
+    """Read the decoder's configuration; see `hf_files.read_config`."""
     return hf_files.read_config(folder, FORMAT)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Read a decoder's checkpoint and compute in `dtype`, on the CPU. As `hf_files.load`."""
+    """Read a decoder's checkpoint in `dtype`, onto the CPU; see `hf_files.load`."""
     return hf_files.load(folder, dtype, FORMAT)
 
 
 def save(model: Decoder, folder: Path) -> None:
-    """Write a decoder's checkpoint. As `hf_files.save`."""
+    """Write a decoder's checkpoint; see `hf_files.save`."""
     keys = hf_config.keys_of(model.config, str(model.dtype).removeprefix("torch."))
     hf_files.save(keys, tensor_places(model), folder)
 
@@ -44,9 +44,9 @@ def _copies(config: DecoderConfig) -> Mapping[str, str]:
 
 
 def tensor_places(model: Decoder) -> dict[str, Tensor]:
-    """Name in the checkpoint -> the part of our parameter that it fills.
+    """Map each name in the checkpoint to the part of our parameter that it fills.
 
-    Q, k, v and gate, up are joined here.
+    Our parameters join q, k, v, and gate, up.
     """
     config = model.config
     state = model.state_dict()

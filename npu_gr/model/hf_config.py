@@ -1,7 +1,7 @@
-"""`config.json` of a Hugging Face causal language model, as the decoder that it describes, and back.
+"""Reads and writes `config.json` of Hugging Face causal language models.
 
-`FAMILIES` lists what is served. A setting that would change the numbers and is not served is
-rejected by its name; every other key is the trainer's business and passed over.
+`FAMILIES` lists the models that are served. A setting that would change the scores and is not
+served is rejected by name; keys that only concern training are ignored.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from npu_gr.model.decoder import DecoderConfig
 
 
 class Family(NamedTuple):
-    """What a `model_type` decides by itself."""
+    """Properties that follow from `model_type` alone."""
 
     architecture: str
     qk_norm: bool = False
-    # None: as `attention_bias` says, and then the attention's output has one too
+    # None: `attention_bias` decides, for the attention's output too
     qkv_bias: bool | None = False
     has_experts: bool = False
-    # where config.json says none; None = hidden_size / num_attention_heads
+    # default if config.json has none; None = hidden_size / num_attention_heads
     head_dim: int | None = None
-    sliding_window: int | None = None  # where config.json has no such key
+    sliding_window: int | None = None  # default if config.json has no such key
 
 
 FAMILIES = {
@@ -35,9 +35,9 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", sliding_window=4096),
 }
 KINDS = (*FAMILIES, "t5")  # the last is an encoder-decoder: `hf_t5.py`
-MAX_LAYERS = 10_000  # of a mixture of experts, whose dense layers are listed
+MAX_LAYERS = 10_000  # with experts: the dense layers are listed one by one
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-# Keys of the scalings of RoPE that are served, by their names in config.json -> in `RopeScaling`.
+# RoPE scalings that are served: their keys in config.json -> fields of `RopeScaling`.
 SCALINGS = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -50,7 +50,7 @@ SCALINGS = {
 
 
 class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that decide the numbers; defaults are those of transformers."""
+    """The keys of `config.json` that decide the scores; defaults are those of transformers."""
 
     model_type: str
     vocab_size: int
@@ -68,9 +68,9 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     rope_theta: float | None = None  # transformers 4
     rope_scaling: dict[str, Any] | None = None  # transformers 4
-    rope_parameters: dict[str, Any] | None = None  # transformers 5: both of them
+    rope_parameters: dict[str, Any] | None = None  # transformers 5, instead of both
     partial_rotary_factor: float | None = None
-    use_sliding_window: bool = False  # of Qwen
+    use_sliding_window: bool = False  # Qwen only
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """All that is said of RoPE, in one table: as transformers, what stands inside wins over what stands beside."""
+        """RoPE's settings in one table; keys of the inner table win, as in transformers."""
         found = dict(self.rope_scaling or self.rope_parameters or {})
         found.setdefault("rope_type", found.pop("type", "default"))
         found.setdefault("rope_theta", 10_000.0 if self.rope_theta is None else self.rope_theta)
@@ -95,10 +95,10 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(text: bytes) -> DecoderConfig:
-    """Read what `config.json` describes.
+    """Parse `config.json`.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served;
+        ValueError, msgspec.MsgspecError: It is invalid, or a setting is not served; the message
             names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
@@ -110,10 +110,10 @@ def decode(text: bytes) -> DecoderConfig:
 
 
 def reject_unknown_kind(keys: Mapping[str, Any]) -> None:
-    """Reject a model of another family, or experts where the family has none.
+    """Reject a model of another family, or experts in a family without them.
 
     Raises:
-        ValueError: with the key and its value.
+        ValueError: The message has the key and its value.
     """
     kind = keys.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -131,7 +131,7 @@ def reject_experts(keys: Mapping[str, Any]) -> None:
     """Reject a mixture of experts.
 
     Raises:
-        ValueError: with the key and its value.
+        ValueError: The message has the key and its value.
     """
     for key in EXPERT_KEYS:
         if keys.get(key):
@@ -198,8 +198,8 @@ def _decoder_fields(config: _HFConfig) -> dict[str, Any]:
 
 
 def _max_tokens(config: _HFConfig, family: Family) -> int:
-    """As long as a text is no longer than the sliding window, each token sees all before it: that much is served."""
-    if config.model_type.startswith("qwen"):  # its window is off, or rejected
+    """Limit prompts to the sliding window: within it, each token sees all tokens before it."""
+    if config.model_type.startswith("qwen"):  # a window that is on was rejected
         return config.max_position_embeddings
     window = (
         family.sliding_window if config.sliding_window is msgspec.UNSET else config.sliding_window
@@ -236,11 +236,11 @@ def _experts(config: _HFConfig) -> dict[str, Any] | None:
 
 
 def keys_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Write `config.json` of a decoder: as the simplest family that computes it.
+    """Return the keys of `config.json` of a decoder, as the simplest family that computes it.
 
     Args:
-        config: the decoder.
-        dtype: of the weights, e.g. "float32".
+        config: Configuration of the decoder.
+        dtype: Dtype of the weights, e.g. "float32".
     """
     if config.qk_norm:
         kind = "qwen3_moe" if config.experts else "qwen3"
@@ -278,7 +278,7 @@ def keys_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "rope_scaling": rope if config.rope_scaling else None,
         "rope_parameters": rope,  # transformers 5
         "use_sliding_window": False,
-        "bos_token_id": None,  # every token is a code
+        "bos_token_id": None,  # there are no special tokens: every token is a code
         "eos_token_id": None,
     }
     if config.experts is not None:

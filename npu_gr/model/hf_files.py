@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, read whole or sharded.
+"""Reads and writes Hugging Face checkpoints: `config.json` and `model.safetensors`, or its shards.
 
-What is said here holds for every family; `hf.py` (decoders) and `hf_t5.py` name the tensors. Every
-shape is compared before anything is allocated; then each tensor is read once, checked and copied
-into its place, so loading needs the model's memory and that of one tensor.
+This module serves every family; `hf.py` (decoders) and `hf_t5.py` map the tensors. Every shape is
+compared before anything is allocated; then each tensor is read once, checked and copied into its
+place, so loading needs the memory of the model and of one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npu_gr.model.weights import give_memory, shapes_only
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of tensors in the files
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of tensors in the files
 
 C = TypeVar("C")
 M = TypeVar("M", bound=nn.Module)
@@ -35,26 +35,26 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format(Generic[C, M]):
-    """How one kind of model lies in a folder. `C` is its configuration, `M` the model."""
+    """How one kind of model is stored. `C` is the type of its configuration, `M` of the model."""
 
     decode: Callable[[bytes], C]  # config.json; ValueError or msgspec.MsgspecError names the key
-    # what the names of the tensors decide
+    # adapts the configuration to the names of the tensors
     fit: Callable[[C, frozenset[str]], C] = lambda config, _names: config
-    # key of config.json -> something of which each has a tensor at least
+    # key of config.json -> lower bound of the number of tensors, checked before the model is made
     sizes: Callable[[C], Mapping[str, int]]
     make: Callable[[C], M]
     # name in the checkpoint -> the part of our parameter that it fills
     places: Callable[[M], dict[str, Tensor]]
-    # name that may be there too -> the one whose values it must have
+    # optional tensor -> the tensor that it must equal
     copies: Callable[[C], Mapping[str, str]]
-    passed_over: frozenset[str] = frozenset()  # names of tensors that compute nothing
+    ignored: frozenset[str] = frozenset()  # tensors that are not used
 
 
 def version(folder: Path) -> str:
-    """16 hex digits over `config.json` and the weights' files: part of every cache key.
+    """Hash `config.json` and the weights' files to 16 hex digits, a part of every cache key.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: A file cannot be read.
     """
     digest = xxhash.xxh3_64()
     for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")]):
@@ -68,10 +68,10 @@ def version(folder: Path) -> str:
 
 
 def read_config(folder: Path, form: Format[C, M]) -> C:
-    """Read what `config.json` describes.
+    """Read `config.json`.
 
     Raises:
-        CheckpointError: the file is missing or broken, or asks for something that is not served.
+        CheckpointError: The file is missing or invalid, or a setting is not served.
     """
     try:
         return form.decode((folder / CONFIG).read_bytes())
@@ -82,11 +82,11 @@ def read_config(folder: Path, form: Format[C, M]) -> C:
 
 
 def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
-    """Read a checkpoint and compute in `dtype`, on the CPU.
+    """Read a checkpoint in `dtype`, onto the CPU.
 
     Raises:
-        CheckpointError: a file is missing or corrupt, a tensor is missing, not expected, of another
-            shape or not finite, or the configuration is not served. The message names the file or
+        CheckpointError: A file is missing or corrupt; a tensor is missing, unexpected, not finite
+            or of another shape; or the configuration is not served. The message names the file or
             the tensor.
     """
     try:
@@ -96,9 +96,9 @@ def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
         copies = form.copies(config)
         twice: dict[str, Tensor] = {}
         for file, name, tensor in _tensors(folder):
-            if name in form.passed_over:
+            if name in form.ignored:
                 continue
-            if name in copies:  # some save it all the same
+            if name in copies:  # some programs save tied tensors twice
                 place = twice[name] = torch.empty_like(places[copies[name]])
             else:
                 place = places[name]
@@ -113,10 +113,10 @@ def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
 
 
 def examine(folder: Path, form: Format[C, M]) -> C:
-    """Look at a checkpoint without its memory: whether every tensor is there, and of the shape that it must have.
+    """Check the names and shapes of a checkpoint's tensors without loading them.
 
     Raises:
-        CheckpointError: as `load`, but for values that are not finite.
+        CheckpointError: As `load`, except for values that are not finite.
     """
     try:
         return _without_memory(folder, form)[0]
@@ -125,11 +125,10 @@ def examine(folder: Path, form: Format[C, M]) -> C:
 
 
 def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
-    """Make the model of a configuration whose tensors the folder has: nothing is allocated for one that it has not.
+    """Make the model on the meta device, and check that the folder has all its tensors.
 
     Raises:
-        CheckpointError: a tensor is missing, not expected or of another shape, or no tensor can be
-            so large.
+        CheckpointError: A tensor is missing, unexpected, too large or of another shape.
     """
     config = read_config(folder, form)
     found = [(file, name, tensor.get_shape()) for file, name, tensor in _tensors(folder)]
@@ -142,7 +141,7 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
     try:
         with shapes_only():
             model = form.make(config)
-    except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
+    except (RuntimeError, TypeError, OverflowError) as error:  # impossible sizes of tensors
         raise CheckpointError(
             f"checkpoint {folder}: {CONFIG}: {str(error).partition(chr(10))[0]}"
         ) from error
@@ -150,7 +149,7 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
     missing = set(places)
     places |= {name: places[like] for name, like in form.copies(config).items()}
     for file, name, shape in found:
-        if name in form.passed_over:
+        if name in form.ignored:
             continue
         what = f"checkpoint {folder}: {file}"
         if name not in places:
@@ -166,29 +165,29 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
 
 
 def save(keys: Mapping[str, Any], places: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a checkpoint that `load`, and transformers, read as it is, in the dtype of the weights.
+    """Write a checkpoint, in the dtype of the weights; transformers can read it too.
 
     Args:
-        keys: of config.json.
-        places: name -> tensor.
-        folder: is made where there is none.
+        keys: Content of config.json.
+        places: Tensors by name.
+        folder: Created if missing.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: The folder cannot be written.
     """
     tensors = {name: part.detach().clone().contiguous() for name, part in places.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # which transformers asks for
+        # transformers requires this metadata
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
-        as_public_as(folder / WEIGHTS, folder / CONFIG)  # safetensors makes it 0600
+        as_public_as(folder / WEIGHTS, folder / CONFIG)  # safetensors creates files with mode 0600
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
 
 
 def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
-    """Copy a tensor into its place, or say why not."""
+    """Copy a tensor into its place; raise CheckpointError if its dtype or values do not fit."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{what}: dtype {tensor.dtype} is none of {', '.join(map(str, DTYPES))}"
@@ -203,10 +202,10 @@ def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
-    """(file, name, slice) of every tensor of the checkpoint; `slice[:]` reads it.
+    """Yield (file, name, slice) of every tensor of the checkpoint; `slice[:]` reads it.
 
     Raises:
-        CheckpointError: a file is missing or corrupt, or the index does not fit its files.
+        CheckpointError: A file is missing or corrupt, or the index does not match its files.
     """
     index = None if (folder / WEIGHTS).exists() else _index(folder)
     for file in sorted(set(index.values())) if index else [WEIGHTS]:
@@ -230,7 +229,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor -> file of a sharded checkpoint."""
+    """Read the map from tensor to file of a sharded checkpoint."""
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"checkpoint {folder}: no such file: {WEIGHTS} (nor {INDEX})")
@@ -253,7 +252,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _some(names: set[str]) -> str:
-    """The first few names and how many more."""
+    """Join the first three names, and count the others."""
     shown = sorted(names)[:3]
     return ", ".join(shown) + (
         f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""

@@ -1,9 +1,8 @@
-"""T5 in Hugging Face folders (`T5ForConditionalGeneration`): its `config.json`, and which parameter each tensor fills.
+"""T5 in Hugging Face folders (`T5ForConditionalGeneration`): `config.json` and tensors.
 
-A setting that would change the numbers and is not served is rejected by its name; every other key
-is the trainer's business and passed over. Where transformers 4 and 5 read a key differently, we
-read it as 5 does: a head of its own is one that the weights' file has, whatever
-`tie_word_embeddings` says.
+A setting that would change the scores and is not served is rejected by name; keys that only concern
+training are ignored. Where transformers 4 and 5 read a key differently, we follow 5: the head is
+separate if and only if the weights contain it, whatever `tie_word_embeddings` is.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that decide the numbers; defaults are those of transformers."""
+    """The keys of `config.json` that decide the scores; defaults are those of transformers."""
 
     vocab_size: int
     d_model: int
@@ -48,21 +47,21 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     relative_attention_max_distance: int = 128
     layer_norm_epsilon: float = 1e-6
     feed_forward_proj: str = "relu"
-    dense_act_fn: str | None = None  # wins over the activation in `feed_forward_proj`
-    is_gated_act: bool | None = None  # the same
+    dense_act_fn: str | None = None  # overrides the activation in `feed_forward_proj`
+    is_gated_act: bool | None = None  # overrides the "gated-" in `feed_forward_proj`
     is_encoder_decoder: bool = True
     decoder_start_token_id: int | None = None
     tie_word_embeddings: bool | None = None
-    # transformers 5; before, it was whether embeddings are tied
+    # transformers 5; None = `tie_word_embeddings` decides, as in transformers 4
     scale_decoder_outputs: bool | None = None
     quantization_config: dict[str, Any] | None = None
 
 
 def decode(text: bytes) -> T5Config:
-    """Read what `config.json` describes.
+    """Parse `config.json`.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served;
+        ValueError, msgspec.MsgspecError: It is invalid, or a setting is not served; the message
             names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
@@ -113,11 +112,11 @@ def decode(text: bytes) -> T5Config:
 
 
 def keys_of(config: T5Config, dtype: str) -> dict[str, Any]:
-    """Write `config.json` of a model.
+    """Return the keys of `config.json` of a model.
 
     Args:
-        config: of the model.
-        dtype: of the weights, e.g. "float32".
+        config: Configuration of the model.
+        dtype: Dtype of the weights, e.g. "float32".
     """
     name = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     return {
@@ -147,9 +146,9 @@ def keys_of(config: T5Config, dtype: str) -> dict[str, Any]:
 
 
 def tensor_places(model: T5) -> dict[str, Tensor]:
-    """Name in the checkpoint -> the part of our parameter that it fills.
+    """Map each name in the checkpoint to the part of our parameter that it fills.
 
-    Q, k, v and gate, up are joined here.
+    Our parameters join q, k, v, and gate, up.
     """
     config = model.config
     state = model.state_dict()
@@ -215,18 +214,16 @@ FORMAT = hf_files.Format(
     make=T5,
     places=tensor_places,
     copies=_copies,
-    passed_over=frozenset(
-        {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
-    ),
+    ignored=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
 )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> T5:
-    """Read a T5's checkpoint and compute in `dtype`, on the CPU. As `hf_files.load`."""
+    """Read a T5 checkpoint in `dtype`, onto the CPU; see `hf_files.load`."""
     return hf_files.load(folder, dtype, FORMAT)
 
 
 def save(model: T5, folder: Path) -> None:
-    """Write a T5's checkpoint. As `hf_files.save`."""
+    """Write a T5 checkpoint; see `hf_files.save`."""
     keys = keys_of(model.config, str(model.dtype).removeprefix("torch."))
     hf_files.save(keys, tensor_places(model), folder)

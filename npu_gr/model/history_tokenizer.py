@@ -1,5 +1,6 @@
-"""Turn a user's history into model input: known items only, cut to the window, with a fingerprint of every prefix.
+"""Turns a user's history into model input: known items only, cut to the window, fingerprinted.
 
+`tokenize` makes `Tokens`; the fingerprint of each of their prefixes is a cache key.
 `ItemVocabulary` maps external item ids to the rows of the model's item table and back.
 
 The length rule: at most `max_tokens` of the newest events remain, and the window starts at an event
@@ -11,11 +12,11 @@ cut_step_tokens 2:
     events 0 1 2 3 4 5          start 2
     events 0 1 2 3 4 5 6        start 4
 
-Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two
-tokens each, and everything that counts behind this module counts tokens.
+If an event is two tokens, its item and then its action, both limits are halved to count events.
+All later stages count tokens.
 
-Dropping the oldest token at every new event would change every score and make every cached prefix
-useless (rule E9 of docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
+Dropping the oldest token at every new event would change every score and invalidate every cached
+prefix (rule E9 of docs/exactness.md); a start that moves only every `cut_step_tokens` events avoids
 both.
 """
 
@@ -37,40 +38,37 @@ from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import Events, HistoryReport
 
 UNKNOWN = -1
-_DIRECT = 8  # slots that a direct table may have for each item; sparser ids use a binary search
+_DIRECT = 8  # most slots of a direct table per item; sparser ids use a binary search
 
 
 class ItemVocabulary:
-    """The items that the model knows: those that it was trained with, and new ones.
+    """The items that the model knows, trained and new. Immutable.
 
-    Never changed in place.
-
-    Nearly dense ids (from the smallest to the largest there are at most about `_DIRECT` times as
-    many as items) use one table look-up, others a binary search: 16 k ids take tens of microseconds
-    with the table, about a millisecond among ten million sparse ids.
+    Nearly dense ids (a range of at most about `_DIRECT` ids per item) use one table look-up, others
+    a binary search: 16 k ids take tens of microseconds with the table, about a millisecond among
+    ten million sparse ids.
     """
 
     def __init__(self, ids: I64) -> None:
-        """Keep the trained items: int64 [num_items], the id of each row, distinct, not negative."""
+        """Index the trained items: `ids` int64 [num_items], the id of each row, distinct, >= 0."""
         self.ids = ids
         order = np.argsort(ids)
         self._sorted = ids[order]
-        # one more, which an id beyond the largest finds
+        # one more entry, for ids beyond the largest
         self._order = np.append(order, UNKNOWN)
         self._found = np.append(self._sorted, UNKNOWN)
         self._table: I64 | None = None
         if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
-            # one slot an id from the smallest to the largest, and one at each end that ids beyond
-            # them look up
+            # one slot an id from the smallest to the largest, and one at each end for ids outside
             self._before = int(self._sorted[0]) - 1  # id of the first slot
             self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
             self._table[ids - self._before] = np.arange(len(ids))
         self.new_ids: I64 = np.empty(0, np.int64)  # id of each row behind the trained ones
-        self._new_rows: I64 = self.new_ids  # of the new items, by ascending id
+        self._new_rows: I64 = self.new_ids  # rows of the new items, by ascending id
         self._new_sorted: I64 = self.new_ids
 
     def __len__(self) -> int:
-        """Number of rows, the trained and the new ones."""
+        """Number of rows, trained and new."""
         return len(self.ids) + len(self.new_ids)
 
     def with_new(self, ids: I64) -> ItemVocabulary:
@@ -79,13 +77,13 @@ class ItemVocabulary:
         The tables of trained ids are shared.
 
         Args:
-            ids: int64 [n], none of a trained item, each once. One that is new already moves to its
+            ids: int64 [n], distinct, none of a trained item. An id that is already new moves to its
                 later row.
         """
         made = copy.copy(self)
         made.new_ids = np.concatenate([self.new_ids, ids])
         newest_first = made.new_ids[::-1]
-        # the first of equals is the newest row
+        # np.unique keeps the first of equal ids: the newest row
         made._new_sorted, place = np.unique(newest_first, return_index=True)
         made._new_rows = len(made) - 1 - place
         return made
@@ -99,7 +97,7 @@ class ItemVocabulary:
         return found
 
     def trained_rows(self, ids: I64) -> I64:
-        """Look up the row of each id, `UNKNOWN` if the model was not trained with it. [n] -> [n]."""
+        """Look up the row of each id, `UNKNOWN` if it was not in training. [n] -> [n]."""
         if self._table is not None:
             return self._table.take(ids - self._before, mode="clip")
         at = self._sorted.searchsorted(ids)
@@ -122,41 +120,41 @@ NO_NEW_ROW = 1 << 62  # beyond every row
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
-    """The model's input for one user. e = events.
+    """The model's input for one user.
 
-    N = tokens: the user's, where the model has any, then the events'.
+    e = events. The tokens are the user's, if the model has any, then the events'.
     """
 
     events: Events  # [e] with external item ids; the action of an item's own token is -1
     rows: I64  # [e] row of each item in the model
     report: HistoryReport
-    # [1] the user's features; None = none of these tokens is the user's
+    # [1] the user's features; None = there are no tokens of the user
     user: Encoded | None = None
-    features: Encoded | None = None  # [e] of the events; None = the model has none
-    # rows from this one on are of items that the model was not trained with
+    features: Encoded | None = None  # [e] features of the events; None = the model has none
+    # rows from this one on belong to items that the model was not trained with
     first_new_row: int = NO_NEW_ROW
-    user_tokens: int = 1  # that the user's features are; they are never parted
-    plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
-    # of the tokens alone; `report` names what was sent
+    user_tokens: int = 1  # number of tokens of the user's features, which stay together
+    plain: str = ""  # `Events.fingerprint` of all events without features; "" = not computed yet
+    # by number of tokens; `report` has the fingerprint of the history as sent
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_user(self) -> int:
-        """Tokens of the user."""
+        """Number of the user's tokens."""
         return 0 if self.user is None else self.user_tokens
 
     @property
     def is_divisible(self) -> bool:
-        """Always: a behaviour's keys and values depend on it and what came before."""
+        """Always True: a token's keys and values depend only on the tokens up to it."""
         return True
 
     def __len__(self) -> int:
         return len(self.rows) + (0 if self.user is None else self.user_tokens)
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Return some of the tokens; of the user's all or none.
+        """Return some of the tokens; the user's tokens stay together.
 
-        The report stays that of the whole history.
+        The report stays that of the complete history.
         """
         start, stop, _ = part.indices(len(self))
         own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
@@ -164,7 +162,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         return self._of(own, user)
 
     def newest(self, num_tokens: int) -> Tokens:
-        """Return the newest events and the user's tokens: `num_tokens` together, at least one of them an event's."""
+        """Return the user's and the newest events' tokens: `num_tokens`, at least one event's."""
         return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
 
     def _of(self, own: slice, user: Encoded | None) -> Tokens:
@@ -176,7 +174,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def timestamps(self) -> I64:
-        """Unix seconds of each token, int64 [n]; the user's have those of the first event."""
+        """Unix seconds of each token, int64 [n]; the user's tokens have the first event's."""
         times = self.events.timestamps
         if not self.num_user:
             return times
@@ -187,8 +185,8 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
 
-        The rows of new items belong to it: one that is withdrawn and added again, with other
-        features, has another row.
+        It includes the rows of new items: an item that is withdrawn and added again, with other
+        features, gets another row.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
@@ -196,7 +194,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         return known
 
     def _fingerprint(self, num_tokens: int) -> str:
-        """Features count as the model reads them: what it does not know of them is the same as what is missing."""
+        """Compute a fingerprint; features count as encoded, so unknown and missing values agree."""
         num_events = max(num_tokens - self.num_user, 0)
         plain = self.plain if num_events == len(self.events) else ""
         if not plain:
@@ -221,14 +219,14 @@ def _some(features: Encoded | None, rows: Any) -> Encoded | None:
 
 
 def window_start(first_index: int, num_events: int, max_tokens: int, step: int) -> int:
-    """Compute how many of the oldest given events to cut. Pure.
+    """Compute how many of the oldest given events to cut.
 
     Args:
-        first_index: index of the first given event in the user's whole history.
-        num_events: number of given events.
-        max_tokens: most events that may remain.
-        step: once anything is cut, the index of the first remaining event in the whole history is a
-            multiple of this.
+        first_index: Index of the first given event in the user's complete history.
+        num_events: Number of given events.
+        max_tokens: Largest number of remaining events.
+        step: If anything is cut, the index of the first remaining event in the complete history is
+            a multiple of this.
 
     Returns:
         0 .. num_events: all of them if no multiple of `step` lies within the newest `max_tokens`
@@ -259,25 +257,25 @@ def tokenize(
     """Check a history, cut it and map its items to rows.
 
     Args:
-        events: with external item ids, oldest first.
-        vocabulary: the items that the model knows.
-        num_actions: actions that the model knows: 0 .. num_actions - 1.
-        max_tokens: longest history that the model reads.
-        cut_step_tokens: the window's start moves in steps of this many events.
-        reject_unknown: raise for an unknown item; False: drop it.
-        first_index: index of the first event in the user's whole history, of which a caller may
-            send the end alone.
-        name: fingerprint of the history, for the report.
-        plain: `Events.fingerprint` of the events without features, where it is known.
+        events: Events with external item ids, oldest first.
+        vocabulary: Items that the model knows.
+        num_actions: Number of actions that the model knows; they are 0 .. num_actions - 1.
+        max_tokens: Longest history that the model reads.
+        cut_step_tokens: Step of the window's start, in tokens.
+        reject_unknown: True: raise for an unknown item; False: drop it.
+        first_index: Index of the first event in the user's complete history, of which a client may
+            send only the end.
+        name: Fingerprint of the history, for the report.
+        plain: `Events.fingerprint` of the events without features; "" = compute it when needed.
         tokens_per_event: 2 = a token of the item, then one of the action.
-        features: of the model.
-        user_features: values of those of the user.
+        features: Features that the model reads.
+        user_features: Values of the user's features.
 
     Raises:
-        Unprocessable: an action the model does not know, an unknown item with `reject_unknown`, or
-            a feature of the user that is none of the model's or does not fit.
+        Unprocessable: An action is unknown, an item is unknown and `reject_unknown`, or a feature
+            of the user is unknown or has a wrong value.
     """
-    # unsigned, a negative one is large
+    # as unsigned numbers, negative actions are large
     if len(events) and largest(events.actions.view(np.uint16)) >= num_actions:
         least = smallest(events.actions)
         worst = least if least < 0 else largest(events.actions)

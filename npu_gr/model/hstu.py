@@ -2,13 +2,13 @@
 
 A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch
 is a list of segments. Prefill is a segment without candidates, full inference one without a past,
-so cold and cached scores come from the same lines of code. `hstu_layer.py` runs the layers; where
-the backend has kernels of whole passes or of whole layers, `FusedForwardCalls` describes the model
-to them. `hstu_input.py` has the weights, and the rows of segments.
+so cold and cached scores come from the same lines of code. `hstu_layer.py` runs the layers op by
+op; `FusedForwardCalls` runs them with the backend's fused kernels, if it has any. `hstu_input.py`
+has the weights, and the input rows of segments.
 
-A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row
+A model with `retrieval` also predicts the next item. NEXT is a candidate without an item: item row
 `num_items`, one past the last. Its final row becomes the user vector u, and the retrieval score of
-item i is u . e_i with the items' input embeddings e.
+item i is u . e_i, where e_i is the item's input embedding.
 
 Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
 Invariants: history rows never depend on candidates or on later history; candidates never see each
@@ -51,26 +51,26 @@ class HSTU(HSTUWeights):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__(config)
         self._rows = InputRows(self)
-        self.whole = FusedForwardCalls(self, self._rows, self._answer)
+        self.fused = FusedForwardCalls(self, self._rows, self._answer)
 
     @torch.inference_mode()
     def forward(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
-        """Score every segment's candidates; hand every segment's new keys and values to its sink.
+        """Score every segment's candidates; pass every segment's new keys and values to its sink.
 
         Returns:
             Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order; for
             a NEXT segment u [1, dim].
         """
         if self.config.head == "dot":
-            return self._by_last(backend, segments)
+            return self._dot_products(backend, segments)
         return self._through_layers(backend, segments)
 
-    def _by_last(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
-        """Multiply each last behaviour's row with the candidates' rows.
+    def _dot_products(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
+        """Multiply each last event's final row with the candidates' rows.
 
-        Without a behaviour every product is 0.
+        Without an event every product is 0.
         """
-        known = [s.asking_by_last() for s in segments if len(s.items)]
+        known = [s.queried_by_last_event() for s in segments if len(s.items)]
         found = iter(self._through_layers(backend, known) if known else [])
         answers = []
         for s in segments:
@@ -83,19 +83,19 @@ class HSTU(HSTUWeights):
         return answers
 
     def _through_layers(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
-        told = told_in_numbers(self.config, segments)
-        if told is not None:
+        batch = batch_on_host(self.config, segments)
+        if batch is not None:
             kinds = {s.is_next for s in segments}
             is_next = None if len(kinds) > 1 else kinds == {True}
-            if (answers := self.whole.run(backend, told, is_next, lambda: segments)) is not None:
+            if (answers := self.fused.run(backend, batch, is_next, lambda: segments)) is not None:
                 return [torch.from_numpy(own) for own in answers]
         x = self._rows.of(segments, backend)
-        whole = None
-        if told is not None:
-            whole = whole_pass(self.config, self.attention_scale, self.dtype, backend, told)
-        if whole is not None:
-            rows = whole.run(
-                self, partial(run_whole_layers, self.each_layer(), self.config.dim, backend), x
+        kernels = None
+        if batch is not None:
+            kernels = fused_layers(self.config, self.attention_scale, self.dtype, backend, batch)
+        if kernels is not None:
+            rows = kernels.run(
+                self, partial(run_fused_layers, self.each_layer(), self.config.dim, backend), x
             )
             parts = rows.split([len(s.candidates) for s in segments])
             return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
@@ -109,20 +109,22 @@ class HSTU(HSTUWeights):
             return self.user_vectors(own, backend)
         if self.config.head_periods:
             own = self.clock(own, torch.full_like(segment.candidates, segment.candidate_time))
-        beside = (
+        candidate_rows = (
             self.candidate(segment.candidates).to(own.dtype)
             if self.config.head == "product"
             else None
         )
-        return self.task_logits(own, backend, beside)
+        return self.task_logits(own, backend, candidate_rows)
 
-    def task_logits(self, x: Tensor, ops: Affine = _TORCH, beside: Tensor | None = None) -> Tensor:
+    def task_logits(
+        self, x: Tensor, ops: Affine = _TORCH, candidate_rows: Tensor | None = None
+    ) -> Tensor:
         """Compute logits by the MLP.
 
         Args:
-            x: [..., dim] final candidate rows; clocks are mixed in.
-            ops: computes the linear layers.
-            beside: [..., dim] rows of the candidates' own, of a model with head `product`.
+            x: [..., dim] final candidate rows, with the request's time mixed in.
+            ops: Computes the linear layers.
+            candidate_rows: [..., dim] factors of a model with head `product`.
 
         Returns:
             [..., tasks], fp32 or fp64.
@@ -132,16 +134,16 @@ class HSTU(HSTUWeights):
         assert isinstance(out, nn.Linear)
         is_silu = self.config.head_activation == "silu"
         normed = self.norm_head(x)
-        wide = ops.affine(
-            normed if beside is None else normed * beside, hidden, 0, hidden.out_features, is_silu
-        )
+        if candidate_rows is not None:
+            normed = normed * candidate_rows
+        wide = ops.affine(normed, hidden, 0, hidden.out_features, is_silu)
         logits = ops.affine(wide if is_silu else middle(wide), out, 0, out.out_features, False)
         return logits if self.config.head_scale == 1.0 else logits * self.config.head_scale
 
     def user_vectors(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """[..., dim] final rows of NEXT, or of last behaviours -> [..., dim] u, fp32 or fp64.
+        """Compute u of final rows: [..., dim] -> [..., dim], fp32 or fp64. Only with `retrieval`.
 
-        Only with `retrieval`.
+        The rows are those of NEXT, or of the last events with head `dot`.
         """
         if self.config.head == "dot":
             scaled: Tensor = self.norm_head(x) * self.config.head_scale
@@ -149,11 +151,14 @@ class HSTU(HSTUWeights):
         return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)
 
 
-def told_in_numbers(config: HSTUConfig, segments: Sequence[Segment]) -> list[HstuSegment] | None:
-    """Describe a batch to kernels of whole layers; None = the model, or what its host knows, is not for them."""
+def batch_on_host(config: HSTUConfig, segments: Sequence[Segment]) -> list[HstuSegment] | None:
+    """Describe a batch to fused kernels; None = they do not support the model or a segment.
+
+    The kernels need the tokens' times and pages on the host.
+    """
     if not config.has_plain_passes:
         return None
-    told = []
+    batch = []
     for s in segments:
         if s.host is None:
             return None
@@ -161,16 +166,16 @@ def told_in_numbers(config: HSTUConfig, segments: Sequence[Segment]) -> list[Hst
         new = s.times.shape[0]  # len() of a tensor takes ten times as long
         own = s.candidates.shape[0]
         cached = len(times) - new
-        told.append(
+        batch.append(
             HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids)
         )
-    return told
+    return batch
 
 
 def weights_of(
     layers: Sequence[HSTULayer], heads: Mapping[str, HstuHead], config: HSTUConfig, scale: float
 ) -> HstuWeights:
-    """Name what kernels of a whole pass read of a model with plain passes."""
+    """Collect the weights that fused kernels read, of a model with plain passes."""
     read = []
     for layer in layers:
         assert isinstance(layer.norm_attention, nn.LayerNorm)
@@ -190,14 +195,14 @@ def weights_of(
     )
 
 
-def whole_pass(
+def fused_layers(
     config: HSTUConfig,
     scale_of: Callable[[int], float],
     dtype: torch.dtype,
     backend: Backend,
     rows: Sequence[HstuSegment],
 ) -> HstuPass | None:
-    """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
+    """Ask the backend for fused kernels of whole layers; None = run the layers op by op."""
     scales = {scale_of(len(row.times)) for row in rows}
     if len(scales) != 1:
         return None
@@ -217,25 +222,25 @@ def whole_pass(
     )
 
 
-def run_whole_layers(
-    layers: Sequence[HSTULayer], dim: int, backend: Backend, whole: HstuPass, x: Tensor
+def run_fused_layers(
+    layers: Sequence[HSTULayer], dim: int, backend: Backend, kernels: HstuPass, x: Tensor
 ) -> Tensor:
-    """Run all layers: [rows, dim] of all segments -> [c, dim] of all candidates, and rows that mean nothing."""
+    """Run all layers: [rows, dim] of all segments -> [c, dim] of all candidates, then padding."""
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
         assert isinstance(layer.norm_attention, nn.LayerNorm)
         mixed = backend.affine(layer.norm_in(x), layer.uvqk, 0, sum(layer.widths), False)
-        gated = whole.mix(HstuLayerCall(index, mixed, layer.bias, layer.norm_attention, is_last))
+        gated = kernels.mix(HstuLayerCall(index, mixed, layer.bias, layer.norm_attention, is_last))
         if gated is None:
             return x[:0]
-        x = whole.candidates(x) if is_last else x
+        x = kernels.candidates(x) if is_last else x
         out = backend.affine(gated[: len(x)], layer.out, 0, dim, False)
-        x = x + out  # the sum has the wider dtype, in one launch
+        x = x + out  # in the wider dtype, in one launch
     return x
 
 
 class FusedForwardCalls:
-    """Runs a model with plain passes by one call of the backend, where it has kernels of whole passes."""
+    """Runs a forward pass as one call of the backend, if it has a kernel of the whole pass."""
 
     def __init__(
         self,
@@ -243,41 +248,40 @@ class FusedForwardCalls:
         rows: InputRows,
         answer: Callable[[Segment, Tensor, Backend], Tensor],
     ) -> None:
-        """Keep what such a call needs of the model.
+        """Prepare the calls of one model.
 
         Args:
-            model: its weights.
-            rows: makes the rows where the backend cannot.
-            answer: makes a segment's answer of its final rows where the backend cannot.
+            model: Weights of the model.
+            rows: Input rows for a kernel that cannot embed tokens.
+            answer: Function from a segment's final rows to its logits or u, for a kernel that
+                cannot compute them.
         """
         self._model = model
         self._rows = rows
         self._answer = answer
-        config = model.config  # which does not change
-        self._has_one_scale = config.scaling == "constant"  # for all requests
+        config = model.config
+        self._has_one_scale = config.scaling == "constant"  # the same for all requests
         self._has_plain_head = config.has_plain_head
         self._has_plain_tokens = config.has_plain_tokens
 
     def run(
         self,
         backend: Backend,
-        told: Sequence[HstuSegment],
+        batch: Sequence[HstuSegment],
         is_next: bool | None,
         segments: Callable[[], Sequence[Segment]],
     ) -> list[F32] | None:
-        """Compute what `forward` does by one call of the backend.
-
-        Only where `config.has_plain_passes`.
+        """Run `forward` as one call of the backend. Requires `config.has_plain_passes`.
 
         Args:
-            backend: that computes.
-            told: the batch.
-            is_next: every segment is NEXT, or none is; None = some are.
-            segments: makes the same batch of tensors, for what such a call leaves over; most passes
-                need none.
+            backend: Backend with the kernel.
+            batch: The batch, described on the host.
+            is_next: True: every segment is NEXT; False: none is; None: some are.
+            segments: Function that makes the same batch as tensors, for a kernel that supports
+                only a part of the pass; most passes do not call it.
 
         Returns:
-            What `forward` does, on the host. None = the backend has no such kernel, or not for this
+            The results of `forward`, on the host; None = the backend has no such kernel for this
             model.
         """
         if not self._has_one_scale:
@@ -285,11 +289,11 @@ class FusedForwardCalls:
         answer = (
             "next" if is_next else "logits" if is_next is False and self._has_plain_head else "rows"
         )
-        found = backend.fused_forward(self._whole_call(backend, told, segments, answer))
+        found = backend.fused_forward(self._call(backend, batch, segments, answer))
         if found is None:
             return None
-        ends = itertools.accumulate(s.num_candidates for s in told)
-        parts = [found[end - s.num_candidates : end] for s, end in zip(told, ends, strict=True)]
+        ends = itertools.accumulate(s.num_candidates for s in batch)
+        parts = [found[end - s.num_candidates : end] for s, end in zip(batch, ends, strict=True)]
         if answer == "rows":
             with torch.inference_mode():
                 rows = [torch.from_numpy(own) for own in parts]
@@ -302,27 +306,27 @@ class FusedForwardCalls:
     def find(
         self,
         backend: Backend,
-        told: Sequence[HstuSegment],
+        batch: Sequence[HstuSegment],
         segments: Callable[[], Sequence[Segment]],
         search: Callable[[FusedForwardCall], HstuFindCall],
     ) -> HstuFound | None:
-        """Find items, and score what of them is wanted, by one call of the backend.
+        """Retrieve items and score the requested ones, as one call of the backend.
 
         Args:
-            backend, told, segments: as of `run`; every segment is NEXT.
-            search: makes the call of that of NEXT.
+            backend, batch, segments: See `run`; every segment is NEXT.
+            search: Extends the call of the NEXT pass by the retrieval.
 
         Returns:
-            None = the backend has no such kernel, or not for this model.
+            The items and scores; None = the backend has no such kernel for this model.
         """
         if not (self._has_plain_tokens and self._has_plain_head and self._has_one_scale):
             return None
-        return backend.hstu_find(search(self._whole_call(backend, told, segments, "next")))
+        return backend.hstu_find(search(self._call(backend, batch, segments, "next")))
 
-    def _whole_call(
+    def _call(
         self,
         backend: Backend,
-        told: Sequence[HstuSegment],
+        batch: Sequence[HstuSegment],
         segments: Callable[[], Sequence[Segment]],
         answer: str,
     ) -> FusedForwardCall:
@@ -332,7 +336,7 @@ class FusedForwardCalls:
             model,
             self._pass_weights,
             model.dtype if table is None else table.dtype,
-            told,
+            batch,
             None if table is None or not self._has_plain_tokens else (table, model.action.weight),
             partial(self._embedded, segments, backend),
             answer,

@@ -1,9 +1,10 @@
-"""The ranker's weights, the vectors of its items, and the rows that its layers read.
+"""The ranker's weights, the vectors of its items, and the input rows of its layers.
 
-Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
-carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
-of the user has one token of them in front. ScoreBlend [user | history | candidates]; a candidate's position is the number of
-tokens before all candidates. NEXT is a candidate without an item: item row `num_items`, one past the last.
+An event's token is the sum of its item, the item's side features, its action, and the event's own
+features. A candidate has no action yet: instead it has a learned "shown" embedding, the request's
+features and its own cross features. A model with features of the user has tokens of them in front.
+The rows are ordered [user | history | candidates]; a candidate's position is the number of tokens
+before all candidates. NEXT is a candidate without an item: item row `num_items`, one past the last.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from npu_gr.model.hstu_layer import ClockMix, HSTULayer, Segment, edges_of, head
 
 
 class HSTUWeights(nn.Module):
-    """The parameters and tables of a ranker, by the names that its checkpoint gives them."""
+    """The parameters and tables of a ranker; attributes have the names in the checkpoint."""
 
     codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
-    # only with `mf_score`, as is the next one; see `core/feature_schema/factors.py`
+    # both only with `mf_score`; see `core/feature_schema/factors.py`
     factors_of_items: Tensor
     factors_of_actions: Tensor
 
@@ -38,7 +39,7 @@ class HSTUWeights(nn.Module):
         super().__init__()
         self.config = config
         self.item = nn.Embedding(config.num_items, config.dim)
-        # the last row: shown, not yet acted on
+        # last row: shown, not yet acted on
         self.action = nn.Embedding(len(config.actions) + 1, config.dim)
         self.feature = nn.ModuleList(
             nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values)
@@ -91,11 +92,11 @@ class HSTUWeights(nn.Module):
         self.items = ItemVectors(self)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Compute in `dtype`, in place.
+        """Convert the weights to `dtype`, in place.
 
         The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and
-        a bf16 residual would turn every rounding difference of a split into a visible one. Factors
-        stay as they are: nothing of the model computes with them.
+        a bf16 residual would amplify the rounding differences between split and whole prefills.
+        Factors keep their dtype: the model does not compute with them.
         """
         kept = {
             name: values
@@ -122,13 +123,13 @@ class HSTUWeights(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what layers compute."""
+        """Dtype of the layers."""
         found: torch.dtype = self.item.weight.dtype
         return found
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """Of the rows between layers."""
+        """Dtype of the rows between layers."""
         first = self.layers[0]
         assert isinstance(first, HSTULayer)
         return first.norm_in.weight.dtype
@@ -138,32 +139,32 @@ class HSTUWeights(nn.Module):
         return cast("list[HSTULayer]", list(self.layers))
 
     def attention_scale(self, num_tokens: int) -> float:
-        """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
+        """Return 1 / scaling_seqlen; with runtime scaling (never with a cache) 1 / num_tokens."""
         length = (
             self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
         )
         return 1.0 / length
 
     def table_of(self, of: Of) -> FeatureTable:
-        """Return the table of the features of one kind, which the model has."""
+        """Return the table of one kind of features; the model must have such features."""
         table = self.features[of]
         assert isinstance(table, FeatureTable)
         return table
 
 
 class ItemVectors:
-    """What each item's vector is, as a sum of its parts, and as one frozen table that serving reads."""
+    """The vectors of items: sums of their parts, or rows of the frozen table that serving reads."""
 
     def __init__(self, model: HSTUWeights) -> None:
         self._model = model
-        # frozen: [num_rows, and NEXT's where the model has it; dim]
+        # frozen: [num_rows (+ 1 for NEXT), dim]; None = not frozen
         self.table: Tensor | None = None
-        self._num_spare = 0  # of its rows
-        # of a step with row dropout, see `draw_kept`; None = every residual row
+        self._num_spare = 0  # rows for new items in the table
+        # residual rows of a training step with row dropout, see `draw_kept`; None = all
         self.kept_rows: Tensor | None = None
 
     def embed(self, rows: Tensor) -> Tensor:
-        """Sum up what each item's vector is made of: [...] item rows -> [..., dim]; NEXT is one row."""
+        """Sum the parts of each item's vector: [...] item rows, NEXT allowed -> [..., dim]."""
         if self._model.config.has_next:
             items = self._embed_known(rows.clamp(max=self._model.config.num_items - 1))
             return torch.where(
@@ -198,7 +199,7 @@ class ItemVectors:
         codes: Tensor | None,
         values: FeatureValues | None,
     ) -> Tensor:
-        """Add what items have in common: the means of their features' values, and the rows of their codes."""
+        """Add the parts that items share: means of side features, schema features, code rows."""
         for f, table, ids in zip(
             self._model.config.item_features, self._model.feature, feature_ids, strict=True
         ):
@@ -209,7 +210,7 @@ class ItemVectors:
         return x if codes is None else self._model.codes.add(x, codes)
 
     def parts(self) -> list[nn.Parameter]:
-        """List the tables whose rows an item's vector is the sum of."""
+        """List the parameters of the tables of which an item's vector is the sum."""
         tables = [
             self._model.item,
             *self._model.feature,
@@ -218,12 +219,12 @@ class ItemVectors:
         return [parameter for table in tables for parameter in table.parameters()]
 
     def freeze(self, num_spare: int = 0) -> None:
-        """Fold everything into one table, so that serving gathers one row an item.
+        """Fold all parts into one table, so that serving gathers one row an item.
 
-        Call after loading.
+        Call it after loading.
 
         Args:
-            num_spare: rows for new items, behind those of the trained ones.
+            num_spare: Number of rows for new items, behind those of the trained ones.
         """
         with torch.inference_mode():
             rows = torch.arange(
@@ -239,21 +240,21 @@ class ItemVectors:
             self._num_spare = num_spare
 
     def thaw(self) -> None:
-        """Give the table up: the weights have changed."""
+        """Discard the table, because the weights have changed."""
         self.table = None
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Look up item vectors: [...] item rows -> [..., dim], of the frozen table if there is one."""
+        """Look up item vectors, in the frozen table if there is one: [...] rows -> [..., dim]."""
         return self.embed(rows) if self.table is None else self.table[rows]
 
     @property
     def num_rows(self) -> int:
-        """Rows of items, the spare ones included."""
+        """Number of item rows, including the spare ones."""
         return self._model.config.num_items + self._num_spare
 
     @torch.inference_mode()
     def new_vectors(self, new: NewItems) -> Tensor:
-        """Sum up the vectors of items without residual rows: [n, dim]."""
+        """Compute the vectors of new items, which have no residual rows: [n, dim]."""
         device = self._model.item.weight.device
         x = self._model.item.weight.new_zeros(len(new.codes), self._model.config.dim)
         ids = [torch.from_numpy(values).to(device) for values in new.features]
@@ -265,18 +266,21 @@ class ItemVectors:
 
     @torch.inference_mode()
     def write(self, first_row: int, vectors: Tensor) -> None:
-        """Write the vectors of new items, [n, dim], into spare rows of the frozen table that nobody reads yet."""
+        """Write vectors of new items, [n, dim], into spare rows that no request reads yet."""
         assert self.table is not None
         assert self._model.config.num_items <= first_row <= self.num_rows - len(vectors)
         self.table[first_row : first_row + len(vectors)] = vectors
 
     def vectors(self) -> Tensor:
-        """The vectors that u is compared with, fp32 [num_rows, dim]: the frozen table's, not a copy in fp32."""
+        """Return the vectors that u is multiplied with, fp32 [num_rows, dim].
+
+        An fp32 table is not copied, unless its rows are normalised.
+        """
         assert self.table is not None
         return self.compared(self.table[: self.num_rows])
 
     def compared(self, rows: Tensor) -> Tensor:
-        """Item rows [..., dim] as u is compared with them, fp32."""
+        """Convert item rows [..., dim] to the fp32 vectors that u is multiplied with."""
         return (
             normalize(rows.float(), dim=-1, eps=self._model.config.norm_eps)
             if self._model.config.head_item_norm == "l2"
@@ -285,13 +289,13 @@ class ItemVectors:
 
 
 class InputRows:
-    """Makes the rows that the first layer reads of segments: items, actions, features, positions and times."""
+    """Makes the first layer's rows of segments: items, actions, features, positions and times."""
 
     def __init__(self, model: HSTUWeights) -> None:
         self._model = model
 
     def of(self, segments: Sequence[Segment], ops: Affine) -> Tensor:
-        """[rows, dim] of every segment's history and candidates, in order."""
+        """Embed every segment's history and candidates, in order: [rows, dim]."""
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self._model.config.actions)
         asking = [
@@ -303,7 +307,7 @@ class InputRows:
         )
         x: Tensor = self._model.items.rows(items)
         acted = self._model.action(actions.clamp(min=0))
-        # an item's token has action -1, an action's one of 0 ..
+        # the token of an item has action -1, that of an action >= 0
         if self._model.config.is_interleaved:
             x = torch.where((actions < 0)[:, None], x, acted + x * (actions == shown)[:, None])
         else:
@@ -327,13 +331,13 @@ class InputRows:
         return x.to(self._model.residual_dtype)
 
     def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
-        """Add features to rows of events and candidates, and put the users' tokens in front of their segments."""
+        """Add features to the rows of events and candidates; put the users' tokens in front."""
         events = self._feature_rows("event", [(s.events, len(s.items)) for s in segments], ops)
         requests = self._feature_rows("request", [(s.request, 1) for s in segments], ops)
         cross = self._feature_rows("cross", [(s.cross, len(s.candidates)) for s in segments], ops)
         users = self._user_rows(segments, ops)
         rows: list[Tensor] = []
-        wide = x.to(self._model.residual_dtype)  # whatever else is in the batch
+        wide = x.to(self._model.residual_dtype)  # so that the dtype does not depend on the batch
         for place, s in enumerate(segments):
             history, shown, wide = wide.tensor_split(
                 (len(s.items), len(s.items) + len(s.candidates))
@@ -347,7 +351,7 @@ class InputRows:
         return torch.cat(rows)
 
     def _user_rows(self, segments: Sequence[Segment], ops: Affine) -> Sequence[Tensor]:
-        """The users' tokens, [n, dim] of each segment; nothing where the model has none."""
+        """Embed the users' tokens: [n, dim] of each segment; empty if the model has none."""
         if self._model.config.user_tokens == "sum":
             rows = self._feature_rows(
                 "user", [(s.user, int(s.user is not None)) for s in segments], ops
@@ -355,19 +359,16 @@ class InputRows:
             return [self._model.user_token.to(own.dtype) + own for own in rows]
         if "user" not in self._model.features:
             return []
-        nobody, table = self._model.user_token[:0], self._model.table_of("user")
+        none, table = self._model.user_token[:0], self._model.table_of("user")
         return [
-            nobody if s.user is None else self._model.user_token + table.each(s.user, ops)[0]
+            none if s.user is None else self._model.user_token + table.each(s.user, ops)[0]
             for s in segments
         ]
 
     def _feature_rows(
         self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine
     ) -> Sequence[Tensor]:
-        """Embed the values of all segments at once, [n, dim] each.
-
-        Nothing where the model has no such features.
-        """
+        """Embed one kind of features of all segments, [n, dim] each; empty if there are none."""
         if of not in self._model.features:
             return ()
         table = self._model.table_of(of)
@@ -377,9 +378,10 @@ class InputRows:
         return torch.split(rows, [n for _, n in given])
 
     def _positions(self, segment: Segment) -> Tensor:
-        """Learned position of each row: counted from the start.
+        """Compute the learned position of each row.
 
-        Or (an E2 breaker) from the end, the user's first.
+        Positions count from the start, or with `reverse` (which breaks rule E2) from the end; then
+        the user's tokens have the first ones.
         """
         past = segment.past.num_tokens if segment.past else 0
         new = segment.num_tokens
@@ -395,13 +397,13 @@ class InputRows:
 
 
 def _ahead(segment: Segment, is_float: bool) -> Tensor:
-    """Seconds from each new token to the request, int64 [n].
+    """Compute the seconds from each new token to the request, int64 [n].
 
-    Public code has the user's tokens of the year 1970.
+    The user's tokens have the time 0 (1970), as in public code.
 
     Args:
-        segment: of the tokens.
-        is_float: of times that float32 rounds, in this century to multiples of 128.
+        segment: Segment of the tokens.
+        is_float: Round times to float32 first, in this century to multiples of 128 s.
     """
     times = segment.times.clone()
     times[: segment.num_user_tokens] = 0
@@ -410,15 +412,12 @@ def _ahead(segment: Segment, is_float: bool) -> Tensor:
 
 
 def cross_features(model: HSTUWeights) -> CrossFeatures:
-    """Make what computes the model's cross features.
+    """Make the object that computes the model's cross features.
 
-    The values of items are the model's own, not a copy.
-
-    Args:
-        model: of a model on another device than the host they are a copy.
+    It shares the item tables of a model on the host, and copies those on another device.
 
     Raises:
-        ValueError: a feature names an action or an item feature that the model lacks.
+        ValueError: A feature names an action or an item feature that the model lacks.
     """
     config = model.config
     tables = {

@@ -1,13 +1,12 @@
-"""One layer of the HSTU ranker around its attention, and what torch has no module for: norms, and time buckets.
+"""Layers of the HSTU ranker, their norms and time buckets, and the pass that runs them op by op.
 
 Public code computes a time bucket in fp32 (log or sqrt of seconds, divided, floored). Vectorised
-logarithms differ in the last place from device to device, and so would a bucket whose edge a time
-difference just meets. Seconds are whole numbers: the seconds at which each bucket begins are found
-once, and comparing with them is exact on every device.
+logarithms differ in the last digit between devices, and so would the bucket of a time difference at
+an edge. Seconds are integers: the first second of each bucket is computed once, and comparing with
+these edges is exact on every device.
 
-A segment is the rows of one request in a pass of the ranker, and the cached tokens that they read.
-Every backend has the ops of this pass. Kernels of whole layers or passes (`hstu.py`) give its
-numbers.
+A segment is the rows of one request in a pass, and the cached tokens that they read. Every backend
+has the ops of this pass, which defines the results of the fused kernels (`hstu.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NEVER_S = 1 << 40  # 35,000 years
 
 
 def bucket_by_formula(times: TimeBuckets, seconds: Tensor) -> Tensor:
-    """Compute the bucket of int64 seconds >= 0 as public code does, in fp32: the definition."""
+    """Compute the bucket of int64 seconds >= 0 in fp32, as public code does: the definition."""
     scaled = seconds.clamp(min=1).float() / times.unit_s
     if times.function == "log":
         scaled = scaled.log()
@@ -43,11 +42,11 @@ def bucket_by_formula(times: TimeBuckets, seconds: Tensor) -> Tensor:
 
 
 def edges_of(times: TimeBuckets) -> Tensor:
-    """Find the least second of every bucket but the first, int64 [count - 1]; `NEVER_S` where there is none.
+    """Find the first second of every bucket but the first, int64 [count - 1].
 
-    By bisection: the formula does not decrease.
+    Bisection works because the formula is monotonic. An empty bucket has `NEVER_S`.
     """
-    wanted = torch.arange(1, times.count, device="cpu")  # also where a model is made without memory
+    wanted = torch.arange(1, times.count, device="cpu")  # also inside `shapes_only`
     low = torch.zeros_like(wanted)  # every earlier second is in a lower bucket
     high = torch.full_like(wanted, NEVER_S)
     while bool((high > low).any()):
@@ -60,7 +59,7 @@ def edges_of(times: TimeBuckets) -> Tensor:
 
 
 class PerHeadNorm(nn.Module):
-    """Normalise each head by itself, then scale and shift it by one number a head."""
+    """Layer norm of each head by itself, with one weight and one bias a head."""
 
     def __init__(self, num_heads: int, eps: float) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class PerHeadNorm(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Divide each row by its length, or by `eps` where that is more."""
+    """Divides each row by its L2 norm, at least `eps`."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class UnitLength(nn.Module):
 
 
 class NormGate(nn.LayerNorm):
-    """x * sigmoid(norm(x))."""
+    """Computes x * sigmoid(norm(x))."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """[..., width] -> the same shape."""
@@ -95,7 +94,7 @@ class NormGate(nn.LayerNorm):
 
 
 class NormSiLU(nn.LayerNorm):
-    """silu(norm(x))."""
+    """Computes silu(norm(x))."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """[..., width] -> the same shape."""
@@ -103,10 +102,10 @@ class NormSiLU(nn.LayerNorm):
 
 
 class ClockMix(nn.Module):
-    """Mix what clocks show at the request's time into rows, by a linear layer.
+    """Adds features of the request's time, e.g. the hour of the day, to rows by a linear layer.
 
-    A clock shows the cosine and the sine of (units since 1970 mod its units) / its units * 6.28, in
-    fp32 as public code has it (seconds of this century are rounded to 128).
+    Each period gives the cosine and the sine of (units since 1970 mod num_units) / num_units *
+    6.28, in fp32 like public code (seconds of this century are rounded to multiples of 128).
     """
 
     def __init__(self, dim: int, periods: Sequence[TimePeriod]) -> None:
@@ -115,7 +114,7 @@ class ClockMix(nn.Module):
         self.linear = nn.Linear(dim + 2 * len(periods), dim)
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        """Rows x [..., dim] and their seconds at [...], int64."""
+        """Mix the unix seconds `at`, int64 [...], into rows x [..., dim]: [..., dim]."""
         shown = []
         for period in self.periods:
             units = torch.div(at.float(), float(period.unit_s), rounding_mode="floor")
@@ -153,9 +152,9 @@ _TORCH = TorchOps()  # differentiable, for training
 
 
 class HSTULayer(nn.Module):
-    """A layer without its attention: U, V, Q, K from the normed input.
+    """A layer without its attention.
 
-    Gated output and residual.
+    `project` makes U, V, Q and K of the input rows; `finish` gates, projects and adds the residual.
     """
 
     position_bias: Tensor
@@ -192,7 +191,7 @@ class HSTULayer(nn.Module):
             if name.removesuffix("_bias") in config.relative_bias.split("_"):
                 self.register_parameter(name, nn.Parameter(table))
             else:
-                # zeros that no checkpoint holds
+                # zeros, not in checkpoints
                 self.register_buffer(name, table, persistent=False)
 
     @property
@@ -220,7 +219,7 @@ class HSTULayer(nn.Module):
         )
 
     def project_kv(self, x: Tensor, ops: Affine = _TORCH) -> Slab:
-        """Project K and V only: all that the last layer needs of history rows."""
+        """Project K and V only, for the history rows of the last layer."""
         normed = self.norm_in(x)
         is_silu = self.config.activation == "uvqk"
         uv = self.uv_width
@@ -233,10 +232,10 @@ class HSTULayer(nn.Module):
         """Compute the next layer's rows.
 
         Args:
-            x: rows [..., dim].
-            u: their gate [..., H*Dv].
-            attention: scaled attention output [..., H, Dv].
-            ops: computes the linear layer.
+            x: [..., dim] rows.
+            u: [..., H*Dv] gate of the rows.
+            attention: [..., H, Dv] scaled attention output.
+            ops: Computes the linear layer.
         """
         wide = attention.to(x.dtype)
         if self.config.norm == "layer":
@@ -245,8 +244,8 @@ class HSTULayer(nn.Module):
             normed = self.norm_attention(wide).flatten(-2).to(u.dtype)
         gated = u * normed
         if self.config.residual == "concat":
-            beside = normed if self.config.attention_norm_in_concat else attention.flatten(-2)
-            gated = torch.cat([u, beside, gated], dim=-1)
+            middle = normed if self.config.attention_norm_in_concat else attention.flatten(-2)
+            gated = torch.cat([u, middle, gated], dim=-1)
         mixed = ops.affine(gated, self.out, 0, self.config.dim, False)
         return x + mixed.to(x.dtype)
 
@@ -269,21 +268,21 @@ Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
 
 
 class HostTokens(NamedTuple):
-    """What the host knows of a segment's tokens: `Past` and `Sink` as numbers."""
+    """A segment's tokens in host memory, for fused kernels: `Past` and `Sink` as numbers."""
 
     times: npt.NDArray[np.int64]  # [p + n] unix seconds
-    # of the cached tokens, and of the new ones if they are kept; None = neither
+    # pages of the cached tokens, and of the new ones if they are stored; None = no pages
     pages: PagedKV | None
-    # of the new tokens and the candidates; None = the tensors alone have them
+    # item rows and actions of the new tokens and the candidates; None = only the tensors have them
     ids: HstuIds | None = None
 
 
 class LastEvent(NamedTuple):
-    """A history whose rows ask with the time of the behaviour after them: what its last behaviour adds to `Segment`."""
+    """The last event of a history whose rows query with the time of the event after them."""
 
-    row_times: Tensor  # int64 [n], the times as which the history's rows ask
-    action: Tensor  # int64 [1] of the last behaviour
-    time: Tensor  # int64 [] of the last behaviour
+    row_times: Tensor  # int64 [n], query times of the history's rows
+    action: Tensor  # int64 [1] action of the last event
+    time: Tensor  # int64 [] unix seconds of the last event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -292,41 +291,40 @@ class Segment:
 
     items: Tensor  # int64 [e] item rows of the new events
     actions: Tensor  # int64 [e]
-    # int64 [n] unix seconds of the new history tokens: the user's if they are among them, then
-    # events'
+    # int64 [n] unix seconds of the new history tokens: the user's, if they are new, then events'
     times: Tensor
     candidates: Tensor  # int64 [c] item rows
     candidate_time: int = 0  # unix seconds
     is_next: bool = False  # `candidates` is NEXT alone: the result is u
     past: Past | None = None
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
-    host: HostTokens | None = None  # the same, for a device that computes whole layers
-    last: LastEvent | None = None  # `candidates` is the last behaviour, which asks what comes next
-    # [1] makes the user's tokens the first of the new ones; None = there are none
+    host: HostTokens | None = None  # the same in host memory, for fused kernels
+    last: LastEvent | None = None  # not None: `candidates` is the last event, the row of u
+    # [1] features of the user, whose tokens are then the first of the new ones; None = no such
     user: FeatureValues | None = None
-    events: FeatureValues | None = None  # [e]; None of these three: missing
+    events: FeatureValues | None = None  # [e]; here and below, None = all values are missing
     request: FeatureValues | None = None  # [1]
     cross: FeatureValues | None = None  # [c]
 
     @property
     def num_tokens(self) -> int:
-        """New history tokens, n."""
+        """Number of new history tokens, n."""
         return len(self.times)
 
     @property
     def num_user_tokens(self) -> int:
-        """The user's among them."""
+        """Number of new tokens of the user."""
         return len(self.times) - len(self.items)
 
     @property
     def num_rows(self) -> int:
-        """New history rows plus candidate rows."""
+        """Number of new history rows and candidate rows."""
         return self.num_tokens + len(self.candidates)
 
-    def asking_by_last(self) -> Segment:
-        """Let the last behaviour be the row that answers, at the request's time.
+    def queried_by_last_event(self) -> Segment:
+        """Return the segment with its last event as the only candidate, at the request's time.
 
-        Needs a behaviour, and no past.
+        Requires at least one event, and no past.
         """
         assert self.past is None
         assert self.sink is None
@@ -350,14 +348,14 @@ def run_by_segments(
     segments: Sequence[Segment],
     x: Tensor,
 ) -> list[Tensor]:
-    """Run all layers, and hand every segment's new keys and values to its sink.
+    """Run all layers op by op, and pass every segment's new keys and values to its sink.
 
     Args:
-        layers: of the model.
-        config: of the model.
-        scale_of: factor on the attention over so many tokens.
-        backend: that computes.
-        segments: the batch.
+        layers: Layers of the model.
+        config: Configuration of the model.
+        scale_of: Factor on the attention, by number of tokens.
+        backend: Computes the ops.
+        segments: The batch.
         x: [rows, dim] embeddings of each segment's history and candidates, in order.
 
     Returns:
@@ -380,12 +378,12 @@ def run_by_segments(
             history = slice(start, start + n)
             own = slice(start + n, start + s.num_rows)
             new = k[history], v[history]
-            kept = s.sink(index, *new) if s.sink else None
-            if kept is not None:
-                past = kept
+            stored = s.sink(index, *new) if s.sink else None
+            if stored is not None:
+                past = stored
                 new = (k[:0], v[:0])
             if n:
-                asked = None if s.last is None else s.last.row_times
+                query_times = None if s.last is None else s.last.row_times
                 call = HstuCall(
                     q[history],
                     *new,
@@ -393,7 +391,7 @@ def run_by_segments(
                     at,
                     layer.bias,
                     alpha,
-                    row_times=asked,
+                    row_times=query_times,
                     edges=layer.time_edges,
                 )
                 out = backend.hstu_causal(call)
@@ -403,7 +401,7 @@ def run_by_segments(
             if len(s.candidates):
                 slabs = [*past, new] if len(new[0]) else past
                 out = backend.hstu_targets(
-                    _asking(layer, s, q[own], k[own], v[own], slabs, at, alpha)
+                    _candidate_call(layer, s, q[own], k[own], v[own], slabs, at, alpha)
                 )
                 attention[own] = out.mul_(scale)
         x = layer.finish(x, u, attention, backend)
@@ -419,7 +417,7 @@ def _last_layer(
     bounds: Sequence[tuple[Segment, int]],
     times: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Run the last layer; of history rows only the keys and values are computed."""
+    """Run the last layer; history rows need only their keys and values."""
     index = len(layers) - 1
     layer = layers[-1]
     alpha = config.attention_alpha
@@ -429,26 +427,29 @@ def _last_layer(
         slabs = list(s.past.slabs(index)) if s.past else []
         if n:
             k, v = layer.project_kv(x[start : start + n], backend)
-            kept = s.sink(index, k, v) if s.sink else None
-            slabs = [*slabs, (k, v)] if kept is None else list(kept)
+            stored = s.sink(index, k, v) if s.sink else None
+            slabs = [*slabs, (k, v)] if stored is None else list(stored)
         own = x[start + n : start + s.num_rows]
         if len(own):
             u, v, q, k = layer.project(own, backend)
-            out = backend.hstu_targets(_asking(layer, s, q, k, v, slabs, at, alpha))
+            out = backend.hstu_targets(_candidate_call(layer, s, q, k, v, slabs, at, alpha))
             own = layer.finish(own, u, out.mul_(scale_of(len(at))), backend)
         rows.append(own)
     return rows
 
 
 def _seeing_all(layer: HSTULayer, call: HstuCall, num_rows: int) -> HstuCall:
-    """Let the first rows of a whole history attend to all of it: as candidates would, whose own key adds nothing."""
+    """Make the call in which the first rows attend to the whole history.
+
+    They attend like candidates whose own keys and values are zero.
+    """
     q = call.q[:num_rows]
     nothing = call.v.new_zeros(num_rows, *call.v.shape[1:])
     slabs = [*call.cached, (call.k, call.v)] if len(call.k) else call.cached
     return HstuCall(q, torch.zeros_like(q), nothing, slabs, call.times, layer.bias, call.alpha)
 
 
-def _asking(
+def _candidate_call(
     layer: HSTULayer,
     segment: Segment,
     q: Tensor,
@@ -458,7 +459,7 @@ def _asking(
     times: Tensor,
     alpha: float,
 ) -> HstuCall:
-    """Let a segment's candidates attend."""
+    """Make the call in which a segment's candidates attend to the history and themselves."""
     own = None if segment.last is None else segment.last.time
     at = segment.candidate_time
     return HstuCall(

@@ -1,9 +1,9 @@
-"""Neighbours: which items the same users have, and how much a candidate has in common with a history.
+"""Item-to-item similarity: how similar a candidate is to the items of a history.
 
     mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
-Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are,
-and n, the training chooses for each log: see `train/rank/neighbours.py`.
+Each item stores its most similar items, its neighbours; all others have a similarity of 0. Training
+chooses the measure of similarity, and n, for each log: see `train/rank/item_similarity.py`.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """
@@ -19,26 +19,26 @@ from npu_gr.core.arrays import F32, I64
 
 I32 = npt.NDArray[np.int32]
 
-MAX_NEIGHBOURS = 100  # of an item
-DENSE_PAIRS = 8  # items of a catalogue for each pair above which pairs are sorted
-LAST_ITEMS = 5  # events of a history that are read, if nothing else was chosen
+MAX_NEIGHBOURS = 100  # per item
+DENSE_PAIRS = 8  # pairs are sorted if the catalogue has more items than this per pair
+LAST_ITEMS = 5  # default number of events of a history that are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """The most similar items of each item. I = items, K = neighbours kept of an item."""
+    """The most similar items of each item. I = items, K = stored neighbours of an item."""
 
     items: I32  # [I, K] item rows, ascending; -1 = padding, which comes first
-    similarity: F32  # [I, K] above 0, linear ones below it too; 0 in the padding
-    last_items: int = LAST_ITEMS  # events of a history that are read: the newest
-    is_summed: bool = False  # whether the order counts the sum of the similarities, not their mean
-    is_linear: bool = False  # whether it counts the sum itself, not its logarithm
+    similarity: F32  # [I, K] above 0 (linear: not 0); 0 in the padding
+    last_items: int = LAST_ITEMS  # number of newest events of a history that are read
+    is_summed: bool = False  # the blend uses the sum of the similarities, not their mean
+    is_linear: bool = False  # the blend uses the sum itself, not its logarithm
 
     def __post_init__(self) -> None:
         """Check shapes and values.
 
         Raises:
-            ValueError: they are no neighbours; the message names the field.
+            ValueError: A field is invalid; the message names it.
         """
         shape = self.items.shape
         if shape != self.similarity.shape or len(shape) != 2:
@@ -61,28 +61,25 @@ class Neighbours:
             raise ValueError(f"similarity: needs finite numbers {least}, and 0 in the padding")
 
     def means(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
-        """Compute what each candidate has in common with an item of the history, on average.
-
-        As `sums`.
-        """
+        """Compute each candidate's mean similarity to the items of the history; see `sums`."""
         sums, num_rows = self._looked_up(history, candidates)
         return sums / max(1, num_rows)
 
     def sums(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
-        """Compute what each candidate has in common with all items of the history together.
+        """Compute each candidate's sum of similarities to the items of the history.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `last_items` count, each item once,
-                and new ones are left out.
-            candidates: int64 [c] item rows; new ones have 0.
+            history: int64 [n] item rows, oldest first; the last `last_items` are read, each
+                distinct item once, new items are skipped.
+            candidates: int64 [c] item rows; new items get 0.
 
         Returns:
-            float64 [c], 0 or more; linear ones may be below it.
+            float64 [c]; negative only if `is_linear`.
         """
         return self._looked_up(history, candidates)[0]
 
     def _looked_up(self, history: I64, candidates: I64) -> tuple[npt.NDArray[np.float64], int]:
-        """Look up the candidates' sums, [c], and count the items that are summed over."""
+        """Return the candidates' sums, [c], and the number of items that were summed over."""
         found, sums, num_rows = self.found(history)
         of_candidates = np.zeros(len(candidates))
         if len(found):
@@ -92,30 +89,30 @@ class Neighbours:
         return of_candidates, num_rows
 
     def top(self, history: I64, k: int) -> I64:
-        """Retrieve what has most in common with the history.
+        """Retrieve the items with the largest sums of similarities to the history.
 
         Args:
-            history: as of `sums`.
-            k: most items.
+            history: int64 [n] item rows, oldest first.
+            k: Largest number of items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so
+            int64 [<= k] item rows, best first, ties by the lower row; only stored neighbours, so
             there may be few.
         """
         found, sums, _ = self.found(history)
         return best_rows(found, sums, k)
 
     def are_many(self, history: I64) -> bool:
-        """Whether sums of the whole catalogue are cheaper than sorting what the history has in common with it."""
+        """Return whether summing over the whole catalogue is cheaper than sorting the pairs."""
         num_pairs = min(len(history), self.last_items) * self.items.shape[1]
         return bool(num_pairs >= len(self.items) / DENSE_PAIRS)
 
     def found(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
-        """Sum up the similarities to a history's distinct items, as of `sums`.
+        """Sum the similarities to a history's distinct items; see `sums`.
 
         Returns:
-            int64 [n] their neighbours, ascending; float64 [n] the sums; and how many items the sums
-            are over.
+            int64 [n] the neighbours of the items, ascending; float64 [n] their sums; the number of
+            items that were summed over.
         """
         recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])
@@ -139,12 +136,12 @@ def best_rows(rows: I64, scores: npt.NDArray[np.float64], k: int) -> I64:
     Args:
         rows: int64 [n] item rows, each once.
         scores: float64 [n].
-        k: most rows.
+        k: Largest number of rows.
 
     Returns:
-        int64 [<= k], best first, of equals the lower row.
+        int64 [<= k], best first, ties by the lower row.
     """
-    if 0 < k < len(rows):  # only these are sorted
+    if 0 < k < len(rows):  # sort only the k best and their ties
         is_best = scores >= np.partition(scores, -k)[-k]
         rows, scores = rows[is_best], scores[is_best]
     best: I64 = rows[np.lexsort((rows, -scores))[:k]]

@@ -1,19 +1,18 @@
-"""An encoder-decoder of the T5 kind, written for serving: a prompt is encoded once, then beams in lock step.
+"""T5 encoder-decoders for serving: the prompt is encoded once, then lock-step beam search.
 
-Every token of the prompt sees every other one, so nothing of an encoded prompt can be used for a
-longer one. What is kept of it is what the decoder reads: the keys and values of each decoder
-layer's attention over the prompt. That is the *shared KV* of the beams; the keys and values of a
-layer's attention over the answer are *unshared KV*, but for those of the start token, which all
-beams of a request share too.
+Every token of the prompt sees every other one, so an encoded prompt is of no use for a longer one.
+The cache stores what the decoder reads of it: the keys and values of each decoder layer's
+cross-attention. They are the *shared KV* of the beams; the keys and values of a layer's
+self-attention over the answer are *unshared KV*, except those of the start token, which all beams
+of a request share.
 
-RMSNorm without bias, no scale on q k^T, a bias on the scores by the distance of query and key in
-the two attentions of tokens over their own kind, the same in every layer. The attention over the
-prompt is the backend's; that of the encoder, and the few tokens of an answer, run as plain torch
-ops on every device.
+RMSNorm without bias, no scale on q k^T; in both self-attentions a bias on the scores by the
+distance of query and key, the same in every layer. The backend computes the cross-attention; the
+encoder's attention, and that over the few tokens of an answer, are plain torch ops on every device.
 
 Source: T5 (arXiv:1910.10683); as a generator of items: TIGER (arXiv:2305.05065); shared and
-unshared KV: xGR (arXiv:2512.11529). Invariant: a prompt is encoded in the same pieces whoever asks
-for it, so its KV has the same bits.
+unshared KV: xGR (arXiv:2512.11529). Invariant: a prompt is always encoded in the same pieces, so
+its KV is bit-equal in every request.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from npu_gr.model.generative import (
     Sink,
     UnsharedKV,
     joined,
-    whole,
+    linear,
 )
 
-# of a prompt: a piece of the encoder holds scores of some hundred rows against all of them
+# longest prompt: a piece of the encoder holds the scores of `ROWS` rows against all tokens
 MAX_TOKENS = 4096
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
 
 class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the numbers, apart from the weights."""
+    """Everything that decides the scores, except the weights."""
 
     vocab_size: Count
     dim: Count
@@ -62,12 +61,12 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     head_dim: Count  # independent of dim / num_heads
     mlp_dim: Count
     activation: Activation
-    is_gated: bool  # activation(x A) * (x B), as of T5 1.1; else activation(x A)
-    # of distances; the encoder has half of them for each direction
+    is_gated: bool  # activation(x A) * (x B), as in T5 1.1; else activation(x A)
+    # buckets of distances; the encoder has half of them for each direction
     num_buckets: Annotated[int, msgspec.Meta(ge=4)]
-    max_distance: Count  # tokens; all that is further away is in one bucket
+    max_distance: Count  # tokens; all larger distances share one bucket
     norm_eps: Positive
-    start_token: Annotated[int, msgspec.Meta(ge=0)]  # every answer begins behind it
+    start_token: Annotated[int, msgspec.Meta(ge=0)]  # first input of every answer
     scales_head: bool  # the last row is multiplied by dim ** -0.5 before the head
     tied_head: bool = True  # the head is the token embedding
 
@@ -88,26 +87,20 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     def buckets_before(self, distances: I64) -> I64:
-        """Bucket of a key so many tokens before its query, in the decoder.
-
-        The shape of the distances >= 0.
-        """
+        """Compute the decoder's buckets of distances >= 0 from key to query; keeps the shape."""
         return _bucket(distances, self.num_buckets, self.max_distance)
 
     def buckets_around(self, offsets: I64) -> I64:
-        """Bucket of a key at its query's position + offset, in the encoder.
-
-        The shape of the offsets.
-        """
+        """Compute the encoder's buckets of key position - query position; keeps the shape."""
         half = self.num_buckets // 2
         return _bucket(np.abs(offsets), half, self.max_distance) + half * (offsets > 0)
 
 
 def _bucket(distances: I64, num_buckets: int, max_distance: int) -> I64:
-    """A bucket for each distance up to half of the buckets, from there on logarithmic.
+    """Map distances to buckets: one a distance up to half of the buckets, then logarithmic.
 
-    In fp32 and by torch on the CPU, as models learnt it: another logarithm has other edges. So it
-    is the same on every device.
+    Computed in fp32 by torch on the CPU, as in training, whatever the device: the edges depend on
+    the implementation of the logarithm.
     """
     exact = num_buckets // 2
     far = torch.from_numpy(np.maximum(distances, exact)).float()
@@ -116,7 +109,7 @@ def _bucket(distances: I64, num_buckets: int, max_distance: int) -> I64:
     return np.where(distances < exact, distances, bucket)
 
 
-ROWS = 256  # of a piece of the encoder
+ROWS = 256  # rows of a piece of the encoder
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "gelu": gelu,
@@ -129,13 +122,13 @@ Answer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def _heads(ops: Affine, x: Tensor, layer: nn.Linear, num_heads: int) -> Tensor:
-    """A linear layer of rows x [n, in], cut into heads [n, num_heads, D]."""
-    heads: Tensor = whole(ops, x, layer).unflatten(-1, (num_heads, -1))
+    """Apply a linear layer to rows x [n, in] and split the result into heads [n, num_heads, D]."""
+    heads: Tensor = linear(ops, x, layer).unflatten(-1, (num_heads, -1))
     return heads
 
 
 class T5Layer(nn.Module):
-    """What layers of both stacks have: the projections of an attention of tokens over their own kind, and the MLP."""
+    """The common part of encoder and decoder layers: the self-attention's projections, the MLP."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -155,22 +148,22 @@ class T5Layer(nn.Module):
 
     def attended(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
         """Add an attention's output [n, H, D] to the rows x [n, dim]."""
-        return x + whole(ops, attention.flatten(-2), self.out).to(x.dtype)
+        return x + linear(ops, attention.flatten(-2), self.out).to(x.dtype)
 
     def finish(self, x: Tensor, ops: Affine) -> Tensor:
-        """Compute the next layer's rows [n, dim] from rows that have all attention in them."""
+        """Compute the next layer's rows [n, dim] of rows to which all attention was added."""
         act = ACTIVATIONS[self.config.activation]
-        wide = whole(ops, self.norm_mlp(x), self.up)
+        wide = linear(ops, self.norm_mlp(x), self.up)
         if self.config.is_gated:
             gate, up = wide.chunk(2, dim=-1)
             wide = act(gate) * up
         else:
             wide = act(wide)
-        return x + whole(ops, wide, self.down).to(x.dtype)
+        return x + linear(ops, wide, self.down).to(x.dtype)
 
 
 class T5DecoderLayer(T5Layer):
-    """A layer that reads the prompt, too."""
+    """A decoder layer: it also has cross-attention to the prompt."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)
@@ -180,13 +173,13 @@ class T5DecoderLayer(T5Layer):
         self.prompt_kv = nn.Linear(config.dim, 2 * width, bias=False)
         self.prompt_out = nn.Linear(width, config.dim, bias=False)
 
-    def ask(self, x: Tensor, ops: Affine) -> Tensor:
-        """Project rows x [n, dim] to the Q [n, H, D] that reads the prompt."""
+    def project_prompt_q(self, x: Tensor, ops: Affine) -> Tensor:
+        """Project rows x [n, dim] to Q [n, H, D] of the cross-attention."""
         return _heads(ops, self.norm_prompt(x), self.prompt_q, self.config.num_heads)
 
-    def told(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
-        """Add what the prompt gave [n, H, D] to the rows x [n, dim]."""
-        return x + whole(ops, attention.flatten(-2), self.prompt_out).to(x.dtype)
+    def add_prompt(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
+        """Add the cross-attention's output [n, H, D] to the rows x [n, dim]."""
+        return x + linear(ops, attention.flatten(-2), self.prompt_out).to(x.dtype)
 
 
 class T5(GenerativeModel):
@@ -213,7 +206,7 @@ class T5(GenerativeModel):
         return KVShape(self.config.num_decoder_layers, self.config.num_heads, self.config.head_dim)
 
     def longest_prompt(self, num_levels: int) -> int:
-        """Know no limit but ours: distances have no end."""
+        """Return our own limit, in tokens: the model has none, its distances are unbounded."""
         return MAX_TOKENS
 
     def encoder_layer(self, index: int) -> T5Layer:
@@ -229,13 +222,13 @@ class T5(GenerativeModel):
     def encoding(
         self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
     ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of a whole prompt into pieces: some rows of one layer each."""
+        """Divide the encoding of the prompt into pieces of at most `ROWS` rows of one layer."""
         assert start == 0, "a prompt is encoded whole"
         return _Encoding(self, backend, tokens, sink).pieces()
 
     @torch.inference_mode()
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Run the start token behind the whole prompt."""
+        """Run the start token, which reads the whole prompt."""
         nothing = self.embedding.weight.new_zeros(1, 1, self.config.num_heads, self.config.head_dim)
         step = BeamStep(
             tokens=backend.upload(np.array([self.config.start_token])),
@@ -245,11 +238,11 @@ class T5(GenerativeModel):
         )
         begun: list[Slab] = []
 
-        def itself(_layer: int, _q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_to_itself(_layer: int, _q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             begun.append((k.clone(), v.clone()))
-            return v  # of one key the weight is 1, whatever its score
+            return v  # the softmax over one key is 1
 
-        return Begun(self._decoded(backend, [step], itself), begun)
+        return Begun(self._decoded(backend, [step], attend_to_itself), begun)
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
@@ -268,7 +261,10 @@ class T5(GenerativeModel):
         return self._decoded(backend, steps, answer)
 
     def _decoded(self, backend: Backend, steps: Sequence[BeamStep], answer: Answer) -> Tensor:
-        """Run the decoder's layers for the tokens of some steps; `answer` attends over the answers so far."""
+        """Run the decoder's layers for the tokens of some steps.
+
+        `answer` computes the self-attention over the answers so far.
+        """
         counts = [len(step.tokens) for step in steps]
         rows = [self.embed(torch.cat([step.tokens for step in steps]))]
         for index in range(len(self.decoder)):
@@ -291,12 +287,15 @@ class T5(GenerativeModel):
         return hidden * self.config.dim**-0.5 if self.config.scales_head else hidden
 
     def _to_answer(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
-        """Make the work between the prompt's attention of layer index - 1 and the answer's of layer `index`."""
+        """Return the row-wise work before the self-attention of layer `index`.
 
-        def work(x: Tensor, told: Tensor | None = None) -> tuple[Tensor, ...]:
-            if told is not None:
+        It begins behind the cross-attention of layer index - 1.
+        """
+
+        def work(x: Tensor, attended: Tensor | None = None) -> tuple[Tensor, ...]:
+            if attended is not None:
                 before = self.decoder_layer(index - 1)
-                x = before.finish(before.told(x, told, ops), ops)
+                x = before.finish(before.add_prompt(x, attended, ops), ops)
             return (
                 (x,)
                 if index == len(self.decoder)
@@ -306,24 +305,24 @@ class T5(GenerativeModel):
         return work
 
     def _to_prompt(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
-        """Make the work between the two attentions of a layer."""
+        """Return the row-wise work between the self- and the cross-attention of a layer."""
         layer = self.decoder_layer(index)
 
         def work(x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
             x = layer.attended(x, attended, ops)
-            return x, layer.ask(x, ops)
+            return x, layer.project_prompt_q(x, ops)
 
         return work
 
 
 def answer_attention(q: Tensor, begun: Slab, own: Slab, bias: Tensor) -> Tensor:
-    """Attend over an answer so far: the start token, and what each beam has added.
+    """Attend over an answer so far: the start token, and each beam's own tokens.
 
     Args:
         q: [rows, H, D].
         begun: k and v [1, H, D] of the start token.
-        own: k and v [rows, slots, H, D] of each beam's own tokens, that of the query last.
-        bias: [1 + slots, H] on the scores.
+        own: k and v [rows, slots, H, D] of each beam's own tokens, the query's last.
+        bias: [1 + slots, H] bias on the scores.
 
     Returns:
         [rows, H, D] in q's dtype.
@@ -333,13 +332,13 @@ def answer_attention(q: Tensor, begun: Slab, own: Slab, bias: Tensor) -> Tensor:
         torch.cat([first.expand(len(q), 1, -1, -1), each], dim=1).to(wide)
         for first, each in zip(begun, own, strict=True)
     )
-    # a product and a sum rather than a GEMM: matrices of two to five keys are too small for one
+    # a product and a sum: with two to five keys the matrices are too small for a GEMM
     weights = ((q.to(wide)[:, None] * keys).sum(-1) + bias.to(wide)).softmax(1)
     return (weights[..., None] * values).sum(1).to(q.dtype)
 
 
 class _Encoding:
-    """One prompt on its way through the encoder. Its pieces run in order, on any device thread."""
+    """The encoding of one prompt. Its pieces run in order, on any device thread."""
 
     def __init__(self, model: T5, backend: Backend, tokens: I64, sink: Sink) -> None:
         self._model = model
@@ -349,17 +348,18 @@ class _Encoding:
         self._parts = [
             slice(first, min(first + ROWS, len(tokens))) for first in range(0, len(tokens), ROWS)
         ]
-        self._rows: list[Tensor] = []  # of each part [n, dim]
-        self._queries: list[Tensor] = []  # of the layer that runs, of each part [n, H, D]
-        self._keys = self._values = torch.empty(0)  # of the layer that runs [1, H, tokens, D]
-        # q, k, v of the next layer, of the parts that are done
+        self._rows: list[Tensor] = []  # [n, dim] of each part
+        # of the running layer: queries of each part [n, H, D], keys and values [1, H, tokens, D]
+        self._queries: list[Tensor] = []
+        self._keys = self._values = torch.empty(0)
+        # q, k, v of the next layer, of the finished parts
         self._coming: list[tuple[Tensor, Tensor, Tensor]] = []
-        # [H, 2 tokens - 1] by offset, from the first token seen from the last one
+        # [H, 2 tokens - 1] by offset; the first entry: the first key of the last query
         self._bias = torch.empty(0)
-        self._hidden = torch.empty(0)  # [tokens, dim] what the decoder reads
+        self._hidden = torch.empty(0)  # [tokens, dim] final rows, which the decoder reads
 
     def pieces(self) -> list[Callable[[], None]]:
-        """A piece for the embedding, one for some rows of each layer, one for each layer of the decoder."""
+        """Return the pieces: the embedding, each part of each layer, each decoder layer's KV."""
         model = self._model
         layers = [
             partial(self._run, layer, part)
@@ -369,7 +369,7 @@ class _Encoding:
         return [
             self._begin,
             *layers,
-            *(partial(self._tell, layer) for layer in range(model.config.num_decoder_layers)),
+            *(partial(self._store_kv, layer) for layer in range(model.config.num_decoder_layers)),
         ]
 
     @torch.inference_mode()
@@ -383,7 +383,7 @@ class _Encoding:
 
     @torch.inference_mode()
     def _run(self, index: int, part: int) -> None:
-        """Compute some rows of a layer, and what the next layer attends with."""
+        """Compute one part's rows of a layer, and their q, k and v of the next layer."""
         model = self._model
         if part == 0:
             queries, keys, values = zip(*self._coming, strict=True)
@@ -404,11 +404,11 @@ class _Encoding:
             self._coming.append(model.encoder_layer(index + 1).project(rows, self._backend))
         elif part + 1 == len(self._parts):
             self._hidden = model.encoder_norm(torch.cat(self._rows))
-            self._queries = []  # what is no longer needed
+            self._queries = []  # free memory
             self._keys = self._values = torch.empty(0)
 
     def _block(self, part: int) -> Tensor:
-        """[1, H, rows, tokens]: the bias of each row of a part for each token."""
+        """Return the bias of a part's rows for each token: [1, H, rows, tokens]."""
         rows = self._parts[part]
         # the window at w begins at offset w - (tokens - 1)
         windows = self._bias.unfold(1, len(self._tokens), 1)
@@ -416,8 +416,8 @@ class _Encoding:
         return windows[None, :, self._backend.upload(at)]
 
     @torch.inference_mode()
-    def _tell(self, index: int) -> None:
-        """Hand over the keys and values with which a layer of the decoder reads the prompt."""
+    def _store_kv(self, index: int) -> None:
+        """Pass a decoder layer's cross-attention keys and values to the sink."""
         heads = self._model.config.num_heads
         both = _heads(
             self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads
@@ -426,7 +426,10 @@ class _Encoding:
 
 
 def _answer_bias(model: T5, backend: Backend, step: int) -> Tensor:
-    """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
+    """Return the bias of the start token and each later one, for a query in slot `step`.
+
+    Its shape is [1 + slots, H].
+    """
     return model.decoder_bias[
         backend.upload(model.config.buckets_before(np.arange(step + 1, -1, -1)))
     ]

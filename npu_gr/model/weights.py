@@ -1,13 +1,13 @@
-"""A checkpoint directory: `config.json` (what it is) and `model.safetensors` (weights, side features, item ids).
+"""Reads and writes a ranker's checkpoint: `config.json`, `model.safetensors`, `order.safetensors`.
 
-Both files are written beside their place and renamed, the weights first, so a reader never sees
-half of one. A model that also retrieves may have a fitted order beside them, `order.safetensors`;
-it goes first and comes last, so a reader never sees another model's.
+`model.safetensors` has the weights, side features and item ids; `order.safetensors`, optional, the
+score blend of a model that also retrieves. Files are written under temporary names and renamed, the
+weights first, so a reader never sees a partial file. An old blend is removed first and a new one
+written last, so a reader never sees the blend of another model.
 
-Models are made without memory and without values first (`shapes_only`), for the names and shapes of
-their tensors. A tensor on the meta device has no values, and yet torch imports its compiler to draw
-them, or to make a tensor like it: 125,000 objects, .7 s of the start, and 65 ms in every full
-collection of the garbage as long as the process lives.
+Models are first made on the meta device (`shapes_only`), for the names and shapes of their tensors.
+Filling a meta tensor makes torch import its compiler: 125,000 objects, .7 s of the start, and 65 ms
+in every full garbage collection of the process. `shapes_only` therefore skips the fills.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from npu_gr.model.blend import ScoreBlend, load_blend, save_blend
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
 
-# what fills a tensor at random, or with a constant; as functions of `nn.init` and as methods
+# functions of `nn.init`, and methods, that fill a tensor at random or with a constant
 _FILLS = frozenset(
     name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
 )
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Leave tensors as they are where their values would be set."""
+    """Skips every call that would fill a tensor."""
 
     def __torch_function__(
         self,
@@ -69,7 +69,10 @@ def shapes_only() -> Iterator[None]:
 
 
 def give_memory(model: nn.Module) -> None:
-    """Make all tensors of a model of shapes anew on the CPU, with any values; `to_empty` would import the compiler."""
+    """Replace a model's meta tensors by uninitialised CPU tensors.
+
+    `nn.Module.to_empty` would import torch's compiler.
+    """
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             made = torch.empty(weight.shape, dtype=weight.dtype)
@@ -88,14 +91,13 @@ class Checkpoint:
     model: HSTU
     item_ids: I64  # [num_items] external id of each row, each once
     name: str
-    version: str = ""  # digest of the weights, and of the order where there is one; made when saved
-    # value in an interaction log of each action, where it has one
+    version: str = ""  # digest of the weights and the blend; computed when saved
+    # value of each action in the interaction log; empty = the log has no values
     action_values: tuple[float, ...] = ()
-    # what the company calls each action; none = its value is its name
+    # name of each action; empty = its value is its name
     action_names: tuple[str, ...] = ()
-    metrics: dict[str, float] = field(default_factory=dict)  # what training measured
-    # how recommend sums up what it knows of an item; None = not fitted
-    order: ScoreBlend | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # results of training
+    order: ScoreBlend | None = None  # the score blend of recommend; None = not fitted
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,10 +114,10 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
     """Write the checkpoint.
 
     Returns:
-        Its version.
+        The checkpoint's version.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: The folder cannot be written.
     """
     tensors = {
         name: tensor.detach().contiguous().cpu()
@@ -139,7 +141,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         )
         text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
         manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
-        # safetensors makes them 0600
+        # safetensors creates files with mode 0600
         as_public_as(weights.with_suffix(".tmp"), manifest.with_suffix(".tmp"))
         (folder / ORDER).unlink(missing_ok=True)
         os.replace(weights.with_suffix(".tmp"), weights)
@@ -152,10 +154,10 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint in the dtype it was saved in.
+    """Read a checkpoint in the dtype in which it was saved.
 
     Raises:
-        CheckpointError: a file is missing or corrupt, or the weights do not fit the configuration.
+        CheckpointError: A file is missing or corrupt, or the weights do not fit the configuration.
     """
     weights = folder / "model.safetensors"
     manifest = folder / "config.json"
@@ -203,7 +205,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def _with_order(version: str, folder: Path) -> str:
-    """Make the version of a checkpoint out of that of its weights: another order is another version."""
+    """Combine the weights' version with the digest of the blend, if there is one."""
     path = folder / ORDER
     return (
         xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
@@ -211,7 +213,7 @@ def _with_order(version: str, folder: Path) -> str:
 
 
 def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
-    """Say why a model cannot be asked for what the order sums up; empty = it can."""
+    """Return why the blend does not fit the model; empty = it fits."""
     if not config.retrieval:
         return "the model does not retrieve"
     if order.num_items != config.num_items:
@@ -224,16 +226,16 @@ def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
 
 
 def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:
-    """Say how the tensors differ from what the configuration asks for; empty = they do not.
+    """Return how the tensors differ from the configuration; empty = they match.
 
-    The model is made without memory for that: a configuration may ask for more than there is.
+    The model is made on the meta device: the configuration may need more memory than there is.
     """
     if config.num_layers > len(tensors):
         return f"num_layers: {config.num_layers}, and there are {len(tensors)} tensors"
     try:
         with shapes_only():
             wanted = HSTU(config).state_dict()
-    except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
+    except (RuntimeError, TypeError, OverflowError) as error:  # impossible sizes of tensors
         return str(error).partition("\n")[0]
     if names := wanted.keys() ^ tensors.keys():
         name = min(names)
@@ -248,11 +250,11 @@ def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:
 
 
 def _read_manifest(path: Path) -> _Manifest:
-    """Decode config.json without its pinned keys, which are checked.
+    """Decode config.json; check and remove its pinned keys.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: (msgspec's errors are such) it is not what a checkpoint has, or a pinned key has
+        OSError: The file cannot be read.
+        ValueError: It is no valid config.json (msgspec's errors included), or a pinned key has
             another value.
     """
     keys = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -33,7 +33,9 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     low: Positive = 0.1
     rise_s: Seconds = 0.25
     fall_s: Seconds = 2.0
-    most: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3  # 1 no DRAM, 2 no relay, 3 truncated ranks
+    max_step: Annotated[int, msgspec.Meta(ge=0, le=3)] = (
+        3  # 1 no DRAM, 2 no relay, 3 truncated ranks
+    )
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
@@ -64,7 +66,7 @@ class BrownoutControl:
         if not config.enabled:
             return self.step
         if self._high_from_at is not None and now_at - self._high_from_at >= config.rise_s:
-            self.step = Brownout(min(self.step + 1, config.most))
+            self.step = Brownout(min(self.step + 1, config.max_step))
             self._high_from_at = now_at
         if self._low_from_at is not None and now_at - self._low_from_at >= config.fall_s:
             self.step = Brownout(max(self.step - 1, 0))

@@ -26,7 +26,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
-from npu_gr.core.request import Normalise, OrderName, SourceName
+from npu_gr.core.request import AnyOrderName, AnySourceName, AnyUnknownItems, Normalise
 
 RECORDED: dict[str, Kind[Any, Any]] = {
     name: kind for name, kind in KINDS.items() if kind.is_recorded
@@ -191,8 +191,8 @@ class LoggedRecommend(
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: Column | None = None
     context: dict[str, bool | int | float | str] = {}
-    sources: tuple[SourceName, ...] | None = None
-    order: OrderName | None = None
+    sources: tuple[AnySourceName, ...] | None = None
+    order: AnyOrderName | None = None
 
 
 # Fields of a record that several kinds share. A kind has one if its request has a field of that
@@ -215,6 +215,8 @@ def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
             continue
         is_array = "ndarray" in str(hints[field.name])
         hint = Column if is_array else hints[field.name]
+        if field.name == "unknown_items":
+            hint = AnyUnknownItems | None  # logs of earlier versions have the old value
         if field.default is not msgspec.NODEFAULT:
             fields.append(
                 (field.name, hint | None if field.default is None else hint, field.default)

@@ -14,6 +14,7 @@ import msgspec
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.kinds import Kind, Scored
 from npu_gr.core.names import answered_ids
+from npu_gr.core.renamed import current
 from npu_gr.replay.log import (
     ANSWER_FIELDS,
     OPTIONS,
@@ -50,7 +51,9 @@ def encode(record: QueryRecord) -> bytes:
         body["features"] = record.features.on_the_wire()
     options = getattr(record, record.kind) if record.kind in OPTIONS else None
     if options is not None:
-        body |= {name: _raw(value) for name, value in msgspec.structs.asdict(options).items()}
+        body |= {
+            name: _raw(current(value)) for name, value in msgspec.structs.asdict(options).items()
+        }
     return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
 

@@ -92,7 +92,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fall: Count = 2  # failures in a row until an instance is down
     rise: Count = 1  # successes in a row until it is up
     failures: Count = 5  # requests in a row that fail, although the checks pass, until it is down
-    return_s: SecondsOrZero = 5.0  # its users come back over this time, not at once
+    slow_start_s: SecondsOrZero = 5.0  # its users come back over this time, not at once
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,7 +153,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_budget_s: Seconds = 30.0  # the longest time for an answer
     # from a request's first byte to the end of its headers, and then of its body
     header_timeout_s: Seconds = 10.0
-    idle_s: Seconds = 75.0  # a client's connection without a request is closed after this time
+    idle_timeout_s: Seconds = (
+        75.0  # a client's connection without a request is closed after this time
+    )
     # after SIGTERM: how long the router is unready and still serves
     drain_grace_s: SecondsOrZero = 3.0
     # after the grace, and at a reload: how long requests in flight may take

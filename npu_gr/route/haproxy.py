@@ -175,7 +175,7 @@ defaults
   timeout queue {_ms(QUEUE_SHARE * config.objective_s)}  # what waits and what is inside must fit the objective
   timeout tarpit {PACED_MS}ms
   timeout http-request {_ms(config.header_timeout_s)}
-  timeout http-keep-alive {_ms(config.idle_s)}
+  timeout http-keep-alive {_ms(config.idle_timeout_s)}
   option dontlognull
   option http-keep-alive
   http-reuse always
@@ -279,7 +279,7 @@ def _users(config: RouterConfig, material: Material) -> str:
   http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
 {_late(config, Routing.FOLLOW, Routing.SIGNAL)}
 {_check(config)}
-  default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
+  default-server slowstart {_ms(health.slow_start_s)} observe layer7 error-limit {health.failures} on-error mark-down \
 maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
 {_TOLD}
 {servers}
@@ -416,9 +416,9 @@ def _full(material: Material) -> str:
         lines.append(f"  acl full srv_conn_free(users/{one.name}) le 0")
         if _weight(one) > 1:
             lines.append(f"  acl full srv_weight(users/{one.name}) 1:{_weight(one) - 1}")
-    return "\n".join(
-        [*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"]
-    )
+    if lines:  # else nobody takes ranks, and HAProxy knows no `full`
+        lines.append("  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }")
+    return "\n".join(lines)
 
 
 def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:

@@ -106,17 +106,17 @@ async def opened(
         versions = await open_models(config, backend, scheduler, metrics)
         stack.push_async_callback(versions.stop)
         store = None
-        if (opened := await open_store(config.features)) is not None:
-            store = GuardedStore(opened, config.features, metrics.store)
+        if (opened := await open_store(config.history_store)) is not None:
+            store = GuardedStore(opened, config.history_store, metrics.store)
             stack.push_async_callback(store.close)
             await check_store(opened, versions, config)
             metrics.store.observe(
                 store.kind, {"reads": store.reads, "writes": store.writes}, store.health
             )
         of_users = None
-        if config.features.source is not None:
-            source = await asyncio.to_thread(open_source, config.features.source)
-            of_users = UserFeatures(source, config.features.source, metrics.source)
+        if config.feature_store is not None:
+            source = await asyncio.to_thread(open_source, config.feature_store)
+            of_users = UserFeatures(source, config.feature_store, metrics.source)
             stack.push_async_callback(of_users.close)
             metrics.source.observe(of_users.lane)
         shared = Shared(
@@ -268,11 +268,11 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
         return
     if told := difference(kept, versions.ranker().model.actions):
         raise ConfigError(
-            f"features: the history store was filled with other actions than {config.checkpoint} "
+            f"history_store: the history store was filled with other actions than {config.checkpoint} "
             f"has: {told}; "
             "name a checkpoint whose actions begin with those of the store, or another store "
-            "(features.path, "
-            "features.url) and load the log into it"
+            "(history_store.path, "
+            "history_store.url) and load the log into it"
         )
 
 
@@ -290,7 +290,7 @@ def _histories(
         store,
         cache,
         config.service.cut_step_tokens,
-        config.features.on_failure,
+        config.history_store.on_failure,
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
         config.service.unsorted_history,

@@ -71,15 +71,15 @@ def kv_layout(
         checkpoint: whose dtype is the default.
         backend: arranges the elements of a page as its kernels read them.
     """
-    dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
+    dtype = config.kv_cache.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         qk_dim=shape.qk_dim,
         v_dim=shape.v_dim,
-        page_tokens=config.kv.page_tokens,
+        page_tokens=config.kv_cache.page_tokens,
         dtype=dtype,
-        arrangement=backend.arrangement(getattr(torch, dtype), config.kv.page_tokens),
+        arrangement=backend.arrangement(getattr(torch, dtype), config.kv_cache.page_tokens),
     )
 
 
@@ -132,7 +132,7 @@ async def open_ranking(
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
         tiers = open_tiers(
-            config.kv,
+            config.kv_cache,
             layout,
             backend,
             t_life_s=config.relay.t_life_s,
@@ -299,11 +299,11 @@ async def open_generation(
     if beside is not None and (version, section) == (beside.version, beside.config):
         return _renamed(beside, names)
     model = await asyncio.to_thread(_generative, config, section, backend)
-    layout = layout_of(model, config.kv.page_tokens)
+    layout = layout_of(model, config.kv_cache.page_tokens)
     if beside is None:
         tiers = open_tiers(
             msgspec.structs.replace(
-                config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
+                config.kv_cache, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
             ),
             layout,
             backend,

@@ -20,7 +20,7 @@ from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.handlers.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.handlers.config import GenerateConfig, RankingConfig
-from npu_gr.history_store.store import HistoryConfig
+from npu_gr.history_store.store import FeatureStoreConfig, HistoryConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, calibration_path
@@ -36,7 +36,7 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
     # of a request whose rows run backwards in time: reject, or sort by time and count the late ones
     # in the answer
-    unsorted_history: Literal["refuse", "sort"] = "refuse"
+    unsorted_history: Literal["reject", "sort"] = "reject"
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,8 +103,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
     calibration: Calibration | None = None
     brownout: BrownoutConfig = BrownoutConfig()
-    kv: KVConfig = KVConfig()
-    features: HistoryConfig = HistoryConfig()
+    kv_cache: KVConfig = KVConfig()
+    history_store: HistoryConfig = HistoryConfig()
+    # of the features of users; absent: requests bring them
+    feature_store: FeatureStoreConfig | None = None
     generate: GenerateConfig | None = None  # absent: the instance does not generate
     match: MatchConfig | None = None  # absent: the instance does not match
     recommend: RecommendConfig | None = None  # absent: no cascade in one call

@@ -1,6 +1,6 @@
-"""An asyncio event loop on a virtual clock: a sleep takes no real time, because the clock jumps to the next timer.
+"""An asyncio event loop on a virtual clock, which jumps to the next timer instead of waiting.
 
-Ordinary asyncio code runs on it, so the simulated relay is the relay that serves.
+Ordinary asyncio code runs on it, so the simulation runs the production relay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._now_at
 
     def jump(self, seconds: float) -> None:
@@ -36,14 +36,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.BaseSelector):
-    """A selector that moves the clock to the next timer of the loop instead of waiting for files."""
+    """A selector that moves the clock to the loop's next timer instead of waiting for files."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Register the pipe of the loop itself; nobody writes to it."""
+        """Register the loop's own pipe, which is never written to."""
         key = self._keys[fileobj] = selectors.SelectorKey(fileobj, -1, events, data)
         return key
 
@@ -55,7 +55,7 @@ class _Jump(selectors.BaseSelector):
         """Jump to the next timer.
 
         Raises:
-            Stalled: no timer is set, so the loop would wait forever.
+            Stalled: No timer is set, so the loop would wait forever.
         """
         if timeout is None:
             raise Stalled("the simulation waits for something that never happens")
@@ -64,7 +64,7 @@ class _Jump(selectors.BaseSelector):
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """All registered files."""
+        """Return all registered files."""
         return self._keys
 
 

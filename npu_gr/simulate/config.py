@@ -20,20 +20,20 @@ from npu_gr.server.admission.controller import AdmissionConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-# equally likely; a single value is a constant
+# equally likely values; a single one is a constant
 Values = Annotated[list[float], msgspec.Meta(min_length=1)]
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much longer passes take than the cost model says, relative to it: the noise of one class of passes.
+    """The noise of one class of passes: their extra time relative to the cost model.
 
-    Passes are classed by their length, since an interruption may hold up a short pass for many
-    times its length.
+    Passes are classed by their length, because an interruption may delay a short pass by many times
+    its length.
     """
 
-    # for passes that should take at most this long; the last class has the longer ones too
+    # longest expected pass of the class; the last class also has all longer passes
     up_to_s: Seconds = 1e9
-    # 0.1 = a tenth longer; may be negative
+    # 0.1 = 10 % longer; may be negative
     ratios: Values = msgspec.field(default_factory=lambda: [0.0])
 
 
@@ -52,50 +52,49 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: [Lateness()]
     )
-    # on the event loop of the instance, one request after the other
+    # time on the instance's event loop, one request after the other
     signal_host_s: SecondsOrZero = 0.0
     rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM
     copy_host_s: SecondsOrZero = 0.0  # a copy's fixed part
-    # of one token, all layers
+    # keys and values of one token, all layers
     kv_token_bytes: Annotated[int, msgspec.Meta(ge=2, extra_json_schema=IN_BYTES)]
-    # of a longer history the oldest events are left out, in steps as below
+    # the oldest events of a longer history are cut, in steps of `cut_step_tokens`
     max_history_tokens: Count = 16_384
     cut_step_tokens: Count = 256
 
     @property
     def cost(self) -> CostModel:
-        """The cost model by which the trigger and the queue estimate passes."""
+        """The cost model with which the trigger and the queue estimate passes."""
         return CostModel(self.a0_s, self.a1_s, self.a2_s, self.b0_s, self.b1_s)
 
 
 class Lognormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One log-normal part of a mixture."""
+    """One log-normal component of a mixture."""
 
-    weight: Positive = 1.0  # relative to the other parts
+    weight: Positive = 1.0  # relative to the other components
     median: Positive
-    sigma: NotNegative  # of the natural logarithm
+    sigma: NotNegative  # standard deviation of the natural logarithm
 
 
 class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which users come, when they return, and how long their histories are.
+    """The users' popularity, returns and history lengths.
 
-    `npu-gr simulate fit-users` fits all of it to a query log.
+    `npu-gr simulate fit-users` fits them to a query log.
     """
 
     num_users: Annotated[int, msgspec.Meta(ge=1, le=10**12)]
     zipf: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.9  # exponent of the popularity of users
-    return_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = (
-        0.0  # share of the requests that follow one of the same user
-    )
+    # share of requests that follow another request of the same user
+    return_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     return_s: list[Lognormal] = []  # seconds between the two
     history_tokens: Lognormal
-    # behaviours between two requests of a user
+    # new events between two requests of a user
     growth_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     candidates: Count = 200
     lead_s: SecondsOrZero = 0.05  # from signal to rank, median
     lead_sigma: NotNegative = 0.0  # log-normal spread of the lead
-    dropout_ratio: Share = 0.0  # share of the signals whose rank never comes
+    dropout_ratio: Share = 0.0  # share of signals without a rank
 
     def __post_init__(self) -> None:
         if self.return_ratio and not self.return_s:
@@ -105,28 +104,28 @@ class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one run. The sections from `admission` on are those of an instance."""
 
-    device: DeviceProfile | str  # or the path of a profile
-    users: UsersConfig | str | None = None  # or a path; None = a query log brings the traffic
+    device: DeviceProfile | str  # a profile, or the path of one
+    users: UsersConfig | str | None = None  # a model, or its path; None = replay a query log
     qps: Positive = 100.0  # ranks a second of the whole fleet
     duration_s: Seconds = 60.0
     warmup_s: SecondsOrZero = 10.0  # at the start, not counted
     instances: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
-    # simulate only so many of them, with their users; None = all
+    # simulate only this many of them, with their users; None = all
     sampled_instances: Count | None = None
-    # of the router: 0 = strict, 1.25 = an instance spills beyond 1.25 x its fair share
+    # bounded load of the router: 0 = off; 1.25 = an instance gets at most 1.25 x its fair share
     load_factor: NotNegative = 0.0
     slo_s: Seconds = 0.05
-    budget_s: Seconds = 1.0  # a rank is cancelled after so long
-    target_ratio: Ratio = 0.99  # share of ranks within the SLO that the capacity search demands
+    budget_s: Seconds = 1.0  # a rank is cancelled after this time
+    target_ratio: Ratio = 0.99  # share of ranks within the SLO that the capacity search requires
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    # `--calibration` reads it, and puts its costs into `device`
+    # set by `--calibration`, which also replaces the costs of `device`
     calibration: Calibration | None = None
     admission: AdmissionConfig = AdmissionConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
     brownout: BrownoutConfig = BrownoutConfig()
-    kv: KVConfig = KVConfig()
+    kv_cache: KVConfig = KVConfig()
 
     def __post_init__(self) -> None:
         if self.warmup_s >= self.duration_s:
@@ -145,15 +144,13 @@ def write(settings: msgspec.Struct, path: Path) -> None:
 
 
 def calibrated(config: SimulateConfig, path: Path) -> SimulateConfig:
-    """Put what `npu-gr calibrate` measured on an instance into the settings of a simulation.
+    """Put the results of `npu-gr calibrate` into the settings of a simulation.
 
-    It replaces the cost model, the copy bandwidth and the token size
-    of `config.device`.
-
-    The relay of the simulation reads the others from the file: Q_m, T_life and kv_p99.
+    They replace the cost model, the copy bandwidth and the token size of `config.device`. The
+    simulated relay also reads Q_m, T_life and kv_p99 from them.
 
     Raises:
-        ConfigError: the file cannot be used, or `config.device` is a path.
+        ConfigError: The file cannot be used, or `config.device` is a path.
     """
     measured = load(path, Calibration)
     if not isinstance(config.device, DeviceProfile):

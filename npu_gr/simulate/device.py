@@ -1,8 +1,8 @@
-"""The device of a simulated instance: the engine and the queue that serve, over passes that take virtual time.
+"""The device of a simulated instance: the production scheduler over passes in virtual time.
 
-No tensors: how long a pass takes comes from the profile of the device. `VirtualStreams` stand for
-the device threads under the `Scheduler` that serves; the relay sees `SimulatedEngine` as an
-`Encoder`, like `RankEngine`.
+There are no tensors: the device profile gives the time of a pass. `VirtualStreams` replace the
+device threads of the production `Scheduler`; to the relay, `SimulatedEngine` is an `Encoder`, like
+`RankEngine`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from npu_gr.engine.queue import Demand, Job, JobOrder, JobResult, JobStep, Sched
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.simulate.config import DeviceProfile
 
-FASTEST = 0.1  # of the time by the cost model: noise makes no pass faster than that
+FASTEST = 0.1  # lower bound of a noisy pass, relative to the cost model
 _TIMESTAMPS: I64 = np.zeros(1 << 20, np.int64)
 
 
 class RankWork(NamedTuple):
-    """What the pass of one rank computes."""
+    """The work of one rank."""
 
     new_tokens: int
     cached_tokens: int
@@ -40,12 +40,12 @@ class RankWork(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """How much it adds to its pass."""
+        """The rank's share of its pass."""
         return Demand(self.new_tokens, self.num_candidates)
 
 
 class PassTimes:
-    """How long passes take: the cost model of a profile, and its noise."""
+    """The time of passes: the cost model of a profile, and its noise."""
 
     def __init__(self, profile: DeviceProfile, source: random.Random) -> None:
         self._cost = profile.cost
@@ -54,24 +54,21 @@ class PassTimes:
         self._source = source
 
     def of_ranks(self, works: Sequence[RankWork]) -> float:
-        """Draw the seconds of a pass that these ranks share; its fixed part `a0` is paid once."""
+        """Draw the seconds of a pass that these ranks share; its fixed cost `a0` counts once."""
         seconds = sum(self._cost.pass_s(*work) for work in works) - (len(works) - 1) * self._cost.a0
         return self.noisy(seconds)
 
     def noisy(self, seconds: float) -> float:
-        """Add noise to the seconds of the cost model.
-
-        The profile has other noise for short passes than for long.
-        """
+        """Add the noise of the pass's class to the seconds of the cost model."""
         late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
         return seconds * max(1 + self._source.choice(late.ratios), FASTEST)
 
 
 class VirtualStreams(Streams):
-    """Passes that take virtual time and compute nothing. Make them inside the virtual loop.
+    """Passes that take virtual time and compute nothing. Create it inside the virtual loop.
 
-    The work of a job is a `RankWork`, or returns the seconds that its pass takes (a chunk of a
-    prefill, or a copy).
+    The work of a job is a `RankWork`, or a function that returns the seconds of its pass (a chunk
+    of a prefill, or a copy).
     """
 
     def __init__(self, config: SchedulerConfig, times: PassTimes) -> None:
@@ -112,14 +109,11 @@ class VirtualStreams(Streams):
 
     def _deliver(self, ended: list[Ended]) -> None:
         if ended:
-            self._loop.call_soon(finish, ended)  # no other thread, and no socket to wake
+            self._loop.call_soon(finish, ended)  # on the same thread
 
 
 class SimulatedPrefix:
-    """A fake history: it has a length but no tokens.
-
-    The longer history of a user continues the shorter one.
-    """
+    """A history with a length but no tokens; a user's longer history continues the shorter one."""
 
     __slots__ = ("_num_tokens", "_start")
 
@@ -127,9 +121,9 @@ class SimulatedPrefix:
         """Cut a history as the tokenizer does.
 
         Args:
-            num_events: of the whole history.
-            max_tokens: of a longer history only the newest events are kept, so many at most.
-            cut_step_tokens: the start of a cut history moves in steps of so many events.
+            num_events: Number of events of the complete history.
+            max_tokens: Largest number of newest events that remain.
+            cut_step_tokens: Step, in events, of the start of a cut history.
         """
         over = max(0, num_events - max_tokens)
         self._start = -(-over // cut_step_tokens) * cut_step_tokens
@@ -137,38 +131,35 @@ class SimulatedPrefix:
 
     @property
     def timestamps(self) -> I64:
-        """[n] zeros."""
+        """Zeros, int64 [n]."""
         return _TIMESTAMPS[: self._num_tokens]
 
     @property
     def is_divisible(self) -> bool:
-        """Always, as of a ranker."""
+        """Always True, like a ranker's tokens."""
         return True
 
     def __len__(self) -> int:
         return self._num_tokens
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Identify a prefix by where it starts and how long it is."""
+        """Identify a prefix by its start and length."""
         return f"{self._start}+{num_tokens}"
 
 
 class SimulatedEngine(PassCosts):
-    """Prefills, copies and ranks as jobs on the virtual clock.
-
-    Its methods have the contracts of `RankEngine`'s.
-    """
+    """Runs prefills, copies and ranks on the virtual clock, with the contracts of `RankEngine`."""
 
     def __init__(
         self, profile: DeviceProfile, scheduler: Scheduler, times: PassTimes, objective_s: float
     ) -> None:
-        """Nothing runs yet.
+        """Prepare the engine; nothing runs yet.
 
         Args:
-            profile: of the device.
-            scheduler: of `VirtualStreams`.
-            times: draws how long a chunk or a copy takes.
-            objective_s: of a rank; its place in the queue.
+            profile: Profile of the device.
+            scheduler: Scheduler over `VirtualStreams`.
+            times: Random times of chunks and copies.
+            objective_s: Latency objective of a rank, which orders the queue.
         """
         super().__init__(scheduler.wait_s)
         self.objective_s = objective_s
@@ -186,7 +177,7 @@ class SimulatedEngine(PassCosts):
         order: JobOrder,
         first_token: int = 0,
     ) -> int:
-        """Encode a prefix chunk by chunk; returns how many of its tokens are encoded now."""
+        """Encode a prefix chunk by chunk; return the number of its tokens encoded so far."""
         parts = list(chunks(first_token, len(tokens), self._scheduler.config.prefill_chunk_tokens))
         estimates_s = [self.cost.pass_s(stop - start, start, 0) for start, stop in parts]
         steps = [
@@ -205,7 +196,7 @@ class SimulatedEngine(PassCosts):
         *,
         preemptible: bool = False,
     ) -> None:
-        """Occupy the device for the bytes over the bandwidth, and the fixed part of a copy."""
+        """Occupy the device for a copy: the fixed time plus bytes over bandwidth."""
         seconds = self._copy_host_s + pages.num_bytes / self.copy_bytes_per_s
         await self._scheduler.call(
             partial(float, self._times.noisy(seconds)),
@@ -224,13 +215,13 @@ class SimulatedEngine(PassCosts):
     async def rank(
         self, work: RankWork, deadline_at: float, arrived_at: float, tenant: str
     ) -> float:
-        """Score candidates; returns the seconds of the pass.
+        """Score candidates; return the seconds of the pass.
 
         Args:
-            work: what the pass computes for this rank.
-            deadline_at: instant at which the rank is dropped if it has not begun.
-            arrived_at: instant at which its request came.
-            tenant: of the request.
+            work: Work of the rank.
+            deadline_at: Instant at which the rank is dropped if it has not begun.
+            arrived_at: Arrival of its request.
+            tenant: Tenant of the request.
         """
         expected_s = self.cost.pass_s(*work)
         done = await self._scheduler.batch(
@@ -248,5 +239,5 @@ class SimulatedEngine(PassCosts):
 
 
 def run_nothing(_: Sequence[Any]) -> Sequence[Any]:
-    """The `run` of every simulated rank: no pass computes anything."""
+    """Fail: it stands for the `run` of simulated ranks, which is never called."""
     raise AssertionError("a simulated job has no work")

@@ -1,13 +1,14 @@
-"""Fit the models of a simulation: the users to a query log, the device to a replay against a running instance.
+"""Fits the models of a simulation: users to a query log, the device to a replay on an instance.
 
-Users. A request that comes within `RETURN_WITHIN_S` after another one of the same user is a return.
-The fit takes the share of returns, and the mixture of their gaps (expectation-maximisation on the
-logarithms). The other requests are visits: their exponent is the most likely one of a bounded Zipf
-distribution over the users in the log. A short log of many users therefore gives a low exponent.
+Users. A request within `RETURN_WITHIN_S` after another request of the same user is a return. The
+fit computes the share of returns, and the mixture of their gaps (expectation-maximisation on the
+logarithms). The other requests are visits, whose exponent is the maximum-likelihood exponent of a
+bounded Zipf distribution over the users in the log. A short log of many users therefore gives a low
+exponent.
 
-Device. `engine.cost` fits the coefficients to ranks with and without cached KV, leaving out the
-passes that were held up. What passes took beyond the coefficients is noise that any pass may meet.
-The rest of a rank's latency belongs to the host, whether the service or the client spent it.
+Device. `engine.cost` fits the coefficients to ranks with and without cached KV, without outliers.
+The residuals are the noise of passes. The rest of a rank's latency is attributed to the host,
+whether the service or the client spent it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from npu_gr.simulate.users import TrafficRequest
 F64 = npt.NDArray[np.float64]
 
 RETURN_WITHIN_S = 3600.0
-VALUES = 200  # a measured distribution is kept as so many values at most
-_TRIMS = 3  # fits of the device, each without the outliers of the fit before
-_LEAST_RANKS = 50  # that a device profile needs
-_ROUNDS = 60  # of expectation-maximisation
+VALUES = 200  # most values by which a measured distribution is stored
+_TRIMS = 3  # fits of the device, each without the outliers of the previous fit
+_LEAST_RANKS = 50  # least ranks for a device profile
+_ROUNDS = 60  # rounds of expectation-maximisation
 _LEAST_SIGMA = 0.05
-_CLASSES = 8  # classes of passes by their length, at most
-_OUTLIER = 1.5  # times the median of (measured over predicted): a pass above it was held up
+_CLASSES = 8  # most classes of passes by length
+_OUTLIER = 1.5  # a pass is an outlier if measured / predicted is above this times the median
 
 
 # ---- users
@@ -50,11 +51,11 @@ def fit_users(records: Iterable[QueryRecord], num_users: int | None = None) -> U
     """Fit the model of users to a query log.
 
     Args:
-        records: in time order, at least two ranks.
-        num_users: of the whole population; None = the users of the log.
+        records: Query log in time order, with at least two ranks.
+        num_users: Size of the population; None = the users of the log.
 
     Raises:
-        DataError: too few ranks.
+        DataError: There are fewer than two ranks.
     """
     last_at: dict[str, float] = {}  # user -> instant of the newest rank
     tokens: dict[str, int] = {}  # user -> length of the newest history
@@ -96,10 +97,10 @@ def fit_users(records: Iterable[QueryRecord], num_users: int | None = None) -> U
 
 
 def zipf_exponent(counts: Sequence[int]) -> float:
-    """Find the most likely exponent, in 0..3, of a bounded Zipf distribution.
+    """Find the maximum-likelihood exponent, in 0..3, of a bounded Zipf distribution.
 
     Args:
-        counts: visits of each user, the most frequent user first.
+        counts: Visits of each user, the most frequent user first.
     """
     if len(counts) < 2:
         return 0.0
@@ -107,7 +108,7 @@ def zipf_exponent(counts: Sequence[int]) -> float:
     weights = np.array(counts, np.float64)
     low = 0.0
     high = 3.0
-    # the likelihood has one peak: its slope is observed minus expected log rank
+    # the likelihood has one maximum; its slope is expected minus observed log rank
     for _ in range(60):
         middle = (low + high) / 2
         chance = np.exp(-middle * logs)
@@ -117,10 +118,7 @@ def zipf_exponent(counts: Sequence[int]) -> float:
 
 
 def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
-    """Fit log-normal parts by expectation-maximisation on the logarithms.
-
-    Few or equal values give one part.
-    """
+    """Fit a log-normal mixture by expectation-maximisation; few or equal values: one component."""
     if len(logs) < 20 or float(logs.std()) < _LEAST_SIGMA:
         return [Lognormal(median=float(np.exp(logs.mean())), sigma=float(logs.std()))]
     means = np.quantile(logs, (np.arange(num_parts) + 0.5) / num_parts)
@@ -143,8 +141,7 @@ def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
 def requests_of(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterable[TrafficRequest]:
     """Yield the signals and ranks of a query log, as a replay with these options sends them.
 
-    A record without a history has the last known length of its user, plus the events that the log
-    appended since.
+    A record without a history gets its user's last known length plus the events appended since.
     """
     tokens: defaultdict[str, int] = defaultdict(int)
     for action in plan(records, options):
@@ -173,8 +170,8 @@ class MeasuredRank:
     cached_tokens: int
     num_candidates: int
     device_s: float
-    waited_s: float  # for the prefix and for the device
-    total_s: float  # seen by the client
+    waited_s: float  # waiting for the prefix and the device
+    total_s: float  # latency at the client
     outcome: str
     due_at: float = 0.0  # seconds since the replay began
 
@@ -228,17 +225,16 @@ def fit_device(
     """Fit the profile of the measured instance.
 
     Args:
-        ranks: at little load, with several lengths, numbers of candidates, and hits as well as
-            misses.
-        signals_s: seconds of each signal at the client.
-        kv_token_bytes: keys and values of one token, all layers.
-        copy_bytes_per_s: bandwidth from DRAM to HBM, as the service logs it at its start.
-        max_history_tokens: of the model.
+        ranks: Ranks at low load, with several lengths and numbers of candidates, hits and misses.
+        signals_s: Seconds of each signal at the client.
+        kv_token_bytes: Bytes of one token's keys and values, all layers.
+        copy_bytes_per_s: Bandwidth from DRAM to HBM, which the service logs at start.
+        max_history_tokens: Longest history of the model.
 
     Raises:
-        DataError: fewer than 50 ranks.
+        DataError: There are fewer than 50 ranks.
     """
-    # a degraded rank computed less than its answer says
+    # a degraded rank computed less than its response states
     ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]
     if len(ranks) < _LEAST_RANKS:
         raise DataError(
@@ -272,7 +268,7 @@ def fit_device(
 
 
 def _lateness(expected_s: F64, late_s: F64) -> list[Lateness]:
-    """Class passes by their length, the shortest first: what did they take beyond the model, relative to it?"""
+    """Compute the relative noise of passes by class of length, the shortest first."""
     order = np.argsort(expected_s, kind="stable")
     parts = np.array_split(order, max(1, min(_CLASSES, len(order) // _LEAST_RANKS)))
     return [
@@ -284,6 +280,6 @@ def _lateness(expected_s: F64, late_s: F64) -> list[Lateness]:
 
 
 def _values(samples: F64) -> list[float]:
-    """Compress samples into the means of equal shares of them; the mean stays the same."""
+    """Compress samples into means of equal shares, which preserves the mean."""
     parts = np.array_split(np.sort(samples), min(VALUES, len(samples)))
     return [round(float(part.mean()), 7) for part in parts]

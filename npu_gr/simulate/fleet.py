@@ -1,7 +1,7 @@
-"""N simulated instances behind the placement of the router, under one traffic, on the virtual clock.
+"""A fleet of simulated instances behind the router's placement, on the virtual clock.
 
-The search for the fewest instances that keep the SLO starts at a lower bound from arithmetic,
-doubles until the SLO holds, and then bisects.
+The search for the fewest instances that meet the SLO starts at a computed lower bound, doubles
+until the SLO is met, and then bisects.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from npu_gr.simulate.users import TrafficRequest
 
 PERCENTILES = (50, 90, 99, 99.9)
 MOST = 1000  # instances
-_SAMPLE = 2000  # ranks of the traffic from which the lower bound is computed
+_SAMPLE = 2000  # number of ranks from which the lower bound is computed
 _COLUMNS = (
-    "instances", "within SLO", "P50 ms", "P99 ms", "HBM hits", "joined", "DRAM hits", "cached tokens",
-    "pre-infers", "wasted", "device busy",
+    "instances", "within SLO", "P50 ms", "P99 ms", "HBM hits", "joined", "DRAM hits",
+    "cached tokens", "pre-infers", "wasted", "device busy",
 )  # fmt: skip
 _STATUS = {"": 200, "Overloaded": 429, "DeadlineExceeded": 504, "TimeoutError": 504}
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetResult:
-    """The figures of one run. Only requests that came after the warm-up count."""
+    """The figures of one run. Only requests after the warm-up count."""
 
     instances: int
-    simulated: int  # instances of them that were simulated
+    simulated: int  # number of instances that were simulated
     slo_s: float
     counted_s: float = 0.0
     num_ranks: int = 0
     results: Counter[Result] = field(default_factory=Counter)
-    # outcome of a rank, or name of its error
+    # outcomes of ranks, or names of their errors
     outcomes: Counter[str] = field(default_factory=Counter)
-    verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "rejected"
-    how: Counter[str] = field(default_factory=Counter)  # what decided the placement of a rank
-    latencies_s: array[float] = field(default_factory=lambda: array("d"))  # of answered ranks
+    verdicts: Counter[str] = field(default_factory=Counter)  # verdicts of signals, or "rejected"
+    how: Counter[str] = field(default_factory=Counter)  # reasons of the ranks' placement
+    latencies_s: array[float] = field(default_factory=lambda: array("d"))  # answered ranks
     history_tokens: int = 0
     prefix_tokens: int = 0
     num_produced: int = 0  # pre-infers and reloads after signals
-    num_wasted: int = 0  # of those, the ones that no rank used
-    busy_ratio: float = 0.0  # share of the time that a device works: mean of the devices
-    busiest_ratio: float = 0.0  # and of the busiest one
+    num_wasted: int = 0  # pre-infers and reloads that no rank used
+    busy_ratio: float = 0.0  # share of time that the devices work, mean
+    busiest_ratio: float = 0.0  # share of time that the busiest device works
 
     @property
     def attainment_ratio(self) -> float:
-        """The share of all ranks that were answered within the SLO."""
+        """Share of all ranks that were answered within the SLO."""
         return self.results[Result.GOOD] / self.num_ranks if self.num_ranks else 1.0
 
     @property
     def wasted_ratio(self) -> float:
-        """The share of the pre-infers that no rank used."""
+        """Share of pre-infers that no rank used."""
         return self.num_wasted / self.num_produced if self.num_produced else 0.0
 
     def hit_ratio(self, *outcomes: Outcome) -> float:
-        """The share of all ranks that had one of these outcomes."""
+        """Return the share of all ranks that had one of these outcomes."""
         return (
             sum(self.outcomes[outcome] for outcome in outcomes) / self.num_ranks
             if self.num_ranks
@@ -80,18 +80,18 @@ class FleetResult:
         )
 
     def latency_s(self, percent: float) -> float:
-        """A percentile of the answered ranks; NaN if there were none."""
+        """Return a percentile of the answered ranks' latency; NaN if there were none."""
         if not self.latencies_s:
             return float("nan")
         return float(np.percentile(np.frombuffer(self.latencies_s), percent, method="higher"))
 
     def promises(self) -> dict[str, float]:
-        """The attainment of each promise of `metrics.slo`."""
+        """Return the attainment of each promise of `metrics.slo`."""
         counts = Counts(*(self.results[result] for result in Result))
         return {promise.value: counts.attainment(promise) for promise in Promise}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types for JSON."""
+        """Return plain types for JSON."""
         hits = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
         return {
             "instances": self.instances,
@@ -118,7 +118,7 @@ class FleetResult:
 
 
 class Fleet:
-    """The instances of one run. Make it inside the virtual loop."""
+    """The instances of one run. Create it inside the virtual loop."""
 
     def __init__(self, config: SimulateConfig, profile: DeviceProfile) -> None:
         self._config = config
@@ -126,17 +126,17 @@ class Fleet:
         names = [f"gr-{number}" for number in range(config.instances)]
         self.ring = Ring(map(Member, names))
         self._in_flight = Counter(dict.fromkeys(names, 0))
-        kept = min(config.sampled_instances or len(names), len(names))
-        chosen = random.Random(config.seed).sample(names, kept)  # noqa: S311  (a sample)
+        simulated = min(config.sampled_instances or len(names), len(names))
+        chosen = random.Random(config.seed).sample(names, simulated)  # noqa: S311  (a sample)
         self.instances = {name: SimulatedInstance(config, profile, name) for name in sorted(chosen)}
-        self._is_sampled = kept < len(names)
+        self._is_sampled = simulated < len(names)
         self._tasks: set[asyncio.Task[None]] = set()
-        # user -> the instance of the signal that has no rank yet
+        # user -> instance of a signal whose rank has not come yet
         self._signalled: dict[str, str] = {}
-        self.result = FleetResult(instances=len(names), simulated=kept, slo_s=config.slo_s)
+        self.result = FleetResult(instances=len(names), simulated=simulated, slo_s=config.slo_s)
 
     async def run(self, traffic: Iterable[TrafficRequest]) -> FleetResult:
-        """Play the whole traffic, and wait until every request has ended."""
+        """Send all requests, and wait until every one has ended."""
         for instance in self.instances.values():
             instance.start()
         forgetting = self._loop.call_at(self._config.warmup_s, self._warmed_up)
@@ -228,9 +228,9 @@ def simulate(
     """Simulate one run from start to end on a virtual clock.
 
     Args:
-        config: settings of the run.
-        profile: of the device of each instance.
-        traffic: in the order of time.
+        config: Settings of the run.
+        profile: Device profile of each instance.
+        traffic: Requests in time order.
     """
 
     async def work() -> FleetResult:
@@ -241,28 +241,30 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The result of the search."""
+    """The result of a capacity search."""
 
     qps: float
     target_ratio: float
     needed: int | None  # instances; None = more than `MOST`
-    at_least: int  # instances, by the device time of ranks that always find their prefix
+    at_least: int  # lower bound of the instances, see the function `at_least`
     tried: list[tuple[int, FleetResult]]  # (instances, result), in the order of the search
 
 
 def at_least(
     traffic: Iterable[TrafficRequest], qps: float, profile: DeviceProfile, streams: int
 ) -> int:
-    """Compute a lower bound: the device time of ranks that always find their prefix and share every pass.
+    """Compute a lower bound of the instances from the device time of ranks.
+
+    It assumes that every rank hits its whole prefix, and shares a pass.
 
     Args:
-        traffic: its first ranks are the sample.
-        qps: ranks a second of the whole fleet.
-        profile: of the device of one instance.
-        streams: passes at once on one instance.
+        traffic: Requests whose first `_SAMPLE` ranks are read.
+        qps: Ranks a second of the whole fleet.
+        profile: Device profile of an instance.
+        streams: Concurrent passes of an instance.
 
     Returns:
-        The number of instances, `MOST` at most.
+        The number of instances, at most `MOST`.
     """
     cost = profile.cost
     seconds = 0.0
@@ -280,13 +282,13 @@ def search(
     traffic: Callable[[], Iterator[TrafficRequest]],
     play: Callable[[int], FleetResult],
 ) -> Capacity:
-    """Find the fewest instances with which `config.target_ratio` of the ranks keep the SLO.
+    """Find the fewest instances with which `config.target_ratio` of the ranks meet the SLO.
 
     Args:
-        config: settings of the simulation; its `instances` do not matter.
-        profile: of the device of one instance.
-        traffic: begins the traffic anew at each call.
-        play: simulates a fleet of that many instances.
+        config: Settings of the simulation; `instances` is ignored.
+        profile: Device profile of an instance.
+        traffic: Function that restarts the traffic.
+        play: Function that simulates a fleet of the given size.
     """
     low = at_least(traffic(), config.qps, profile, config.scheduler.streams)
     tried: list[tuple[int, FleetResult]] = []
@@ -340,7 +342,7 @@ def row(found: FleetResult) -> list[str]:
 
 
 def answer(capacity: Capacity) -> str:
-    """Say the result of a capacity search in words."""
+    """Describe the result of a capacity search in one sentence."""
     needed = (
         "more than 1,000 instances" if capacity.needed is None else (f"{capacity.needed} instances")
     )
@@ -351,7 +353,7 @@ def answer(capacity: Capacity) -> str:
 
 
 def render(found: Sequence[FleetResult], capacity: Capacity | None) -> Group:
-    """Draw the tables for the terminal; the facts are those of the last run."""
+    """Make the tables for the terminal; the second one is of the last run."""
     runs = Table(*_COLUMNS, title="Simulation, not a measurement")
     for one in found:
         runs.add_row(*row(one))
@@ -364,12 +366,12 @@ def render(found: Sequence[FleetResult], capacity: Capacity | None) -> Group:
 def as_dict(
     found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make plain types for JSON.
+    """Return plain types for JSON.
 
     Args:
-        found: a result for each run.
-        capacity: result of the capacity search, if there was one.
-        settings: of the simulation, as plain types.
+        found: Result of each run.
+        capacity: Result of the capacity search; None = there was none.
+        settings: Settings of the simulation, as plain types.
     """
     table: dict[str, Any] = {"settings": settings, "runs": [one.as_dict() for one in found]}
     if capacity is not None:

@@ -1,8 +1,8 @@
-"""One instance on the virtual clock: the relay, tiers and admission control that serve, over a simulated engine.
+"""A simulated instance: production relay, cache tiers and admission over a simulated engine.
 
-A request takes the same steps as in `service.service`; `tests/simulate/validation.py` plays both
-against each other. One number a request stands for the time of HTTP and Python. Requests take that
-time one after the other, as on an event loop.
+A request takes the same steps as in `service.service`; `tests/simulate/validation.py` compares the
+two. The time of HTTP and Python is one number per request, spent one request after the other, as on
+an event loop.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)
 
 
 class RankResult(NamedTuple):
-    """How a rank ended."""
+    """The result of a rank."""
 
     outcome: Outcome | None  # None = it failed
-    error: str  # name of the error's class; "" = none
+    error: str  # class name of the error; "" = none
     latency_s: float
     prefix_tokens: int
 
 
 class SimulatedInstance:
-    """Make it inside the virtual loop; call `start`, and `stop` at the end."""
+    """One instance. Create it inside the virtual loop; call `start`, and `stop` at the end."""
 
     def __init__(self, config: SimulateConfig, profile: DeviceProfile, name: str) -> None:
         self.name = name
@@ -60,12 +60,12 @@ class SimulatedInstance:
             config.scheduler, streams=VirtualStreams(config.scheduler, times)
         )
         self.scheduler.on_worked = self._worked
-        self.busy_s = 0.0  # time on the device so far, all streams together
+        self.busy_s = 0.0  # device time so far, all streams together
         self.scheduler.weigh(config.admission.tenant_weights)
         self.engine = SimulatedEngine(profile, self.scheduler, times, config.slo_s)
         self.tiers = open_tiers(
-            config.kv,
-            _layout(profile, config.kv.page_tokens),
+            config.kv_cache,
+            _layout(profile, config.kv_cache.page_tokens),
             None,
             t_life_s=config.relay.t_life_s,
             clock=clock,
@@ -103,7 +103,7 @@ class SimulatedInstance:
         self.relay.on_first_use = first_use
 
     def start(self) -> None:
-        """Begin to run passes, and to observe the load if brown-out is enabled."""
+        """Start to run passes, and to observe the load if brown-out is enabled."""
         self.scheduler.start()
         if self._config.brownout.enabled:
             self._observing = self._loop.create_task(self._observe_load())
@@ -121,7 +121,7 @@ class SimulatedInstance:
         return max(0, self.num_produced - (self.num_first_used - self.num_dram_hits))
 
     def forget_counts(self) -> None:
-        """Count anew: the warm-up is over."""
+        """Reset the counts after the warm-up."""
         self.num_produced = 0
         self.num_first_used = 0
         self.num_dram_hits = 0
@@ -150,7 +150,7 @@ class SimulatedInstance:
         return verdict
 
     async def rank(self, request: TrafficRequest) -> RankResult:
-        """Rank, as `Service` does; an error is a result."""
+        """Rank, as `Service` does; errors are returned as results."""
         began_at = self._loop.time()
         try:
             with await self._admission.enter(
@@ -193,7 +193,7 @@ class SimulatedInstance:
         )
 
     async def _on_host(self, takes_s: float) -> None:
-        """Wait for the event loop, and occupy it."""
+        """Wait for the event loop, then occupy it."""
         now_at = self._loop.time()
         self._host_free_at = max(self._host_free_at, now_at) + takes_s
         if self._host_free_at > now_at:
@@ -207,7 +207,7 @@ class SimulatedInstance:
 
 
 def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:
-    """Make a layout with as many bytes a token as the profile says."""
+    """Make a layout with the profile's bytes per token."""
     key_bytes = profile.kv_token_bytes // 2
     return KVLayout(
         num_layers=1,

@@ -1,12 +1,12 @@
 """Traffic drawn from a model of the users.
 
-A user costs nothing until drawn: 100 million cost no more than one.
+Users take no memory until they are drawn, so there may be 100 million.
 
-Requests come as one Poisson stream of `qps` a second. Each is one of two:
+Requests arrive as one Poisson stream of `qps` a second. Each is one of two:
 
-    visit    of a user drawn by Zipf popularity
-    return   draw a gap from a log-normal mixture; the user is that of the request nearest to that long ago which has
-             no return yet. If that instant lies before the run began, the request is a visit.
+    visit    a user drawn by Zipf popularity
+    return   draw a gap from a log-normal mixture; the user is that of the request closest to that
+             instant which has no return yet. If the instant is before the run, it is a visit.
 
 The length of a user's history is a function of the user's number.
 
@@ -31,7 +31,7 @@ from npu_gr.simulate.config import Lognormal, UsersConfig
 F64 = npt.NDArray[np.float64]
 
 BLOCK = 4096  # requests drawn at once
-_PROBES = 64  # requests examined around the wanted instant
+_PROBES = 64  # requests examined around an instant
 
 
 class TrafficRequest(NamedTuple):
@@ -40,7 +40,7 @@ class TrafficRequest(NamedTuple):
     due_at: float  # seconds since the run began
     kind: str  # SIGNAL.name | RANK.name
     user: str
-    num_tokens: int  # of the user's whole history
+    num_tokens: int  # length of the user's complete history
     num_candidates: int
     tenant: str = ""
 
@@ -68,7 +68,7 @@ class Zipf:
         return np.concatenate(accepted) if accepted else np.empty(0, np.int64)
 
     def _area(self, x: F64) -> F64:
-        """The integral of 1/t^s from 1 to x."""
+        """Compute the integral of 1/t^s from 1 to x."""
         log = np.log(x)
         power = (1.0 - self._s) * log
         safe = np.where(np.abs(power) > 1e-9, power, 1.0)
@@ -83,7 +83,7 @@ class Zipf:
 
 
 def normal_of(users: I64, salt: int) -> F64:
-    """[n] standard normal numbers; a user and a salt always give the same number."""
+    """Compute [n] standard normal numbers that depend only on user and salt."""
     uniforms = []
     for word in (2 * salt + 1, 2 * salt + 2):
         bits = users.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * word) & (2**64 - 1))
@@ -95,12 +95,12 @@ def normal_of(users: I64, salt: int) -> F64:
 
 
 def mixture(parts: list[Lognormal], count: int, random: np.random.Generator) -> F64:
-    """Draw from a mixture.
+    """Draw from a log-normal mixture.
 
     Args:
-        parts: its log-normal parts with their weights.
-        count: how many draws.
-        random: source of the draws.
+        parts: Components with their weights.
+        count: Number of draws.
+        random: Source of the draws.
 
     Returns:
         [count] draws.
@@ -113,7 +113,7 @@ def mixture(parts: list[Lognormal], count: int, random: np.random.Generator) -> 
 
 
 class _Past:
-    """The requests so far: when each came, whose it was, and whether its user has returned."""
+    """The requests so far: arrival, user, and whether the user has returned."""
 
     def __init__(self) -> None:
         self._arrived_at = array("d")
@@ -126,7 +126,7 @@ class _Past:
         self._returned.append(0)
 
     def returning(self, instant: float) -> int | None:
-        """Take the user of the request nearest to an instant who has not come again since."""
+        """Take the user of the request closest to an instant that has no return yet."""
         if instant < 0.0:
             return None
         middle = bisect_left(self._arrived_at, instant)
@@ -139,24 +139,24 @@ class _Past:
 
 
 class UserVisit(NamedTuple):
-    """One request of the model, at the instant of its signal."""
+    """One request of the model, at the arrival of its signal."""
 
     arrived_at: float  # seconds since the run began
     user: int
-    num_tokens: int  # of the user's whole history
+    num_tokens: int  # length of the user's complete history
     lead_s: float  # from the signal to the rank
-    is_dropped: bool  # the rank never comes
+    is_dropped: bool  # there is no rank
     is_return: bool
 
 
 def visits(config: UsersConfig, qps: float, duration_s: float, seed: int) -> Iterator[UserVisit]:
-    """Draw the visits of a run, in the order of time.
+    """Draw the visits of a run, in time order.
 
     Args:
-        config: the model of the users.
-        qps: visits a second, in the mean.
-        duration_s: of the run.
-        seed: the same seed gives the same visits.
+        config: Model of the users.
+        qps: Mean visits a second.
+        duration_s: Duration of the run.
+        seed: Random seed; equal seeds give equal visits.
     """
     random = np.random.default_rng(seed)
     zipf = Zipf(config.zipf, config.num_users)
@@ -205,12 +205,12 @@ def visits(config: UsersConfig, qps: float, duration_s: float, seed: int) -> Ite
 def _lengths(config: Lognormal, users: I64) -> list[int]:
     """Compute the length of each user's first history."""
     lengths = config.median * np.exp(config.sigma * normal_of(users, 0))
-    whole: list[int] = np.maximum(lengths, 1.0).astype(np.int64).tolist()
-    return whole
+    tokens: list[int] = np.maximum(lengths, 1.0).astype(np.int64).tolist()
+    return tokens
 
 
 def signals_and_ranks(found: Iterable[UserVisit], num_candidates: int) -> Iterator[TrafficRequest]:
-    """Turn each visit into a signal and, its lead later, a rank; in the order of time."""
+    """Turn each visit into a signal and, `lead_s` later, a rank; in time order."""
     ranks: list[TrafficRequest] = []  # a heap: the earliest first
     for visit in found:
         while ranks and ranks[0].due_at <= visit.arrived_at:

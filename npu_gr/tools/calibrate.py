@@ -134,7 +134,7 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
         entries = [pool.reserve(key, num_tokens) for key in keys]
     except PoolExhausted as error:
         raise ConfigError(
-            f"kv.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}"
+            f"kv_cache.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}"
         ) from error
     far = float("inf")
     done = 0

@@ -135,7 +135,9 @@ def _of_instance(config: Config) -> Iterator[Opened]:
             yield _tried(
                 "recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items"
             )
-    yield from _history(config.features)
+    yield from _history(config.history_store)
+    if (source := config.feature_store) is not None:
+        yield _tried("feature_store", lambda: open_source(source), source.entry)
     if (record := config.record) is not None:
         yield _tried("record.folder", lambda: _writable(Path(record.folder)))
         if record.hash_key_file is not None:
@@ -260,15 +262,13 @@ def _vectors(section: MatchConfig) -> Iterator[Opened]:
 
 def _history(section: HistoryConfig) -> Iterator[Opened]:
     if section.kind == "embedded":
-        yield _tried("features.path", lambda: _store(Path(section.path)))
+        yield _tried("history_store.path", lambda: _store(Path(section.path)))
     elif section.kind == "redis":
-        yield from _extra("features.kind", "redis", "redis")
-        yield Opened("features.url", OpenedState.NOTE, f"{section.redis_url} was not called")
+        yield from _extra("history_store.kind", "redis", "redis")
+        yield Opened("history_store.url", OpenedState.NOTE, f"{section.redis_url} was not called")
         if section.tls is not None:
             named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
-            yield _client_tls("features.tls", ClientTlsConfig(**named))
-    if (source := section.source) is not None:
-        yield _tried("features.source", lambda: open_source(source), source.entry)
+            yield _client_tls("history_store.tls", ClientTlsConfig(**named))
 
 
 def _store(path: Path) -> str:

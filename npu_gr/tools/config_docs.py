@@ -97,7 +97,7 @@ _PROCESSES = {
     "simulation": (
         "A simulation",
         "`npu-gr simulate run --config FILE`. `configs/simulate.yaml` is a file with its own keys. "
-        "The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv` and "
+        "The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv_cache` and "
         "`calibration` "
         "are those of an instance. No variable of the environment is a setting here.",
     ),

@@ -235,10 +235,10 @@ async def prepare_traffic(
     ]
     write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
-        f"features.path={made.folder / 'replayed.db'}",
+        f"history_store.path={made.folder / 'replayed.db'}",
         f"server.port={port}",
         f"server.admin_port={admin_port}",
-        f"kv.hbm_bytes={HBM_BYTES}",
+        f"kv_cache.hbm_bytes={HBM_BYTES}",
     ]
     instance = Instance(made.folder / "evaluated.yaml", overrides, made.folder / "service.log")
     prepared = PreparedDemo(made, instance, records, made.log[trained])
@@ -260,7 +260,7 @@ def longest_users(history: Interactions, num: int) -> set[str]:
 async def refill(prepared: PreparedDemo) -> None:
     """Fill a new history store with the events before the traffic; a replay has changed the old."""
     config = prepared.instance.config
-    await asyncio.to_thread(clear_store, Path(config.features.path))
+    await asyncio.to_thread(clear_store, Path(config.history_store.path))
     await fill(config, prepared.history)
 
 

@@ -46,9 +46,9 @@ class Instance:
 
 async def fill(config: Config, events: Interactions) -> None:
     """Load events into the history store of a configuration."""
-    store = await open_store(config.features)
+    store = await open_store(config.history_store)
     if store is None:
-        raise ConfigError("features.kind: the demo needs a history store")
+        raise ConfigError("history_store.kind: the demo needs a history store")
     checkpoint = load_checkpoint(Path(str(config.checkpoint)))
     try:
         await load_interactions(store, events, checkpoint.action_names)

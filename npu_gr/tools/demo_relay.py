@@ -58,7 +58,7 @@ ANSWER_ALL = (
     "admission.enabled=false",
     "brownout.enabled=false",
     "relay.degrade=false",
-    "features.read_timeout_s=1.0",
+    "history_store.read_timeout_s=1.0",
 )
 
 
@@ -170,7 +170,7 @@ async def measure(
         urls = []
         for name in ("without", "with"):
             instance = _instance(folder, name)
-            await asyncio.to_thread(clear_store, Path(instance.config.features.path))
+            await asyncio.to_thread(clear_store, Path(instance.config.history_store.path))
             await fill(instance.config, events)
             urls.append(await services.enter_async_context(served(instance)))
         for length in lengths:
@@ -191,7 +191,7 @@ async def measure(
 def _instance(folder: Path, name: str) -> Instance:
     overrides = [
         f"checkpoint={folder / 'ranker'}",
-        f"features.path={folder / f'history-{name}.db'}",
+        f"history_store.path={folder / f'history-{name}.db'}",
         f"server.port={free_port()}",
         f"server.admin_port={free_port()}",
         f"relay.enabled={str(name == 'with').lower()}",

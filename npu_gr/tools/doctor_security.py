@@ -43,8 +43,8 @@ LINES: dict[str, str | None] = {
     "server.grpc_port": "server.grpc ",
     "server.agent_port": "server.agent ",
     "server.api_keys_file": "key",
-    "features.path": None,  # the files of the store, which may not be there yet
-    "features.url": None,  # of a store that may not be Redis
+    "history_store.path": None,  # the files of the store, which may not be there yet
+    "history_store.url": None,  # of a store that may not be Redis
     "record.folder": None,  # each recording
     "host": "router ",
     "port": "router ",
@@ -344,16 +344,16 @@ def _key(entry: KeyEntry) -> WayIn:
 
 
 def _store(config: Config) -> Iterator[WayIn]:
-    features = config.features
-    if features.kind == "redis":
-        yield from _redis(features.redis_url)
-    elif features.kind == "embedded":
-        for path in (Path(features.path + ending) for ending in ("", "-wal", "-shm")):
-            yield from _private("features.path", path)
+    store = config.history_store
+    if store.kind == "redis":
+        yield from _redis(store.redis_url)
+    elif store.kind == "embedded":
+        for path in (Path(store.path + ending) for ending in ("", "-wal", "-shm")):
+            yield from _private("history_store.path", path)
 
 
 def _redis(url: SecretUrl) -> Iterator[WayIn]:
-    yield from _call("features.url", url, "behaviours of all tenants")
+    yield from _call("history_store.url", url, "behaviours of all tenants")
     parts = urlsplit(url.reveal())
     if (
         parts.scheme != "unix"
@@ -361,7 +361,7 @@ def _redis(url: SecretUrl) -> Iterator[WayIn]:
         and not is_loopback_name(parts.hostname or "")
     ):
         yield WayIn(
-            f"features.url {url}",
+            f"history_store.url {url}",
             Openness.OPEN,
             "whoever reaches it, with no password",
             "give it a password",

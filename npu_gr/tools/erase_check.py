@@ -58,8 +58,8 @@ def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Se
         logs: files with log lines; .gz and .zst are unpacked.
     """
     found: list[Searched] = []
-    if config.features.kind == "embedded":
-        found += _embedded(Path(config.features.path), user)
+    if config.history_store.kind == "embedded":
+        found += _embedded(Path(config.history_store.path), user)
     if config.record is not None:
         found += _recordings(config.record, user)
     if config.match is not None:

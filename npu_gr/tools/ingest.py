@@ -1,4 +1,4 @@
-"""Where `npu-gr load` and `npu-gr consume` write: the store of a configuration, or a service that has one.
+"""Where `npu-gr load` and `npu-gr kafka-ingest` write: the store of a configuration, or a service that has one.
 
 An embedded store has one owner. If a service runs on it, events go through that service: POST
 /v1/events/bulk.
@@ -229,23 +229,23 @@ async def open_target(
         if config is None:
             raise ConfigError("--config or --url: name where the events go")
         try:
-            store = await open_store(config.features)
+            store = await open_store(config.history_store)
         except StoreInUse as error:
             url = url_of(config.server)
             log.warning("%s: writing through %s, where its service should be", error, url)
         else:
             if store is None:
                 raise ConfigError(
-                    "features.kind is none: there is no store to write into; name a "
+                    "history_store.kind is none: there is no store to write into; name a "
                     "service with --url"
                 )
             try:
                 model = _model_of(config)
                 if told := difference(await store.name_actions(model.actions), model.actions):
                     raise ConfigError(
-                        f"features: the history store was filled with other actions: {told}"
+                        f"history_store: the history store was filled with other actions: {told}"
                     )
-                yield Target(store, model, f"the {config.features.kind} store")
+                yield Target(store, model, f"the {config.history_store.kind} store")
             finally:
                 await store.close()
             return

@@ -4,7 +4,7 @@
 
 A message that is read again, because its offset was not committed, has the idempotency key that it
 had: topic, partition, offset and time. So it counts once as long as the store remembers the key. It
-remembers 256 of a user for a day (`features.max_idempotency_keys`, `idempotency_s`), so a round has
+remembers 256 of a user for a day (`history_store.max_idempotency_keys`, `idempotency_s`), so a round has
 `MOST_OF_USER` messages of a user at most.
 """
 

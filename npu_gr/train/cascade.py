@@ -74,7 +74,7 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
         CascadeWay(chosen, order)
         for chosen in sets
         for order in ORDERS
-        if order != "fitted" or has_blend
+        if order != "blended" or has_blend
     ]
 
 

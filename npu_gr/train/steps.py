@@ -64,7 +64,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     warm_up_ratio: Annotated[
         Share, Meta(description="share of the steps with a rising learning rate")
     ] = 0.05
-    average_decay: Annotated[
+    ema_decay: Annotated[
         Decay, Meta(description="of the moving average of the weights, which is served")
     ] = 0.995
     refit: Annotated[
@@ -129,7 +129,7 @@ class EpochTrainer(Generic[M]):
             lr=options.learning_rate,
             betas=BETAS,
         )
-        self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
+        self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.ema_decay))
         self._recent_losses: list[float] = []
         self.done_ratio = 0.0  # share of the training before the step that is being taken
 

@@ -51,6 +51,7 @@ class Vectors:
 
 
 _SOURCE_TENSORS = ("seen_starts", "seen_items", "near_duplicate_starts", "near_duplicate_items")
+_OLD_SOURCE_TENSORS = {"near_duplicate_starts": "twin_starts", "near_duplicate_items": "twin_items"}
 
 
 class _FoldingKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,9 +289,12 @@ def _fold_tensors(fold: Folding | None) -> dict[str, npt.NDArray[np.generic]]:
 def _source(tensors: dict[str, npt.NDArray[Any]]) -> SourceItems | None:
     if "source.seen_starts" not in tensors:
         return None
+    names = {name: name for name in _SOURCE_TENSORS}
+    if "source.twin_starts" in tensors:  # a folder of an earlier version
+        names |= _OLD_SOURCE_TENSORS
     return SourceItems(
         ids=tensors.get("source.ids"),
-        **{name: tensors[f"source.{name}"] for name in _SOURCE_TENSORS},
+        **{name: tensors[f"source.{written}"] for name, written in names.items()},
     )
 
 

@@ -88,8 +88,8 @@ def test_an_instance_is_checked_and_its_prefixes_are_found(
 
 def test_a_server_that_does_not_start_says_why(checkpoint: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(Unavailable, match=r"ours did not start: npu-gr: .*kv\.hbm_bytes"),
-        running("ours", instance("ours", checkpoint, tmp_path, ["kv.hbm_bytes=1"])),
+        pytest.raises(Unavailable, match=r"ours did not start: npu-gr: .*kv_cache\.hbm_bytes"),
+        running("ours", instance("ours", checkpoint, tmp_path, ["kv_cache.hbm_bytes=1"])),
     ):
         pass
 
@@ -116,7 +116,7 @@ def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = list(door.lines(CONFIG, checkpoint, None, 0.3, 1, parts, (), 0))
     cases = [line.case.partition(":")[0] for line in found]
     assert cases[:4] == [
-        f"2 clients that retry at once, {arm}" for arm in (BEHIND, BEHIND, ALONE, ALONE)
+        f"2 clients that retry immediately, {arm}" for arm in (BEHIND, BEHIND, ALONE, ALONE)
     ]
     assert found[0].ours > 0
     assert f"bursts of 2, {BEHIND}" in cases
@@ -220,9 +220,9 @@ def test_the_loads_are_of_the_capacity() -> None:
     assert by_name["1x"].streams(bodies, 100.0)[0].rate_per_s == 80.0
     burst = by_name["bursts of 16"].streams(bodies, 100.0)[0]
     assert burst.burst_size / burst.every_s == pytest.approx(25.0)
-    small, hot = by_name["20/s of a tenant beside 16 hot clients"].streams(bodies, 100.0)
+    small, hot = by_name["20/s of a tenant next to 16 hot clients"].streams(bodies, 100.0)
     assert (small.bodies, hot.bodies) == (Path("small"), Path("hot"))
-    assert [by_name[f"{n} clients that retry at once"].clients for n in (4, 256)] == [4, 8]
+    assert [by_name[f"{n} clients that retry immediately"].clients for n in (4, 256)] == [4, 8]
     assert {load.group for load in by_name.values()} == set(door.PARTS) - {"density", "fleet"}
 
 

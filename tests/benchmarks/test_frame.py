@@ -12,12 +12,22 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from benchmarks import store
-from benchmarks.frame import BENCHES, Line, bench, compared, show, table, timed, timed_in_turn
+from benchmarks.frame import (
+    BENCHES,
+    OLD_NAMES,
+    Line,
+    bench,
+    compared,
+    show,
+    table,
+    timed,
+    timed_in_turn,
+)
 from npu_gr.core.errors import ConfigError
 
 LONG = (
-    "closed loop of 256: 1427 in time, 3349 rejected, 92 late, 0 lost a second, P99 67 ms; off "
-    "140 in time"
+    "closed loop of 256: 1427 within SLO, 3349 rejected, 92 late, 0 lost a second, P99 67 ms; off "
+    "140 within SLO"
 )
 
 
@@ -27,7 +37,7 @@ def line(
     ratio: float = 0.764,
     target: float | None = 0.95,
 ) -> Line:
-    return compared("door", case, 1427.0, "in time/s", baseline, 1868.0, ratio, target)
+    return compared("door", case, 1427.0, "within SLO/s", baseline, 1868.0, ratio, target)
 
 
 def text(*lines: Line, width: int = 200) -> str:
@@ -41,7 +51,7 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     assert LONG in " ".join(shown.split())
     for cell in (
         "bench door",
-        "1.87e+03 in time/s",
+        "1.87e+03 within SLO/s",
         "0.764x",
         "0.95x",
         "baseline: admission off; 2 x a CPU",
@@ -107,3 +117,11 @@ def test_a_time_is_compared_by_its_medians() -> None:
     found = timed("x", "case", [0.001, 0.002, 0.003], "other", [0.004] * 3, 1.5, floor=4.0)
     assert (found.ours, found.baseline_value, found.ratio, found.ok) == (2.0, 4.0, 2.0, True)
     assert found.of_floor == 0.5
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_old_name_of_a_bench_works_with_a_word(old: str, new: str) -> None:
+    done = CliRunner().invoke(bench, [old, "--help"])
+    assert done.exit_code == 0
+    assert new in BENCHES
+    assert f"{old} is now {new}" in done.stderr

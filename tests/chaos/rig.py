@@ -80,7 +80,7 @@ class Instance:
             f"server.port={self.port}",
             f"server.admin_port={self.admin_port}",
             f"checkpoint={checkpoint}",
-            f"features.path={self.database}",
+            f"history_store.path={self.database}",
             *overrides,
         ]
         sets = [word for setting in settings for word in ("--set", setting)]

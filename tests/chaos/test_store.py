@@ -102,7 +102,7 @@ async def behind_a_proxy(
         async with FaultProxy("127.0.0.1", port) as proxy:
             url = f"redis://127.0.0.1:{proxy.port}/0"
             async with running(
-                Instance(folder, checkpoint, "features.kind=redis", f"features.url={url}")
+                Instance(folder, checkpoint, "history_store.kind=redis", f"history_store.url={url}")
             ) as instance:
                 yield instance, proxy
 

@@ -56,7 +56,7 @@ def run(folder: Path, *commands: list[str]) -> list[Done]:
 
 def test_configurations(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ranker")
-    sections = "server: {port: 0, admin_port: 0}\nfeatures: {path: history.db}\n"
+    sections = "server: {port: 0, admin_port: 0}\nhistory_store: {path: history.db}\n"
     (tmp_path / "good.yaml").write_text(f"checkpoint: ranker\n{sections}")
     (tmp_path / "popular.txt").write_text("SKU-1\n42\n")
     generate = "generate: {checkpoint: decoder, catalogue: items.jsonl, codes: [8, 8]}\n"
@@ -108,7 +108,7 @@ async def test_events_go_through_a_service(tmp_path: Path) -> None:
             run,
             tmp_path,
             ["load", "log.jsonl", *to],
-            ["consume", "--brokers", "127.0.0.1:1", "--topic", "t", *to],
+            ["kafka-ingest", "--brokers", "127.0.0.1:1", "--topic", "t", *to],
         )
     assert load.code == 0, load.output
     assert "1 users: 1 events added" in load.output

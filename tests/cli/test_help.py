@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from npu_gr.cli.main import GONE, main
+from npu_gr.core.renamed import COMMANDS
 
 
 def commands(
@@ -61,3 +62,12 @@ def test_a_command_that_went_says_what_takes_its_place(name: str) -> None:
     assert done.exit_code == 2
     assert f"npu-gr {name} went: {GONE[name]}" in done.output
     assert tuple(name.split()) not in ALL
+
+
+@pytest.mark.parametrize(("old", "new"), COMMANDS.items())
+def test_an_old_name_of_a_command_works_with_a_warning(old: str, new: str) -> None:
+    done = CliRunner().invoke(main, [old, "--help"])
+    assert done.exit_code == 0
+    assert f"npu-gr {old} is now npu-gr {new}" in done.stderr
+    assert f"Usage: main {new}" in done.stdout
+    assert f"\n  {old} " not in CliRunner().invoke(main, ["--help"]).output

@@ -59,7 +59,7 @@ def write_log(path: Path, users: Histories) -> Path:
 
 def stored(config: Path, users: Histories, tenant: str = "") -> Histories:
     async def read() -> Histories:
-        store = await open_store(load_config(config).features)
+        store = await open_store(load_config(config).history_store)
         assert store is not None
         found = {
             user: rows_of((await store.read(UserKey(tenant, user), 9999)).events) for user in users
@@ -188,7 +188,7 @@ def test_killed_in_the_middle_and_run_again_is_one_copy(
     users = histories(1500, 12)
     log = write_log(tmp_path / "log.jsonl", users)
     with store(tmp_path) as (features, count):
-        config = write(tmp_path, features=features)
+        config = write(tmp_path, history_store=features)
         command = [sys.executable, "-m", "npu_gr", "load", str(log), "--config", str(config), *mode]
         with subprocess.Popen(command) as process:
             while not count():

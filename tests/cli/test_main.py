@@ -139,8 +139,8 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         fails(write(tmp_path, backend="cuda"), "backend 'cuda' is configured but cannot be loaded")
     fails(write(tmp_path, backend="npu"), "backend 'npu' is configured but cannot be loaded")
-    fails(write(tmp_path, kv={"hbm_bytes": 1000}), "kv.hbm_bytes: 1000 holds 0 pages")
-    fails(write(tmp_path, features={"path": "/proc/nowhere/h.db"}), "features.path")
+    fails(write(tmp_path, kv_cache={"hbm_bytes": 1000}), "kv_cache.hbm_bytes: 1000 holds 0 pages")
+    fails(write(tmp_path, history_store={"path": "/proc/nowhere/h.db"}), "history_store.path")
     fails(
         write(tmp_path, server={"api_keys_file": str(tmp_path / "keys")}),
         "api_keys_file: ",
@@ -154,10 +154,10 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
 
 
 def test_check_config_prints_everything(tmp_path: Path) -> None:
-    words = ("check-config", "--config", str(write(tmp_path)), "--set", "kv.hbm_bytes=77")
+    words = ("check-config", "--config", str(write(tmp_path)), "--set", "kv_cache.hbm_bytes=77")
     done = run(*words, "--syntax-only")
     assert (done.returncode, done.stderr) == (0, "")
-    assert yaml.safe_load(done.stdout)["kv"]["hbm_bytes"] == 77
+    assert yaml.safe_load(done.stdout)["kv_cache"]["hbm_bytes"] == 77
     assert "  hbm_bytes: 77  # --set" in done.stdout.splitlines()
     done = run(*words)  # there is no checkpoint
     assert done.returncode == 1

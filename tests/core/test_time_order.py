@@ -38,12 +38,12 @@ def test_rows_are_rejected_by_their_index_in_the_request(base: list[int], new: l
     bad = [at for at in range(max(len(base), 1), len(times)) if times[at] < times[at - 1]]
     if not bad:
         assert (
-            oldest_first(events(times), "refuse", "history", base=len(base)).timestamps.tolist()
+            oldest_first(events(times), "reject", "history", base=len(base)).timestamps.tolist()
             == times
         )
         return
     with pytest.raises(Unprocessable) as rejected:
-        oldest_first(events(times), "refuse", "history", base=len(base))
+        oldest_first(events(times), "reject", "history", base=len(base))
     index = bad[0] - len(base)
     said = f"history.timestamps: {times[bad[0]]} at index {index} is before {times[bad[0] - 1]}"
     assert str(rejected.value).startswith(said)
@@ -51,7 +51,7 @@ def test_rows_are_rejected_by_their_index_in_the_request(base: list[int], new: l
 
 
 def test_a_base_that_is_not_in_order_is_nobodys_fault() -> None:
-    assert oldest_first(events([3, 1, 2]), "refuse", "history", base=2).timestamps.tolist() == [
+    assert oldest_first(events([3, 1, 2]), "reject", "history", base=2).timestamps.tolist() == [
         3,
         1,
         2,

@@ -135,7 +135,7 @@ def test_users_have_the_features_of_their_file(tmp_path: Path) -> None:
     )
     prepared = prepare(log, tmp_path / "data", users=tmp_path / "users.csv")
     found = columns(prepared.dataset.interactions())
-    assert prepared.manifest["left_out_users"] == {
+    assert prepared.manifest["skipped_users"] == {
         "zip": "30 distinct values for 30 users: nearly a name of each"
     }
     assert prepared.manifest["users_without_row"] == 1
@@ -178,7 +178,7 @@ def test_a_dataset_that_is_older_than_features_has_none(tmp_path: Path) -> None:
         "user_features",
         "log_features",
         "users_without_row",
-        "left_out_users",
+        "skipped_users",
         "rejected_users",
     ):
         del manifest[key]

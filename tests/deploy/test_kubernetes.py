@@ -47,8 +47,8 @@ def instance_config() -> Config:
     The store's password is in a Secret, which is a file in a pod.
     """
     given = table("npu-gr-config", "instance.yaml")
-    assert given["features"]["url"] == {"file": "/etc/npu-gr-redis/url"}
-    given["features"]["url"] = "rediss://:password@redis:6379/0"
+    assert given["history_store"]["url"] == {"file": "/etc/npu-gr-redis/url"}
+    given["history_store"]["url"] = "rediss://:password@redis:6379/0"
     return from_table(given)
 
 
@@ -190,7 +190,7 @@ def test_callers_need_keys_and_every_hop_is_over_tls() -> None:
     assert instance["server"]["admin_port"] == 8081
     assert instance["server"]["tls"]["client_ca"] == "/etc/npu-gr-tls/ca.crt"
     assert set(router["instances_tls"]) == {"ca", "certificate", "key", "server_name"}
-    assert instance["features"]["tls"]["ca"] == "/etc/npu-gr-tls/ca.crt"
+    assert instance["history_store"]["tls"]["ca"] == "/etc/npu-gr-tls/ca.crt"
 
 
 @PODS

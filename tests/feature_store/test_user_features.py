@@ -22,7 +22,7 @@ from npu_gr.feature_store.user_features import (
     as_row,
     open_source,
 )
-from npu_gr.history_store.store import SourceConfig
+from npu_gr.history_store.store import FeatureStoreConfig
 from tests.features_of import every_feature
 
 READS: dict[str, Feature] = {one.name: one for one in every_feature() if one.of == "user"}
@@ -67,7 +67,7 @@ class Rig:
     def __init__(self, **changes: Any) -> None:
         self.now = 1000.0
         self.source, self.counts = Source(), Counts()
-        config = SourceConfig(
+        config = FeatureStoreConfig(
             **{"entry": "x:y", "timeout_s": 5.0, "fresh_s": 30.0, "stale_s": 100.0, **changes}
         )
         self.users = UserFeatures(self.source, config, self.counts, lambda: self.now)
@@ -138,7 +138,7 @@ async def test_a_failure_leaves_the_old_ones_and_then_none() -> None:
 
 async def test_a_source_that_hangs_holds_its_places_and_nothing_else() -> None:
     rig = Rig(timeout_s=0.02, max_calls=2, max_queue=1, max_failures=100)
-    rig.users = UserFeatures(rig.source, SourceConfig(entry="x:y", timeout_s=0.02, max_calls=2, max_queue=1,
+    rig.users = UserFeatures(rig.source, FeatureStoreConfig(entry="x:y", timeout_s=0.02, max_calls=2, max_queue=1,
                                                       max_failures=100), rig.counts)  # fmt: skip
     rig.source.open.clear()
     answers = await asyncio.gather(*(rig.get(UserKey("", str(number))) for number in range(9)))
@@ -248,15 +248,15 @@ async def test_functions_and_classes_are_sources(monkeypatch: pytest.MonkeyPatch
 
     name = module(blocks=blocks, waits=waits, Made=Made, short=lambda user: {})
     threaded = open_source(
-        SourceConfig(entry=f"{name}:blocks", options={"country": "fr"}, max_calls=2)
+        FeatureStoreConfig(entry=f"{name}:blocks", options={"country": "fr"}, max_calls=2)
     )
     assert isinstance(threaded, ThreadedSource)
     answers = await asyncio.gather(*(threaded.fetch(USER, ("a",), 1.0) for _ in range(7)))
     assert answers == [{"country": "fr"}] * 7
-    direct = open_source(SourceConfig(entry=f"{name}:waits"))
+    direct = open_source(FeatureStoreConfig(entry=f"{name}:waits"))
     assert isinstance(direct, AsyncSource)
     assert await direct.fetch(USER, ("a",), 1.0) == {"names": ("a",)}
-    made = open_source(SourceConfig(entry=f"{name}:Made", options={"table": {"u": "de"}}))
+    made = open_source(FeatureStoreConfig(entry=f"{name}:Made", options={"table": {"u": "de"}}))
     assert await made.fetch(USER, ("a",), 1.0) == {"country": "de"}
     for entry, said in (
         (f"{name}:none", "no attribute 'none'"),
@@ -265,8 +265,8 @@ async def test_functions_and_classes_are_sources(monkeypatch: pytest.MonkeyPatch
         (f"{name}:short", "TypeError: too many positional arguments"),
         (f"{name}:Made", "TypeError: .*'table'"),
     ):
-        with pytest.raises(ConfigError, match=f"features.source.*{said}"):
-            open_source(SourceConfig(entry=entry))
+        with pytest.raises(ConfigError, match=f"feature_store.*{said}"):
+            open_source(FeatureStoreConfig(entry=entry))
 
 
 async def test_a_thread_that_raises_or_hangs_serves_the_others() -> None:
@@ -289,7 +289,7 @@ async def test_a_thread_that_raises_or_hangs_serves_the_others() -> None:
     release.set()
     assert await hanging == {"country": "hang"}
     # what ends a thread elsewhere is this call's failure alone
-    users = UserFeatures(source, SourceConfig(entry="x:y", timeout_s=5.0), Counts())
+    users = UserFeatures(source, FeatureStoreConfig(entry="x:y", timeout_s=5.0), Counts())
     for name in ("exit", "stop"):
         assert (await users.fetch(UserKey("", name), READS)).origin.fault is StoreFault.UNAVAILABLE
     assert (await users.fetch(UserKey("", "fr"), READS)).values == {"country": "fr"}

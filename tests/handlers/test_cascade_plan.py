@@ -81,13 +81,15 @@ Times = st.floats(0.0, 10.0)
 def test_the_stages_share_one_deadline(
     budget_s: float, rank_s: float, hook: bool, hook_s: float, share: float
 ) -> None:
-    config = RecommendConfig(hook="a:b" if hook else None, hook_budget_s=hook_s, rank_share=share)
+    config = RecommendConfig(
+        hook="a:b" if hook else None, hook_budget_s=hook_s, max_rank_share=share
+    )
     retrieve_s, hook_deadline_at, rank_deadline_at = (
         at_s - 100.0 for at_s in split(100.0, 100.0 + budget_s, rank_s, config)
     )
     assert -1e-9 <= retrieve_s <= hook_deadline_at <= rank_deadline_at <= budget_s + 1e-9
     kept_s = rank_deadline_at - hook_deadline_at
-    rank_s = max(rank_s, config.rank_least_s)
+    rank_s = max(rank_s, config.min_rank_s)
     assert kept_s <= rank_s + 1e-9  # no more than the cost model says
     assert kept_s <= share * rank_deadline_at + 1e-9  # nor than its share
     assert kept_s >= min(rank_s, share * rank_deadline_at) - 1e-9  # and no less than both

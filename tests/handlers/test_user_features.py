@@ -66,7 +66,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Online:
 
 def sections(**changes: Any) -> dict[str, Any]:
     source = {"entry": "an_online_store:fetch", "timeout_s": 5.0, **changes}
-    return {**SECTIONS, "features": {"source": source}}
+    return {**SECTIONS, "feature_store": source}
 
 
 async def ranked(service: Service, one: Asked, user: str, ref: HistoryRef) -> RankAnswer:

@@ -13,7 +13,7 @@ import pytest
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.feature_store.user_features import open_source
-from npu_gr.history_store.store import SourceConfig
+from npu_gr.history_store.store import FeatureStoreConfig
 
 FEATURES = {"country": "profile:country", "age": "profile:age", "visits": "weekly:country"}
 NAMES = ("country", "age", "visits", "other")
@@ -57,8 +57,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "feast", made)
 
 
-def config(**options: Any) -> SourceConfig:
-    return SourceConfig(entry="feast", options={"repo": "shop", "features": FEATURES, **options})
+def config(**options: Any) -> FeatureStoreConfig:
+    return FeatureStoreConfig(
+        entry="feast", options={"repo": "shop", "features": FEATURES, **options}
+    )
 
 
 async def test_a_user_is_one_row(stand_in: None) -> None:
@@ -75,13 +77,13 @@ async def test_a_user_is_one_row(stand_in: None) -> None:
 def test_what_cannot_be_opened_is_named(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"features.source.options.repo: nowhere: "
+        match=r"feature_store.options.repo: nowhere: "
         r"FileNotFoundError",
     ):
         open_source(config(repo="nowhere"))
     with pytest.raises(
         ConfigError,
-        match=r"features.source.options.features: 'age' is no "
+        match=r"feature_store.options.features: 'age' is no "
         r"VIEW:FEATURE",
     ):
         open_source(config(features={"age": "age"}))

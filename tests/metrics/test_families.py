@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from npu_gr.core.renamed import METRICS, UNTIL
+from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.families import KEPT, Families, QuickHistogram
+from npu_gr.service.config import SLOConfig
 
 EDGES = (0.001, 0.01, 1.0)
 
@@ -62,3 +67,29 @@ def test_nothing_is_lost_between_threads_that_observe_and_one_that_reads() -> No
         child.fold()
     count = samples(family)["npu_gr_took_seconds_count", "{'stage': 'rank'}"]
     assert count == num_threads * num_each
+
+
+@pytest.mark.parametrize(("old", "new"), METRICS.items())
+def test_a_family_is_there_under_its_old_name_too(old: str, new: str) -> None:
+    name = new.removeprefix("npu_gr_")
+    registry = CollectorRegistry()
+    make = Families(registry)
+    family: Counter | Gauge = (
+        make.counter(name, "x", ("kind",))
+        if name.endswith("_total")
+        else make.gauge(name, "x", ("kind",))
+    )
+    family.labels("rank").inc(3)
+    text = generate_latest(registry).decode()
+    assert f'{old}{{kind="rank"}} 3.0\n' in text
+    assert f'{new}{{kind="rank"}} 3.0\n' in text
+    assert f"# HELP {old} Deprecated: use {new}; goes with npu_gr {UNTIL}.\n" in text
+    restricted: Any = registry.restricted_registry([old])
+    assert [one.name for family in restricted.collect() for one in family.samples] == [old]
+
+
+def test_every_old_name_is_of_a_family_of_an_instance() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry, SLOConfig().objectives())
+    text = generate_latest(registry).decode()
+    assert {name for name in METRICS if f"# HELP {name} Deprecated" in text} == set(METRICS)

@@ -122,13 +122,13 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
     sections: dict[str, Any] = {
         "generate": section(tmp_path),
         "service": {"selfcheck_ratio": 0.2},
-        "kv": {"hbm_bytes": 300_000},
+        "kv_cache": {"hbm_bytes": 300_000},
     }
     # the ranker knows none of them
     sections["recommend"] = {"sources": {"generate": 20}, "min_coverage": 0}
     sections["match"] = match_section(tmp_path)
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(("user",)))
-    sections["features"] = {"source": {"entry": f"{__name__}:of_user"}}
+    sections["feature_store"] = {"entry": f"{__name__}:of_user"}
     pair = authority.issue("127.0.0.1")
     sections["server"] = {"tls": {"certificate": str(pair.certificate), "key": str(pair.key)}}
     async with serving(tmp_path, watched=False, **sections) as (client, _):

@@ -67,6 +67,6 @@ LEFT_TO_OTHERS = {
 def test_a_new_setting_is_decided_on() -> None:
     """Is it told? Then it is TOLD.
 
-    Else `whole_pass` and `HstuShape` must leave its rankers to others.
+    Else `fused_layers` and `HstuShape` must leave its rankers to others.
     """
     assert {field.name for field in msgspec.structs.fields(HSTUConfig)} <= TOLD | LEFT_TO_OTHERS

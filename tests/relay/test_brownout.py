@@ -37,7 +37,7 @@ def test_a_short_peak_changes_nothing() -> None:
 
 
 def test_it_has_a_ceiling_and_a_switch() -> None:
-    assert run(BrownoutControl(BrownoutConfig(most=2)), 9.0, 0.0, 10.0)[-1] is Brownout.NO_RELAY
+    assert run(BrownoutControl(BrownoutConfig(max_step=2)), 9.0, 0.0, 10.0)[-1] is Brownout.NO_RELAY
     assert run(BrownoutControl(BrownoutConfig(enabled=False)), 9.0, 0.0, 10.0)[-1] is Brownout.NONE
     with pytest.raises(ValueError, match=r"low: 2.0 is not below high: 0.4"):
         BrownoutConfig(low=2.0)

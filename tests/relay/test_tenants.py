@@ -35,7 +35,7 @@ async def instance(prefixes: int, **trigger: object) -> AsyncIterator[SimulatedI
             device=DEVICE,
             trigger=TriggerConfig(policy="always", min_prefix_tokens=1, **trigger),  # type: ignore[arg-type]
             brownout=BrownoutConfig(enabled=False),
-            kv=KVConfig(
+            kv_cache=KVConfig(
                 hbm_bytes=prefixes * PAGES_OF_ONE * 64 * 64, dram_bytes=4 * PAGES_OF_ONE * 64 * 64
             ),
         ),

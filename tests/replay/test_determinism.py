@@ -20,8 +20,8 @@ from tests.serving import FIRST_ID, serving
 
 USERS, VISITS = 10, 3
 COLD = {"relay": {"enabled": False}}
-HBM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 16_000_000}}
-DRAM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 1_400_000}}  # room for two users
+HBM = {"relay": {"t_life_s": 60.0}, "kv_cache": {"hbm_bytes": 16_000_000}}
+DRAM = {"relay": {"t_life_s": 60.0}, "kv_cache": {"hbm_bytes": 1_400_000}}  # room for two users
 
 
 def log() -> list[QueryRecord]:

@@ -32,6 +32,7 @@ from npu_gr.core.request import (
 from npu_gr.replay.compare import AnswerLine
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
+from npu_gr.replay.requests import encode
 
 LINES = (Path(__file__).parent / "format1.jsonl").read_bytes().splitlines()
 KEY = b"0123456789abcdef"
@@ -170,3 +171,14 @@ def test_a_line_of_answers_keeps_its_names() -> None:
     line = msgspec.json.decode(text, type=AnswerLine)
     assert line.due_at == 0.5
     assert msgspec.json.encode(line) == text
+
+
+def test_names_of_earlier_versions_are_read_and_sent_as_they_are_called_now() -> None:
+    recommend = {"sources": ["trunk", "match"], "order": "fitted", "unknown_items": "last"}
+    for kind, options, sent in (
+        ("recommend", recommend, {"sources": ["shared_encoder", "match"], "order": "blended"}),
+        ("rank", {"unknown_items": "refuse"}, {"unknown_items": "reject"}),
+    ):
+        line = {"ts": 1.0, "kind": kind, "user_id": "u", "candidates": [1], kind: options}
+        record = msgspec.json.decode(msgspec.json.encode(line), type=QueryRecord)
+        assert sent.items() <= msgspec.json.decode(encode(record)).items()

@@ -115,8 +115,8 @@ class Fleet:
             return
         table = {
             "checkpoint": str(self._folder / checkpoint),
-            "kv": {"hbm_bytes": 64_000_000, "dram_bytes": 16_000_000},
-            "features": {"kind": "none"},
+            "kv_cache": {"hbm_bytes": 64_000_000, "dram_bytes": 16_000_000},
+            "history_store": {"kind": "none"},
             "trigger": {"min_prefix_tokens": 4, "policy": "always"},
             "relay": {"t_life_s": self.times.t_life_s},
             "server": {
@@ -154,7 +154,11 @@ class Fleet:
             "admin_port": self.admin_port,
             "objective_s": 0.2 if self._is_light else 0.05,
             "discovery": {"file": str(self._folder / "instances.yaml"), "period_s": 0.2},
-            "health": {"interval_s": 0.25, "timeout_s": self.times.check_s, "return_s": RETURN_S},
+            "health": {
+                "interval_s": 0.25,
+                "timeout_s": self.times.check_s,
+                "slow_start_s": RETURN_S,
+            },
             "relay": {"t_life_s": self.times.t_life_s},
             **more,
         }

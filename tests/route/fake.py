@@ -181,7 +181,7 @@ def table_of(fakes: list[Fake], **sections: Any) -> dict[str, Any]:
         "admin_port": free_port(),
         "objective_s": 1.0,  # patient: the machine may be busy
         "discovery": {"instances": [row(fake) for fake in fakes], "period_s": 0.1},
-        "health": {"interval_s": 0.1, "timeout_s": 5.0, "return_s": 0.0},
+        "health": {"interval_s": 0.1, "timeout_s": 5.0, "slow_start_s": 0.0},
         "shutdown_timeout_s": 1.0,
     }
     for name, section in sections.items():

@@ -59,7 +59,7 @@ async def written(folder: Path, **table: Any) -> str:
         ({"user_header": "x-uid"}, ["req.hdr(x-uid),url_dec"]),
         ({"max_budget_s": 7.0}, ["timeout server 7000ms"]),
         ({"header_timeout_s": 3.0}, ["timeout http-request 3000ms", "wait-for-body time 3000ms"]),
-        ({"idle_s": 9.0}, ["timeout http-keep-alive 9000ms"]),
+        ({"idle_timeout_s": 9.0}, ["timeout http-keep-alive 9000ms"]),
         ({"shutdown_timeout_s": 4.0}, ["hard-stop-after 4000ms"]),
         ({"host": "::", "allow_unauthenticated": True}, ["bind [::]:"]),
         (
@@ -67,7 +67,7 @@ async def written(folder: Path, **table: Any) -> str:
             ["check inter 200ms fall 3 rise 2"],
         ),
         (
-            {"health": {"timeout_s": 0.3, "failures": 9, "return_s": 2.0}},
+            {"health": {"timeout_s": 0.3, "failures": 9, "slow_start_s": 2.0}},
             ["timeout check 300ms", "slowstart 2000ms"],
         ),
         ({"health": {"failures": 9}}, ["observe layer7 error-limit 9 on-error mark-down"]),

@@ -60,7 +60,7 @@ async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     replica = Replica.__new__(Replica)
-    await replica.__init__(make_config(tmp_path, features={"kind": "none"}))  # type: ignore[misc]
+    await replica.__init__(make_config(tmp_path, history_store={"kind": "none"}))  # type: ignore[misc]
     try:
         body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
         # Ray's proxy alone reaches the socket, so any name is its callers'
@@ -159,7 +159,7 @@ async def test_an_erasure_is_done_when_every_replica_has_done_it(
 async def test_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     sections = {
-        "features": {"kind": "none"},
+        "history_store": {"kind": "none"},
         "service": {"selfcheck_ratio": 0.0},
         "relay": {"t_life_s": 60.0},
     }

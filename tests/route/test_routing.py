@@ -139,7 +139,7 @@ async def test_a_rank_that_waits_for_an_instance_that_has_just_come_back_is_answ
 ):
     """It takes less at first than it says; a rank is there because its signal was."""
     inflight = {"instance_inflight": 2}
-    health, relay = {"return_s": 60.0, "failures": 1000}, {"t_life_s": 60.0}
+    health, relay = {"slow_start_s": 60.0, "failures": 1000}, {"t_life_s": 60.0}
     async with site(3, objective_s=0.2, health=health, limits=inflight, relay=relay) as s:
         users = [user for user in (f"u{i}" for i in range(60)) if (await s.home(user)).name == "i0"]
         back = s.fakes[0]

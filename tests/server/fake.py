@@ -44,7 +44,7 @@ MODEL = ModelInfo(
 class FakeNames:
     """An item is named by its id; a title has the items below ten."""
 
-    unsorted_history: Literal["refuse", "sort"] = "refuse"
+    unsorted_history: Literal["reject", "sort"] = "reject"
     _features = ModelFeatures(MODEL.features)
 
     def actions(self, version: str | None) -> ActionNames:

@@ -158,7 +158,9 @@ async def test_recorded_events_fill_another_store_the_same(
         assert (await client.post("/v1/events", json=given)).status == 200
         want = await (await client.post("/v1/rank", json=rank("a"))).json()
     (log,) = (tmp_path / "traffic").glob("traffic-*")
-    async with serving(tmp_path, watched=False, features={"path": str(tmp_path / "other.db")}) as (
+    async with serving(
+        tmp_path, watched=False, history_store={"path": str(tmp_path / "other.db")}
+    ) as (
         client,
         _,
     ):

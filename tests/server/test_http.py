@@ -232,7 +232,7 @@ async def test_the_open_inference_protocol_and_the_rest(tmp_path: Path) -> None:
         model = await (await client.get("/v2/models/rank")).json()
         assert (model["name"], model["versions"]) == ("rank", [version])
         shown = await (await client.get("/debug/config")).json()
-        assert shown["kv"]["page_tokens"] == 64
+        assert shown["kv_cache"]["page_tokens"] == 64
         service.set_ready("draining")
         for path in ("/readyz", "/v2/health/ready", "/v2/models/rank/ready"):
             assert (await client.get(path)).status == 503

@@ -122,10 +122,10 @@ async def test_a_key_is_for_its_tenant_and_its_scope(tmp_path: Path) -> None:
 
 
 async def test_without_a_store_nobody_is_written(tmp_path: Path) -> None:
-    async with serving(tmp_path, features={"kind": "none"}) as (client, _):
+    async with serving(tmp_path, history_store={"kind": "none"}) as (client, _):
         status, body = await post(client, {"users": [entry("u")]})
         assert status == 422
-        assert "features.kind is none" in body["detail"]
+        assert "history_store.kind is none" in body["detail"]
 
 
 # ---- the writer of our own commands

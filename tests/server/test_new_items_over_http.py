@@ -87,7 +87,12 @@ def sections(
         "hbm_bytes": 4_000_000,
     }
     recommend = {"sources": {"generate": 100}, "order": "rank", "min_coverage": 0.5}
-    return {"generate": generate, "recommend": recommend, "features": {"kind": "none"}, **changes}
+    return {
+        "generate": generate,
+        "recommend": recommend,
+        "history_store": {"kind": "none"},
+        **changes,
+    }
 
 
 class ByHand:
@@ -265,7 +270,7 @@ async def test_the_shared_encoder_finds_new_items_and_no_withdrawn_ones(
         )
         await post(client, "/v1/catalog/rollback")
         assert await found(client) == by_hand.best(SEEN, {900, 902, ITEMS[3]})
-        fitted = await recommend(client, SEEN, 65, exclude_seen=False, order="fitted")
+        fitted = await recommend(client, SEEN, 65, exclude_seen=False, order="blended")
         assert None not in fitted["scores"]
 
 
@@ -286,7 +291,7 @@ async def test_an_item_with_other_features_has_another_row(folder: Path, tmp_pat
         assert second["outcome"] == "miss_full"  # the prefix in memory was made with the other row
         assert second["scores"]["click"] == pytest.approx(want, abs=1e-5)
         assert second["scores"]["click"] != pytest.approx(first["scores"]["click"], abs=1e-3)
-        shared_encoder = await recommend(client, SEEN, 65, order="fitted", exclude_seen=False)
+        shared_encoder = await recommend(client, SEEN, 65, order="blended", exclude_seen=False)
         assert len(set(shared_encoder["items"])) == len(shared_encoder["items"])
 
 

@@ -284,7 +284,7 @@ async def test_a_generator_out_of_time_leaves_the_rank_its_own(folder: Path) -> 
     async def hangs(*_: object) -> None:
         await asyncio.sleep(60)
 
-    patient = section(folder, popular=popular(folder), rank_least_s=2.0)
+    patient = section(folder, popular=popular(folder), min_rank_s=2.0)
     async with serving(folder, **patient) as (client, service):
         service.versions.generator().engine.generate = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500)
@@ -456,7 +456,7 @@ async def test_a_hook_that_fails_is_left_out_and_told(folder: Path, hook: str, r
         ({"popular": "/nowhere"}, "recommend.popular: /nowhere"),
         ({"sources": {}}, "sources: needs at least one"),
         ({"sources": {"elsewhere": 5}}, "elsewhere"),
-        ({"rank_share": 1.0}, "rank_share"),
+        ({"max_rank_share": 1.0}, "max_rank_share"),
     ],
 )
 async def test_a_bad_section_is_told_at_the_start(

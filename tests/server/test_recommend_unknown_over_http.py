@@ -241,7 +241,7 @@ async def test_a_ranker_that_knows_nothing_says_so(folder: Path) -> None:
 
 
 async def test_a_ranker_that_rejects_unknown_candidates_is_not_asked_for_them(folder: Path) -> None:
-    strict = {"service": {"unknown_items": "refuse"}, **sections(folder, KNOWN + NEW, 200)}
+    strict = {"service": {"unknown_items": "reject"}, **sections(folder, KNOWN + NEW, 200)}
     async with serving(folder, **strict) as (client, _):
         answer = await recommend(client, num_items=200)
         assert answer["outcome"] is not None
@@ -257,7 +257,7 @@ async def test_known_cold_and_strange_users_all_get_items(
 ) -> None:
     names = popular(folder, *(f"SKU-{number:04}" for number in range(99, 0, -1)))
     asked = {**sections(folder, KNOWN, popular=names, unknown_items=unknown_items)}
-    asked["features"] = {"path": str(tmp_path / "history.db")}
+    asked["history_store"] = {"path": str(tmp_path / "history.db")}
     async with serving(folder, **asked) as (client, _):
         await post(client, "/v1/events", user_id="known", events=history(SEEN))
         await post(client, "/v1/events", user_id="strange", events=history([5, 6, 7]))

@@ -72,7 +72,7 @@ async def test_neither_password_is_seen_while_both_are_used_and_when_the_store_i
         async with serving(
             tmp_path,
             watched=False,
-            features={
+            history_store={
                 "kind": "redis",
                 "url": {"file": str(tmp_path / "url")},
                 "timeout_s": 0.5,
@@ -121,7 +121,7 @@ async def test_a_store_that_cannot_be_reached_is_named_without_its_password(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with pytest.raises(ConfigError, match=r"features\.url: ") as caught:
+    with pytest.raises(ConfigError, match=r"history_store\.url: ") as caught:
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(url), timeout_s=0.5))
     chain: BaseException | None = caught.value
     while chain is not None and not (
@@ -133,7 +133,9 @@ async def test_a_store_that_cannot_be_reached_is_named_without_its_password(
 
 
 async def test_a_wrong_password_is_an_error_without_it(tmp_path: Path) -> None:
-    rejected = pytest.raises(ConfigError, match=r"features\.url: no answer from unix://\*\*\*@")
+    rejected = pytest.raises(
+        ConfigError, match=r"history_store\.url: no answer from unix://\*\*\*@"
+    )
     with redis_path(tmp_path, "--requirepass", "another") as path, rejected as caught:
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://:{PASSWORD}@{path}")))
     assert not held_by(str(caught.value))

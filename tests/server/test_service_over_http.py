@@ -139,7 +139,7 @@ async def test_unknown_items_are_counted_or_rejected(tmp_path: Path) -> None:
         assert (answer["scores"]["click"], answer["top"]) == ([None, None], [])
         metrics = await (await client.get("/metrics")).text()
         assert 'npu_gr_unknown_items_total{where="candidates"} 3.0' in metrics
-    async with serving(tmp_path, service={"unknown_items": "refuse"}) as (client, _):
+    async with serving(tmp_path, service={"unknown_items": "reject"}) as (client, _):
         problem = await post(
             client, "/v1/rank", 422, user_id="u", history=history, candidates=CANDIDATES
         )

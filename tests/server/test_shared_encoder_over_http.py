@@ -140,7 +140,7 @@ async def test_it_is_the_definition_step_by_step(folder: Path) -> None:
         answer = await recommend(client, num_items=NUM)
         assert (answer["degraded"], results(answer)) == ([], {"shared_encoder": "ok", "rank": "ok"})
         assert (answer["order"], answer["verdict"], answer["outcome"]) == (
-            "fitted",
+            "blended",
             None,
             "miss_full",
         )
@@ -396,7 +396,7 @@ async def test_an_older_order_serves_as_it_did(folder: Path) -> None:
     async with serving(folder, checkpoint=str(folder / "older"), **section()) as (client, _):
         answer = await recommend(client, num_items=NUM)
         assert (answer["order"], answer["items"]) == (
-            "fitted",
+            "blended",
             [found[at] for at in np.argsort(-sums, kind="stable")],
         )
 
@@ -408,7 +408,14 @@ async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> Non
             "rank",
             {"shared_encoder": "ok", "rank": "ok"},
         )
-        assert "order: 'fitted'" in (await recommend(client, 422, order="fitted"))["detail"]
+        assert "order: 'blended'" in (await recommend(client, 422, order="blended"))["detail"]
+        old = await recommend(client, 422, order="fitted", sources=["trunk"])  # of earlier versions
+        assert "order: 'blended'" in old["detail"]
+        asked = await recommend(client, sources=["trunk"])
+        assert (set(asked["origins"]), asked["stages"][0]["stage"]) == (
+            {"shared_encoder"},
+            "shared_encoder",
+        )
 
 
 # ---- failures
@@ -451,7 +458,7 @@ async def test_a_failing_first_pass_leaves_the_other_sources(folder: Path, tmp_p
     async with serving(folder, **section()) as (client, service):
         service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
         assert (await recommend(client, 503))["detail"].startswith(
-            "retrieval: shared encoder failed"
+            "retrieval: shared_encoder failed"
         )
         await nothing_held(service)
 
@@ -507,7 +514,7 @@ async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(
     folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
-    patient = section(popular=str(tmp_path / "popular.txt"), rank_least_s=2.0)
+    patient = section(popular=str(tmp_path / "popular.txt"), min_rank_s=2.0)
     by_hand = ByHand(folder, without_retrieval=True)
     async with serving(folder, **patient) as (client, service):
         service.versions.ranker().engine.find = hangs  # type: ignore[method-assign,assignment]
@@ -524,7 +531,7 @@ async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(
 async def test_a_second_pass_out_of_time_leaves_what_was_found(folder: Path) -> None:
     """The wait ended, but the job knew the items by then: the rank has its own time."""
     by_hand = ByHand(folder)
-    async with serving(folder, **section(rank_least_s=2.0)) as (client, service):
+    async with serving(folder, **section(min_rank_s=2.0)) as (client, service):
         engine = service.versions.ranker().engine
         find = engine.find
 
@@ -629,7 +636,7 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
     ("checkpoint", "change", "detail"),
     [
         ("plain", {}, "recommend.sources.shared_encoder: the ranker"),
-        ("unordered", {"order": "fitted"}, "recommend.order: the ranker"),
+        ("unordered", {"order": "blended"}, "recommend.order: the ranker"),
         ("unordered", {"sources": {"transitions": 5}}, "recommend.sources.transitions: the ranker"),
         ("unordered", {"sources": {"neighbours": 5}}, "recommend.sources.neighbours: the ranker"),
         ("older", {"sources": {"neighbours": 5}}, "recommend.sources.neighbours: the ranker"),

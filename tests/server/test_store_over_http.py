@@ -151,7 +151,7 @@ async def test_an_erased_user_is_not_remembered(tmp_path: Path) -> None:
 
 async def test_an_erasure_outruns_a_read(tmp_path: Path) -> None:
     """A read that began before the erasure and ends after it is not remembered."""
-    async with serving(tmp_path, watched=False, features={"on_failure": "nothing"}) as (
+    async with serving(tmp_path, watched=False, history_store={"on_failure": "nothing"}) as (
         client,
         service,
     ):
@@ -180,7 +180,7 @@ async def test_an_erasure_outruns_a_read(tmp_path: Path) -> None:
 
 
 async def test_damage_is_degraded_and_no_garbage(tmp_path: Path) -> None:
-    async with serving(tmp_path, features={"on_failure": "nothing"}) as (client, _):
+    async with serving(tmp_path, history_store={"on_failure": "nothing"}) as (client, _):
         for name in ("u", "v"):
             await post(client, "/v1/events", {"user_id": name, "events": columns(events(20))})
         with sqlite3.connect(tmp_path / "history.db") as db:
@@ -244,8 +244,8 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         write_checkpoint(folder / "checkpoint")
     config = {
         "checkpoint": str(folder / "checkpoint"),
-        "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 0},
-        "features": {"path": str(folder / "history.db"), "timeout_s": 15.0},  # a busy machine
+        "kv_cache": {"hbm_bytes": 8_000_000, "dram_bytes": 0},
+        "history_store": {"path": str(folder / "history.db"), "timeout_s": 15.0},  # a busy machine
         "server": {"port": port, "admin_port": 0},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))

@@ -37,10 +37,13 @@ def test_what_ships_loads(path: Path) -> None:
     ("text", "message"),
     [
         ("checkpoint: x\nsrever: {}", "unknown key srever; did you mean server?"),
-        ("checkpoint: x\nkv: {hbm_byte: 1}", r"unknown key kv\.hbm_byte; did you mean hbm_bytes?"),
         (
-            "checkpoint: x\nkv: {hbm_bytes: 1GX}",
-            r"kv\.hbm_bytes: expected a whole number of bytes \(1GiB, .*'1GX'",
+            "checkpoint: x\nkv_cache: {hbm_byte: 1}",
+            r"unknown key kv_cache\.hbm_byte; did you mean hbm_bytes?",
+        ),
+        (
+            "checkpoint: x\nkv_cache: {hbm_bytes: 1GX}",
+            r"kv_cache\.hbm_bytes: expected a whole number of bytes \(1GiB, .*'1GX'",
         ),
         (
             "checkpoint: x\nserver: {port: 70000}",
@@ -52,10 +55,10 @@ def test_what_ships_loads(path: Path) -> None:
         ),
         ("checkpoint: x\nbackend: gpu", "backend: 'gpu' is none of cpu, cuda, npu, reference"),
         (
-            "checkpoint: x\nkv: {page_tokens: 100}",
+            "checkpoint: x\nkv_cache: {page_tokens: 100}",
             "page_tokens: the number 100 is none of 32, 64, 128, 256",
         ),
-        ("checkpoint: x\nkv: [1]", "kv: expected a section .*got a list"),
+        ("checkpoint: x\nkv_cache: [1]", "kv_cache: expected a section .*got a list"),
         (
             "checkpoint: x\nserver: {trusted_proxies: 10.0.0.1}",
             r"trusted_proxies: expected a list, \[a text, \.\.\.\]",
@@ -65,7 +68,7 @@ def test_what_ships_loads(path: Path) -> None:
             "checkpoint: expected a text or null, got the number 12; write it in quotes",
         ),
         (
-            "checkpoint: x\nfeatures: {kind: redi}",
+            "checkpoint: x\nhistory_store: {kind: redi}",
             "'redi' is none of embedded, none, redis; did you mean redis?",
         ),
         (
@@ -106,10 +109,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_overrides(tmp_path: Path) -> None:
-    path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")
-    config = load(path, ["kv.hbm_bytes=7", "server.port=1", "relay.enabled=false"])
-    assert (config.kv.hbm_bytes, config.server.port, config.relay.enabled) == (7, 1, False)
-    for override in ("kv.hbm=1", "kv", "checkpoint.x=1"):
+    path = write(tmp_path, "checkpoint: x\nkv_cache: {hbm_bytes: 5}")
+    config = load(path, ["kv_cache.hbm_bytes=7", "server.port=1", "relay.enabled=false"])
+    assert (config.kv_cache.hbm_bytes, config.server.port, config.relay.enabled) == (7, 1, False)
+    for override in ("kv_cache.hbm=1", "kv_cache", "checkpoint.x=1"):
         with pytest.raises(ConfigError):
             load(path, [override])
 
@@ -130,10 +133,10 @@ def test_the_environment_is_between_file_and_set(
 ) -> None:
     monkeypatch.setenv("NPU_GR_KV__HBM_BYTES", "1GiB")
     monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
-    path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")
+    path = write(tmp_path, "checkpoint: x\nkv_cache: {hbm_bytes: 5}")
     config = load(path, ["server.port=9001"])
-    assert (config.kv.hbm_bytes, config.server.port) == (2**30, 9001)
-    assert to_table(config)["kv"]["hbm_bytes"] == 2**30  # plain, where it is shown
+    assert (config.kv_cache.hbm_bytes, config.server.port) == (2**30, 9001)
+    assert to_table(config)["kv_cache"]["hbm_bytes"] == 2**30  # plain, where it is shown
     monkeypatch.setenv("NPU_GR_SERVER__PROT", "1")
     with pytest.raises(ConfigError, match="did you mean NPU_GR_SERVER__PORT"):
         load(path)

@@ -178,7 +178,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
 @pytest.mark.parametrize(
     ("sections", "word"),
     [
-        ({"kv": {"hbm_bytes": 9_000_000}}, "kv: "),
+        ({"kv_cache": {"hbm_bytes": 9_000_000}}, "kv_cache: "),
         ({"server": {"max_candidates": 7}}, "server: "),
         ({"scheduler": {"streams": 2}}, "scheduler: "),
         ({"admission": {"max_inflight": 0}}, "admission.max_inflight"),

@@ -117,10 +117,10 @@ async def test_a_start_on_a_store_of_other_actions_is_rejected(tmp_path: Path) -
             async with serving(tmp_path, **use(name)):
                 pass
         assert str(error.value).startswith(
-            "features: the history store was filled with other actions than "
+            "history_store: the history store was filled with other actions than "
         )
         assert told in str(error.value)
-        assert "another store (features.path" in str(error.value)
+        assert "another store (history_store.path" in str(error.value)
     async with serving(tmp_path, **use("old")) as (client, _):
         await append(client, 2)
 

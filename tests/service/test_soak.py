@@ -251,7 +251,7 @@ async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyP
         generate=section(folder, checkpoint=str(folder / DECODERS[0])),
         service={"selfcheck_ratio": 0.05},
         brownout={"enabled": True},
-        kv={"hbm_bytes": 2_000_000, "dram_bytes": 2_000_000},
+        kv_cache={"hbm_bytes": 2_000_000, "dram_bytes": 2_000_000},
     )
     for seed, name in enumerate(DECODERS):
         saved(folder / name, seed=seed, **VARIANTS["qwen3 g2 tied"])

@@ -45,7 +45,7 @@ def config(**changes: Any) -> SimulateConfig:
         admission=AdmissionConfig(enabled=False),
         brownout=BrownoutConfig(enabled=False),
         trigger=TriggerConfig(policy="always", min_prefix_tokens=1),
-        kv=KVConfig(hbm_bytes=8_000_000, dram_bytes=40_000_000),
+        kv_cache=KVConfig(hbm_bytes=8_000_000, dram_bytes=40_000_000),
     )
     return msgspec.structs.replace(plain, **changes)
 
@@ -132,7 +132,7 @@ def test_a_pool_without_pre_infers_hits_as_its_closed_form() -> None:
         duration_s=150.0,
         warmup_s=20.0,
         trigger=TriggerConfig(policy="at_risk", min_prefix_tokens=1),  # nothing is at risk
-        kv=KVConfig(hbm_bytes=room * 64 * TOKEN_BYTES, dram_bytes=0),
+        kv_cache=KVConfig(hbm_bytes=room * 64 * TOKEN_BYTES, dram_bytes=0),
     )
     ranks = (request for request in traffic(100.0, 150.0, users) if request.kind == "rank")
     outcomes, _ = run(settings, ranks, profile)
@@ -228,5 +228,5 @@ def test_a_history_over_the_window_loses_whole_steps(over: int) -> None:
 
 
 def test_a_device_without_room_for_a_page_is_an_error_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"kv\.hbm_bytes"):
-        run(config(kv=KVConfig(hbm_bytes=100, dram_bytes=0)), [])
+    with pytest.raises(ConfigError, match=r"kv_cache\.hbm_bytes"):
+        run(config(kv_cache=KVConfig(hbm_bytes=100, dram_bytes=0)), [])

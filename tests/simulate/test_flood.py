@@ -72,7 +72,7 @@ def scene(
         device=DEVICE,
         trigger=TriggerConfig(policy="always", min_prefix_tokens=1, q_m_per_s=q_m_per_s),
         brownout=BrownoutConfig(enabled=False),
-        kv=KVConfig(
+        kv_cache=KVConfig(
             hbm_bytes=hbm_prefixes * TOKENS * TOKEN_BYTES, dram_bytes=200 * TOKENS * TOKEN_BYTES
         ),
         admission=AdmissionConfig(tenant_weights={"V": 1.0}),
@@ -155,7 +155,7 @@ def test_a_tenant_alone_may_pre_infer_as_much_as_fits() -> None:
         config = SimulateConfig(
             device=DEVICE,
             trigger=TriggerConfig(policy="always", min_prefix_tokens=1),
-            kv=KVConfig(hbm_bytes=100 * TOKENS * TOKEN_BYTES, dram_bytes=0),
+            kv_cache=KVConfig(hbm_bytes=100 * TOKENS * TOKEN_BYTES, dram_bytes=0),
         )
         instance = SimulatedInstance(config, DEVICE, "one")
         verdicts: Counter[Verdict | None] = Counter()

@@ -65,7 +65,7 @@ SECTIONS: dict[str, Any] = {
     "relay": {"t_life_s": 2.0},
     "trigger": {"policy": "always", "min_prefix_tokens": 16},
     "brownout": {"enabled": False},
-    "kv": {"hbm_bytes": 70_000_000, "dram_bytes": 280_000_000},
+    "kv_cache": {"hbm_bytes": 70_000_000, "dram_bytes": 280_000_000},
 }
 MAX_TOKENS = 2048
 Measured = tuple[list[MeasuredRank], list[float]]
@@ -157,7 +157,7 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
         for number in range(num_instances):
             table = {
                 "checkpoint": str(folder / "checkpoint"),
-                "features": {"kind": "none"},
+                "history_store": {"kind": "none"},
                 "service": {"selfcheck_ratio": 0.0},
                 "admission": {"enabled": False},  # nothing is rejected, here and there
                 "slo": {"rank_s": SLO_S},

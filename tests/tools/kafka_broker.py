@@ -14,7 +14,7 @@ class Broker:
 
     def __init__(self) -> None:
         kafka = pytest.importorskip("confluent_kafka")
-        self._producer: Any = kafka.PrefillJob(
+        self._producer: Any = kafka.Producer(
             {"bootstrap.servers": "mock", "test.mock.num.brokers": 1}
         )
         (broker,) = self._producer.list_topics(timeout=10).brokers.values()

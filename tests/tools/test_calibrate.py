@@ -64,9 +64,12 @@ async def test_it_is_measured_with_the_instances_own_parts(tmp_path: Path) -> No
         await calibrate(config, LogTraffic(10**6, None), 0.01)
     ).kv_p99_tokens == 2048  # no longer than the model takes
     small = msgspec.structs.replace(
-        config, kv=msgspec.structs.replace(config.kv, hbm_bytes=short.kv_token_bytes * 320)
+        config,
+        kv_cache=msgspec.structs.replace(config.kv_cache, hbm_bytes=short.kv_token_bytes * 320),
     )
-    with pytest.raises(ConfigError, match=r"kv\.hbm_bytes: 1 prefixes of 500 tokens do not fit"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache\.hbm_bytes: 1 prefixes of 500 tokens do not fit"
+    ):
         await calibrate(small, LogTraffic(500, None), 0.1)
 
 

@@ -75,11 +75,15 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
             "No such file or directory: /nowhere/config.json",
         ),
         (
-            {"features": {"path": "/proc/none/h.db"}},
-            "features.path",
+            {"history_store": {"path": "/proc/none/h.db"}},
+            "history_store.path",
             "/proc cannot be written: No such",
         ),
-        ({"features": {"path": "/etc/passwd"}}, "features.path", "/etc/passwd is no SQLite file"),
+        (
+            {"history_store": {"path": "/etc/passwd"}},
+            "history_store.path",
+            "/etc/passwd is no SQLite file",
+        ),
         ({"server": {"api_keys_file": "/nowhere"}}, "server.api_keys_file", "No such file"),
         ({"server": {"log_user_key_file": "/nowhere"}}, "server.log_user_key_file", "No such file"),
         (
@@ -180,9 +184,9 @@ def test_a_port_in_use_is_a_note(tmp_path: Path, checkpoint: Path) -> None:
 
 def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoint: Path) -> None:
     found = examined(
-        tmp_path, features={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"}
+        tmp_path, history_store={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"}
     )
-    assert found["features.url"].state is OpenedState.NOTE
+    assert found["history_store.url"].state is OpenedState.NOTE
     assert "s3cret" not in str(found)
 
 
@@ -244,7 +248,7 @@ def test_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "c.yaml"
     (tmp_path / "url").write_text("redis://:s3cret@h:6379/0")
     path.write_text(
-        f"checkpoint: x\nfeatures: {{url: {{file: {tmp_path}/url}}}}\nkv: {{dram_bytes: 1GiB}}\n"
+        f"checkpoint: x\nhistory_store: {{url: {{file: {tmp_path}/url}}}}\nkv_cache: {{dram_bytes: 1GiB}}\n"
     )
     monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
     overrides = ["admission.tenant_weights={shop: 2}", "threads=3"]

@@ -93,7 +93,7 @@ def test_a_key_that_is_commented_out_can_be_taken_as_it_stands() -> None:
     table = uncommented(
         (ROOT / "configs/cpu.yaml").read_text().replace("calibration: null", "calibration:")
     )
-    table["features"] |= {"kind": "redis", "url": "rediss://127.0.0.1:6379/0"}
+    table["history_store"] |= {"kind": "redis", "url": "rediss://127.0.0.1:6379/0"}
     config = settings.from_table(table, Config)
     validator("instance").validate(table)
     for path in settings_of(Config):
@@ -113,18 +113,18 @@ def _has(table: Any, path: str) -> bool:
 @pytest.mark.parametrize(
     ("table", "is_right"),
     [
-        ({"kv": {"hbm_bytes": "1GiB", "dram_ttl_s": "50ms"}}, True),
-        ({"kv": {"hbm_bytes": 5, "dtype": None}}, True),
-        ({"kv": {"hbm_bytes": "1GX"}}, False),
-        ({"kv": {"hbm_bytes": 0}}, False),
-        ({"kv": {"page_tokens": 100}}, False),
+        ({"kv_cache": {"hbm_bytes": "1GiB", "dram_ttl_s": "50ms"}}, True),
+        ({"kv_cache": {"hbm_bytes": 5, "dtype": None}}, True),
+        ({"kv_cache": {"hbm_bytes": "1GX"}}, False),
+        ({"kv_cache": {"hbm_bytes": 0}}, False),
+        ({"kv_cache": {"page_tokens": 100}}, False),
         ({"backend": "gpu"}, False),
         ({"srever": {}}, False),
-        ({"features": {"url": "redis://h"}}, True),
-        ({"features": {"url": {"file": "f"}}}, True),
-        ({"features": {"url": {"env": "E"}}}, True),
-        ({"features": {"url": {"file": "f", "env": "E"}}}, False),
-        ({"features": {"url": 5}}, False),
+        ({"history_store": {"url": "redis://h"}}, True),
+        ({"history_store": {"url": {"file": "f"}}}, True),
+        ({"history_store": {"url": {"env": "E"}}}, True),
+        ({"history_store": {"url": {"file": "f", "env": "E"}}}, False),
+        ({"history_store": {"url": 5}}, False),
         ({"generate": {"checkpoint": "c", "catalogue": "c", "codes": [4]}}, True),
         ({"generate": {"checkpoint": "c", "codes": [4]}}, False),
         ({"recommend": {"sources": {"match": 5}}, "match": {"vectors": "v"}}, True),
@@ -142,7 +142,7 @@ def test_the_schema_takes_what_a_start_takes(
     monkeypatch.setenv("E", "redis://h")
     table = {"checkpoint": "x"} | table
     assert validator("instance").is_valid(table) is is_right
-    if table.get("features", {}).get("url") == {"file": "f"}:
+    if table.get("history_store", {}).get("url") == {"file": "f"}:
         return  # is not there
     try:
         settings.from_table(table, Config)
@@ -172,6 +172,6 @@ def test_what_a_comment_is_and_whose() -> None:
 def test_every_default_of_the_schema_is_the_structs() -> None:
     found = msgspec.to_builtins(Config(checkpoint="x"), enc_hook=str)
     properties = schema("instance")["properties"]
-    for section in ("server", "kv", "features", "trigger"):
+    for section in ("server", "kv_cache", "history_store", "trigger"):
         for key, one in properties[section]["properties"].items():
             assert one["default"] == found[section][key], (section, key)

@@ -23,7 +23,7 @@ TLS = {"certificate": "tls.crt", "key": "tls.key", "client_ca": "ca.crt"}
 
 
 def instance(folder: Path, **sections: Any) -> list[WayIn]:
-    given = {"checkpoint": "model", "features": {"kind": "none"}, **sections}
+    given = {"checkpoint": "model", "history_store": {"kind": "none"}, **sections}
     path = folder / "instance.yaml"
     path.write_text(yaml.safe_dump(given))
     return examine(path)
@@ -134,8 +134,8 @@ def test_every_caller_as_a_proxy_is_open(tmp_path: Path) -> None:
     ],
 )
 def test_redis(tmp_path: Path, url: str, openness: set[Openness]) -> None:
-    found = instance(tmp_path, features={"kind": "redis", "url": url})
-    assert {way.openness for way in found if way.what.startswith("features.url")} == openness
+    found = instance(tmp_path, history_store={"kind": "redis", "url": url})
+    assert {way.openness for way in found if way.what.startswith("history_store.url")} == openness
     assert "hidden" not in table(found)
 
 
@@ -147,11 +147,11 @@ def test_files_that_others_can_read_are_open(tmp_path: Path) -> None:
         path.chmod(mode)
     found = instance(
         tmp_path,
-        features={"path": str(store)},
+        history_store={"path": str(store)},
         record={"folder": str(folder), "users": "clear"},
         server={"otlp_endpoint": "http://me:hidden@collector:4318/v1/traces"},
     )
-    assert of(found, f"features.path {store}")[1:] == (
+    assert of(found, f"history_store.path {store}")[1:] == (
         Openness.OPEN,
         "other users can read it: its mode is 644",
         f"chmod 600 {store}",

@@ -42,7 +42,7 @@ USER = UserKey("t", "anna")
 
 
 def configured(folder: Path, **sections: Any) -> Path:
-    table = {"checkpoint": "none", "features": {"kind": "none"}, **sections}
+    table = {"checkpoint": "none", "history_store": {"kind": "none"}, **sections}
     (folder / "config.yaml").write_text(yaml.safe_dump(table))
     return folder / "config.yaml"
 
@@ -72,7 +72,7 @@ def stored(folder: Path, work: Callable[[EmbeddedStore], Any]) -> None:
 
 
 def test_the_embedded_store(tmp_path: Path) -> None:
-    config = configured(tmp_path, features={"path": str(tmp_path / "h.db")})
+    config = configured(tmp_path, history_store={"path": str(tmp_path / "h.db")})
     assert checked(config) == (2, {"found": [], "not found": [], "not searched": ["h.db"]})
     stored(tmp_path, lambda store: store.append(USER, events(30), "once"))
     before = {path.name for path in tmp_path.iterdir()}
@@ -89,7 +89,7 @@ def test_the_embedded_store(tmp_path: Path) -> None:
 
 
 def test_a_store_that_runs_is_searched_with_its_log(tmp_path: Path) -> None:
-    config = configured(tmp_path, features={"path": str(tmp_path / "a #1%?" / "h.db")})
+    config = configured(tmp_path, history_store={"path": str(tmp_path / "a #1%?" / "h.db")})
     code = (
         "import asyncio, sys; from tests.tools.test_erase_check import appended; "
         "asyncio.run(appended(sys.argv[1]))"
@@ -118,7 +118,7 @@ async def appended(path: str) -> None:
 
 
 def test_rows_that_were_deleted_without_being_overwritten(tmp_path: Path) -> None:
-    config = configured(tmp_path, features={"path": str(tmp_path / "h.db")})
+    config = configured(tmp_path, history_store={"path": str(tmp_path / "h.db")})
     stored(tmp_path, lambda store: store.append(USER, events(30)))
     with sqlite3.connect(tmp_path / "h.db") as db:
         db.execute("PRAGMA secure_delete=OFF")
@@ -200,7 +200,7 @@ def test_redis(tmp_path: Path) -> None:
 
     with redis_path(tmp_path) as path:
         config = configured(
-            tmp_path, features={"kind": "redis", "url": f"unix://{path}", "timeout_s": 30.0}
+            tmp_path, history_store={"kind": "redis", "url": f"unix://{path}", "timeout_s": 30.0}
         )
         asyncio.run(work(path, erases=False))
         assert checked(config)[0] == 1
@@ -227,7 +227,7 @@ async def test_the_memory_of_instances(tmp_path: Path) -> None:
 def test_nothing_of_a_history_is_shown(tmp_path: Path) -> None:
     folder = tmp_path / "traffic"
     config = configured(
-        tmp_path, record={"folder": str(folder)}, features={"path": str(tmp_path / "h.db")}
+        tmp_path, record={"folder": str(folder)}, history_store={"path": str(tmp_path / "h.db")}
     )
     stored(tmp_path, lambda store: store.append(UserKey("", "anna"), events(30)))
     with Recorder(RecordConfig(folder=str(folder), enabled=True, users="clear")) as recorder:

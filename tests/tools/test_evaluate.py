@@ -150,7 +150,7 @@ def test_the_title_says_what_became_of_seen_items(hides: bool, ratio: float, wor
         ranks=ranks,
         seconds={way: [0.01, 0.01] for way in ranks},
         sources={"shared_encoder": 10},
-        order="fitted",
+        order="blended",
         retrieved=1.0,
         outcomes={},
         hides_seen=hides,

@@ -47,7 +47,7 @@ def consumer(broker: Broker, folder: Path, *words: str) -> Iterator[subprocess.P
         sys.executable,
         "-m",
         "npu_gr",
-        "consume",
+        "kafka-ingest",
         "--brokers",
         broker.address,
         "--topic",

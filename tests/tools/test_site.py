@@ -119,7 +119,10 @@ def served(site: Path) -> Iterator[int]:
         f"server.admin_port={free_port()}",
         "server.drain_grace_s=0.1",
     ]
-    settings += ["features.read_timeout_s=5.0", "features.timeout_s=10.0"]  # a busy machine
+    settings += [
+        "history_store.read_timeout_s=5.0",
+        "history_store.timeout_s=10.0",
+    ]  # a busy machine
     settings += [f"slo.{kind}_s=5.0" for kind in KINDS]
     line = [sys.executable, "-m", "npu_gr", "serve", "--config", str(site / "serve.yaml")]
     line += [word for setting in settings for word in ("--set", setting)]

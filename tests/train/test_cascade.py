@@ -26,7 +26,7 @@ def test_every_set_of_few_sources_in_every_order() -> None:
     assert len(ways) == len(set(ways)) == 3 * 4
     assert ways[0] == CascadeWay(("shared_encoder",), "retrieval")
     assert not any(
-        way.order == "fitted" for way in cascade_ways(["shared_encoder", "match"], has_blend=False)
+        way.order == "blended" for way in cascade_ways(["shared_encoder", "match"], has_blend=False)
     )
     four = {
         way.sources
@@ -39,7 +39,7 @@ def test_every_set_of_few_sources_in_every_order() -> None:
         ["shared_encoder", "transitions", "neighbours", "generate", "match"], has_blend=True
     )
     assert len(five) == len(set(five)) == (5 + 10 + 2) * 4
-    assert CascadeWay(("shared_encoder", "transitions", "neighbours"), "fitted") in five
+    assert CascadeWay(("shared_encoder", "transitions", "neighbours"), "blended") in five
 
 
 def test_the_best_of_half_is_judged_by_the_others() -> None:
@@ -48,7 +48,7 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
         way: places(0.2, seed)
         for seed, way in enumerate(cascade_ways(["shared_encoder", "match"], has_blend=True))
     }
-    best = CascadeWay(("shared_encoder",), "fitted")
+    best = CascadeWay(("shared_encoder",), "blended")
     ways[best] = places(0.5, 99)
     found = choose_way(ways, whole)
     assert found.way == best
@@ -64,12 +64,12 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
     # those who chose do not evaluate
     assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)
     assert json.loads(json.dumps(found.as_dict()))["sources"] == ["shared_encoder"]
-    assert "shared encoder, fitted" in "\n".join(found.lines())
+    assert "shared encoder, blended" in "\n".join(found.lines())
 
 
 def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
     whole, lucky = (
-        CascadeWay(("shared_encoder", "transitions", "neighbours"), "fitted"),
+        CascadeWay(("shared_encoder", "transitions", "neighbours"), "blended"),
         CascadeWay(("match",), "retrieval"),
     )
     every = cascade_ways(
@@ -106,7 +106,7 @@ def test_a_stage_that_makes_answers_worse_is_named_and_no_other_is() -> None:
 def test_the_configured_way_stays_unless_another_is_measurably_better() -> None:
     whole = CascadeWay(("shared_encoder", "match"), "fused")
     ways = dict.fromkeys(cascade_ways(["shared_encoder", "match"], has_blend=True), places(0.3, 1))
-    ways[CascadeWay(("shared_encoder",), "fitted")] = places(0.31, 1)
+    ways[CascadeWay(("shared_encoder",), "blended")] = places(0.31, 1)
     assert choose_way(ways, whole).way == whole
     assert [row.way for row in choose_way(ways, whole).rows].count(whole) == 1
 

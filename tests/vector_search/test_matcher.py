@@ -284,3 +284,16 @@ def test_users_without_a_tenant_of_theirs_are_rejected(
     edit(tmp_path / "manifest.json", version=xxhash.xxh3_128_hexdigest(path.read_bytes()))
     with pytest.raises(DataError, match=says):
         load(tmp_path)
+
+
+def test_a_folder_of_before_has_twins(tmp_path: Path) -> None:
+    save(VECTORS, tmp_path)
+    path = tmp_path / "vectors.safetensors"
+    tensors = {name.replace("near_duplicate", "twin"): one for name, one in load_file(path).items()}
+    assert "source.twin_starts" in tensors
+    save_file(tensors, path)
+    edit(tmp_path / "manifest.json", version=xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    source = load(tmp_path).source
+    assert source is not None
+    for name in ("near_duplicate_starts", "near_duplicate_items", "seen_items"):
+        np.testing.assert_array_equal(getattr(source, name), getattr(SOURCE, name))

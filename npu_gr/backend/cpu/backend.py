@@ -1,4 +1,4 @@
-"""The CPU: the native kernels of `ops/cpu` where they are built and fit, else plain torch ops."""
+"""The CPU backend: native kernels of `ops/cpu` for the calls that they support, else torch ops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class CPUBackend(TorchOps):
-    """Run the native CPU kernels where they are built and the call fits, else torch ops."""
+    """Runs native kernels if they are built and support the call, else torch ops."""
 
     name = "cpu"
 
@@ -46,11 +46,11 @@ class CPUBackend(TorchOps):
 
         Args:
             mode: "auto" uses the kernels if they are built and warns if not, "require" raises if
-                they are not, "off" uses torch ops alone.
-            isa: a lower instruction set than the CPU's best, for tests and measurements.
+                they are not, "off" uses torch ops only.
+            isa: A lower instruction set than the CPU's best, for tests and measurements.
 
         Raises:
-            ConfigError: the kernels are required and cannot be used.
+            ConfigError: The kernels are required and cannot be used.
         """
         super().__init__()
         self.native: Native | None = None
@@ -109,7 +109,7 @@ class CPUBackend(TorchOps):
         return NativeOrder(self.native, tables) if self.native else None
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        """Attend in one stage: the kernel reads the prefix once for all beams anyway."""
+        """Attend; the kernel ignores `is_split`, because it reads the prefix once for all beams."""
         if self.native and self._beams.takes(call):
             return self._beams(call)
         return super().beam_attention(call)
@@ -125,8 +125,8 @@ class CPUBackend(TorchOps):
             super().pack_kv(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        # a weight made under inference_mode has no version counter, so a write to it would go
-        # unnoticed
+        # a weight made under inference_mode has no version counter, so that a write to it could not
+        # be detected and its packed copy would be stale
         if (
             self._hstu
             and {x.dtype, layer.weight.dtype} <= set(ELEMENT)
@@ -136,7 +136,7 @@ class CPUBackend(TorchOps):
         return super().affine(x, layer, first, last, is_silu)
 
     def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-        """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
+        """Compute a pass in one call; pages, if there are any, must hold tiles of its dtype."""
         return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
 
     def hstu_find(self, call: HstuFindCall) -> HstuFound | None:

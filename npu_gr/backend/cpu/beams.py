@@ -1,9 +1,9 @@
 """The native kernels of generation: beam attention, and xBeam's selection.
 
-Attention reads prefix and own tokens as they are stored, one softmax over both (`ops/cpu/beam.h`);
-the workspace holds one KV head's prefix in fp32. Selection takes one pass over the logits, or none
-but the valid ones (`ops/cpu/topk.h`, `head.h`). Workspaces are made once and grow; results are
-small new tensors.
+Attention reads the prefix and each beam's own tokens as they are stored, in one softmax
+(`ops/cpu/beam.h`); the workspace holds one KV head's prefix in fp32. Selection takes one pass over
+the logits, or computes only the valid ones (`ops/cpu/topk.h`, `head.h`). Workspaces are reused and
+grow; results are small new tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Reused(threading.local):
 
 
 class NativeBeams:
-    """Compute `Backend.beam_attention` for fp32 and bf16. Any thread may call."""
+    """Computes `Backend.beam_attention` for fp32 and bf16. Thread-safe."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -36,7 +36,7 @@ class NativeBeams:
 
     @staticmethod
     def takes(call: BeamCall) -> bool:
-        """Tell whether all tensors have one dtype that the kernel reads, and tokens lie one behind the other."""
+        """Return whether the kernel supports the dtypes and layout: one dtype, contiguous."""
         planes = [*(plane for slab in call.shared for plane in slab), *call.unshared]
         same = call.q.dtype in ELEMENT and all(plane.dtype == call.q.dtype for plane in planes)
         return same and all(plane.is_contiguous() for plane in planes)
@@ -79,7 +79,7 @@ class NativeBeams:
 
 
 class NativeTopk:
-    """Compute `Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
+    """Computes `Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Thread-safe."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -87,7 +87,7 @@ class NativeTopk:
 
     @staticmethod
     def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
-        """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
+        """Return whether the kernels support the dtypes; fp64 is for tests only."""
         return (
             scores.dtype in ELEMENT
             and acc.dtype == torch.float32
@@ -95,7 +95,7 @@ class NativeTopk:
         )
 
     def beam_topk(self, call: TopkCall, norm: Tensor | None = None) -> Choices:
-        """Select; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
+        """Select; writes the log-sum-exp of visited rows to `norm`, fp32 [rows], if given."""
         logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
         rows, columns = logits.shape
         first, end, _ = (call.codes or slice(None)).indices(columns)

@@ -1,16 +1,14 @@
-"""HSTU attention and the packing of keys and values by the CPU kernels.
+"""HSTU attention, packing of keys and values, and linear layers by the CPU kernels.
 
-Mirrors `ops/cpu/hstu_call.h`.
+The structures mirror `ops/cpu/hstu_call.h`. Every call builds one structure of pointers; the
+tensors behind them outlive the call.
 
-Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that
-are not in tiles yet are packed into a scratch first, so every tile begins at a multiple of 64
-tokens whatever was cached: cached and full inference give the same bits.
+Attention: rows that are not in tiles yet are first packed into scratch tiles, so that every tile
+begins at a multiple of 64 tokens. Cached and full inference are therefore bit-equal.
 
-Linear layers through the CPU kernels: weights packed once, SiLU in registers; mirrors `Affine` of
-hstu_call.h.
-
-A layer's packed weights live as long as the layer. They are packed again when its weight is
-replaced or written to. For inference only: no gradient passes through.
+Linear layers: weights are packed once, SiLU is applied in registers. The packed weights live as
+long as the layer, and are packed again when a weight is replaced or written to. They are not
+differentiable.
 """
 
 from __future__ import annotations
@@ -65,8 +63,12 @@ class _Pack(Structure):
 
 
 def _rows(x: Tensor) -> _Rows:
-    """Point at x [n, H, D], whose last stride is 1."""
+    """Describe x [n, H, D], whose last stride is 1, by a pointer and strides."""
     return _Rows(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _tiles(tiles: Tiles) -> _Tiles:
+    return _Tiles(tiles.k.data_ptr(), tiles.v.data_ptr(), len(tiles.k))
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -77,15 +79,12 @@ class _Reused(threading.local):
     """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
-        # tiles of rows that nobody keeps, by shape
+        # scratch tiles by shape
         self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}
 
 
 class HstuKernels:
-    """The kernels of one instruction set, and the scratch memory that they reuse.
-
-    Any thread may call.
-    """
+    """The kernels of one instruction set, and the scratch memory that they reuse. Thread-safe."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -99,7 +98,7 @@ class HstuKernels:
         v = _unit_stride(v)
         call = _Pack(
             len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
-            _rows(k), _rows(v), first_token, _Tiles(into.k.data_ptr(), into.v.data_ptr(), len(into.k)),
+            _rows(k), _rows(v), first_token, _tiles(into),
         )  # fmt: skip
         self._kernels.pack_kv(byref(call))
 
@@ -117,7 +116,7 @@ class HstuKernels:
         own: Slab | None,
         slabs: Sequence[Slab | Tiles],
     ) -> Tensor:
-        """Attend over `slabs`, and each row over its own key and value if `own` has them (candidates)."""
+        """Attend to `slabs`; if `own` is given (candidates), each row also to its own key."""
         rows, heads, qk_dim = call.q.shape
         v_dim = call.v.shape[2]
         out = call.q.new_empty(rows, heads, v_dim)
@@ -133,7 +132,7 @@ class HstuKernels:
         native = _Hstu(
             rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],
             _rows(q), _rows(own_k), _rows(own_v), _rows(out),
-            (_Tiles * len(runs))(*(_Tiles(t.k.data_ptr(), t.v.data_ptr(), len(t.k)) for t in runs)), len(runs),
+            (_Tiles * len(runs))(*map(_tiles, runs)), len(runs),
             len(times), times.data_ptr(), call.query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
         )  # fmt: skip
@@ -144,24 +143,24 @@ class HstuKernels:
         return out
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
-        """The tokens of all slabs in tiles, full ones but for the last.
+        """Return the tokens of all slabs as tiles, of which only the last may be partly filled.
 
-        Whole tiles are read where they are.
+        Full tiles are not copied.
         """
         slabs = [s for s in slabs if (s.num_tokens if isinstance(s, Tiles) else len(s[0]))]
-        whole: list[Tiles] = []
+        found: list[Tiles] = []
         while slabs and isinstance(first := slabs[0], Tiles):
-            whole.append(first)
+            found.append(first)
             slabs = slabs[1:]
-            # a tile to be filled up: continue in a copy of it
+            # the next slab continues a partly filled tile: fill up a copy of it
             if first.num_tokens % TILE_TOKENS and slabs:
                 full = first.num_tokens // TILE_TOKENS
-                whole[-1] = Tiles(
+                found[-1] = Tiles(
                     first.k[:full], first.v[:full], full * TILE_TOKENS, first.qk_dim, first.v_dim
                 )
                 rest = first.k[full : full + 1], first.v[full : full + 1]
                 return [
-                    *whole,
+                    *found,
                     self._packed(
                         slabs,
                         Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]),
@@ -169,13 +168,13 @@ class HstuKernels:
                     ),
                 ]
         if slabs:
-            whole.append(self._packed(slabs, None, whole[0].k.dtype if whole else dtype))
-        return whole
+            found.append(self._packed(slabs, None, found[0].k.dtype if found else dtype))
+        return found
 
     def _packed(
         self, slabs: Sequence[Slab | Tiles], begun: Tiles | None, dtype: torch.dtype
     ) -> Tiles:
-        """A tile that is begun, and slabs behind it, in scratch tiles."""
+        """Copy a partly filled tile, and pack the slabs behind it, into scratch tiles."""
         rows = [unpack(s) if isinstance(s, Tiles) else s for s in slabs]
         at = begun.num_tokens if begun else 0
         total = at + sum(len(k) for k, _ in rows)
@@ -217,15 +216,15 @@ class _Affine(Structure):
 
 
 class Packed(NamedTuple):
-    """A layer's weights as the kernels read them."""
+    """A layer's packed weights."""
 
-    stamp: tuple[int, int, int, int]  # address and version counter of the weight, then of the bias
+    stamp: tuple[int, int, int, int]  # address and version of the weight, then of the bias
     weight: Tensor  # tiles of 64 outputs
     bias: Tensor  # fp32, padded to whole tiles
 
 
 class AffineKernel:
-    """Compute `Backend.affine` for fp32 and bf16. Any thread may call."""
+    """Computes `Backend.affine` for fp32 and bf16. Thread-safe."""
 
     def __init__(self, native: Native, hstu: HstuKernels) -> None:
         self._kernels = native.kernels
@@ -243,15 +242,17 @@ class AffineKernel:
         if not y.numel():
             return y.view(*x.shape[:-1], last - first)
         call = _Affine(
-            len(rows), rows.shape[1], last - first, ELEMENT[rows.dtype], ELEMENT[packed.weight.dtype], ELEMENT[y.dtype],
-            rows.data_ptr(), rows.stride(0), packed.weight.data_ptr(), packed.bias.data_ptr(), is_silu, y.data_ptr(),
+            len(rows), rows.shape[1], last - first,
+            ELEMENT[rows.dtype], ELEMENT[packed.weight.dtype], ELEMENT[y.dtype],
+            rows.data_ptr(), rows.stride(0), packed.weight.data_ptr(), packed.bias.data_ptr(),
+            is_silu, y.data_ptr(),
         )  # fmt: skip
         call.scratch = self._hstu.scratch.at(self._kernels.affine_scratch_bytes(byref(call)))
         self._kernels.affine(byref(call))
         return y.view(*x.shape[:-1], last - first)
 
     def packed(self, layer: nn.Linear, first: int, last: int) -> Packed:
-        """Return outputs first..last - 1 of a layer as the kernels read them."""
+        """Return the packed weights of outputs first..last - 1, cached while they are current."""
         weight = layer.weight
         bias = layer.bias
         of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias._version)

@@ -1,15 +1,13 @@
-"""A ranker's whole forward pass in one call of the CPU kernels; mirrors `ops/cpu/hstu_pass_call.h`.
+"""A ranker's forward pass, or retrieve-then-rank, in one call of the CPU kernels.
 
-A batch is one array of int64: each request's numbers, page runs, times and ids, one request behind
-the other. The kernels check it, size their scratch, and then compute every layer without the
-interpreter lock. What of a model they read is described once, and again when a weight is replaced
-or written to.
+`HstuPassKernel` mirrors `ops/cpu/hstu_pass_call.h`. A batch is one array of int64: each request's
+numbers, page runs, times and ids, one request behind the other. The kernels check it, size their
+scratch, and then compute every layer without the interpreter lock. The model's weights are
+described once, and again when a weight is replaced or written to.
 
-NEXT, the search and a rank of what is found in one call of the CPU kernels; mirrors
-`ops/cpu/hstu_find_call.h`.
-
-Between its passes nothing waits for the interpreter: the kernels write the second pass' numbers
-themselves.
+`HstuFindKernel` mirrors `ops/cpu/hstu_find_call.h`: NEXT, the search, and the ranking of the found
+items. The kernels write the numbers of the second pass themselves, so that it need not wait for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class _Layer(Structure):
 
 
 class PassHead(Structure):
-    """Mirror `struct PassHead`, field by field."""
+    """Mirrors `struct PassHead`, field by field."""
 
     _fields_ = [("norm", _Norm), ("hidden", _Linear), ("out", _Linear)]
 
@@ -85,7 +83,7 @@ class _Model(Structure):
 
 
 class PassJob(Structure):
-    """Mirror `struct HstuPass`, field by field."""
+    """Mirrors `struct HstuPass`, field by field."""
 
     _fields_ = [
         ("model", POINTER(_Model)),
@@ -101,12 +99,15 @@ class PassJob(Structure):
 
 
 class _Places(NamedTuple):
-    """Where the tensors that were read are found: modules' own parameters or buffers, and a name in each."""
+    """The places of a model's weights: a module's parameters or buffers, and a name in them."""
 
     held: Sequence[tuple[Mapping[str, Tensor | None], str]]
 
     def stamps(self) -> list[int] | None:
-        """Addresses and version counters; None = one of them has none, as it was made under inference_mode."""
+        """Return addresses and version counters; None = a tensor has no version counter.
+
+        Tensors made under inference_mode have none.
+        """
         tensors: list[Any] = [place[name] for place, name in self.held]
         try:
             return [tensor.data_ptr() for tensor in tensors] + [
@@ -117,26 +118,26 @@ class _Places(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What the kernels read of a model."""
+    """The description of a model's weights for the kernels."""
 
     places: _Places
     stamps: Sequence[int]
     model: Any  # pointer to _Model
-    heads: Mapping[str, tuple[Any, int]]  # what is asked for -> (pointer to PassHead, outputs)
+    heads: Mapping[str, tuple[Any, int]]  # name of the head -> (pointer to PassHead, outputs)
     kept: Sequence[object]  # tensors and structures that the above point into
 
 
 class PreparedPass(NamedTuple):
-    """A pass that only lacks its head, and the memory that it writes to."""
+    """A pass whose head and output memory are not set yet."""
 
     native: PassJob
-    heads: Mapping[str, tuple[Any, int]]  # as of `_Described`
+    heads: Mapping[str, tuple[Any, int]]  # see `_Described`
     num_candidates: int
-    held: Sequence[object]  # what `native` points into
+    held: Sequence[object]  # owners of the memory that `native` points into
 
 
 def checked(found: int) -> int:
-    """Return the number of bytes that a kernel asks for, or raise what it says instead."""
+    """Return a kernel's result, or raise the exception of a negative error code."""
     if found < 0:
         kind, why = _ERRORS[found]
         raise kind(why)
@@ -144,7 +145,7 @@ def checked(found: int) -> int:
 
 
 class HstuPassKernel:
-    """Compute `Backend.fused_forward` for fp32 and bf16. Any thread may call."""
+    """Computes `Backend.fused_forward` for fp32 and bf16. Thread-safe."""
 
     def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
         self._size = native.kernels.hstu_pass_bytes
@@ -166,7 +167,7 @@ class HstuPassKernel:
         return out
 
     def prepared(self, call: FusedForwardCall) -> PreparedPass | None:
-        """Describe a call but for its head and what it writes to; None = the kernels do not take it."""
+        """Describe a call, except its head and outputs; None = the kernels do not support it."""
         parts: list[Any] = []
         num_candidates = 0
         for segment in call.segments:
@@ -197,7 +198,7 @@ class HstuPassKernel:
     def _describe(
         self, owner: nn.Module, weights: HstuWeights, dtype: torch.dtype
     ) -> _Described | None:
-        """Describe a model; None = a write to one of its weights would go unnoticed, or they are of several dtypes."""
+        """Describe a model; None = its dtypes differ, or writes to a weight cannot be detected."""
         first = weights.layers[0]
         of_layers = {
             linear.weight.dtype for layer in weights.layers for linear in (layer.uvqk, layer.out)
@@ -253,7 +254,8 @@ class HstuPassKernel:
             )
         kept.append(layers)
         model = _Model(
-            first.uvqk.in_features, len(weights.layers), weights.num_heads, weights.qk_dim, weights.v_dim,
+            first.uvqk.in_features, len(weights.layers),
+            weights.num_heads, weights.qk_dim, weights.v_dim,
             ELEMENT[dtype], first.norm_attention.weight.numel(), weights.is_joined,
             weights.silu_all, first.bias.position.shape[1], weights.alpha, weights.scale, layers,
         )  # fmt: skip
@@ -264,7 +266,7 @@ class HstuPassKernel:
 
 
 def _places(owner: nn.Module, read: Sequence[Tensor]) -> _Places:
-    """Find tensors in the model that they are of."""
+    """Find the places of tensors in the model that owns them."""
     wanted = {id(tensor) for tensor in read}
     found = [
         (place, name)
@@ -280,7 +282,7 @@ def _places(owner: nn.Module, read: Sequence[Tensor]) -> _Places:
 
 
 def _numbers(segment: HstuSegment, dtype: torch.dtype, has_ids: bool) -> list[Any] | None:
-    """One request as arrays and lists of int64; None = its pages are not what the kernels read."""
+    """Describe a request as arrays and lists of int64; None = its pages are not supported."""
     cached, new, own, times, query_time, pages, keeps, ids = segment
     if len(times) != cached + new:
         raise ValueError(f"a request has {len(times)} times for {cached + new} tokens")
@@ -293,8 +295,8 @@ def _numbers(segment: HstuSegment, dtype: torch.dtype, has_ids: bool) -> list[An
         if not pages.is_tiles or k.dtype != dtype:
             return None
         numbers = [
-            cached, new, own, query_time, keeps, len(pages.runs), k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0),
-            k.shape[2], k.shape[1],
+            cached, new, own, query_time, keeps, len(pages.runs),
+            k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], k.shape[1],
         ]  # fmt: skip
         for run in pages.runs:
             numbers += run
@@ -317,7 +319,7 @@ class _Find(Structure):
 
 
 class HstuFindKernel:
-    """Compute `Backend.hstu_find` for fp32 and bf16. Any thread may call."""
+    """Computes `Backend.hstu_find` for fp32 and bf16. Thread-safe."""
 
     def __init__(self, native: Native, hstu: HstuKernels, passes: HstuPassKernel) -> None:
         self._kernels = native.kernels
@@ -341,8 +343,7 @@ class HstuFindKernel:
         starts = [0, *itertools.accumulate(map(len, call.hidden))]
         job = ItemsJob(None, table.data_ptr(), num, call.num_items, dim, k)
         num_workspace = -(-self._kernels.best_items_bytes(byref(job)) // 8)
-        # all of one type lies in one piece of memory: what goes in or comes out first, then what
-        # the kernels use alone
+        # one array for each dtype: inputs and outputs first, then the kernels' workspace
         hidden_at, rows_at = 3 * num + 1, 3 * num + 1 + starts[-1]
         scored_at = rows_at + num * k
         work_at = scored_at + num

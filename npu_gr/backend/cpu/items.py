@@ -1,9 +1,8 @@
-"""The native kernels of retrieval: the best items, and the sums of a fitted order.
+"""The native kernels of retrieval: the best items, and the sums of a score blend.
 
-The best items take one pass over the items, at the speed of memory for a lone query
-(`ops/cpu/items.h`). The sums take one call a request, whose work does not grow with the catalogue
-(`ops/cpu/order.h`, which `order_call.h` and this file describe field by field). Results are small
-new tensors.
+The best items take one pass over all items, at memory bandwidth for a single query
+(`ops/cpu/items.h`). The sums take one call a request, whose time does not depend on the size of the
+catalogue (`ops/cpu/order.h`; the structures mirror `order_call.h`). Results are small new tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from npu_gr.backend.cpu.library import Native, address
 
 
 class ItemsJob(Structure):
-    """Mirror `struct ItemsJob` of `ops/cpu/items_call.h`, field by field."""
+    """Mirrors `struct ItemsJob` of `ops/cpu/items_call.h`, field by field."""
 
     _fields_ = [
         ("queries", c_void_p),
@@ -43,16 +42,13 @@ class _ProductsJob(Structure):
 
 
 class NativeItems:
-    """Compute `Backend.best_items` and `item_products`, which agree to the last bit.
-
-    Any thread may call.
-    """
+    """Computes `Backend.best_items` and `item_products`, bit-equal to each other. Thread-safe."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
 
     def __call__(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """Find the best items of at most 2**32."""
+        """Find the best items; there may be at most 2**32."""
         queries = queries.contiguous()
         items = items.contiguous()
         best = Best(torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64))
@@ -64,7 +60,8 @@ class NativeItems:
             starts[1:] = torch.bincount(hidden.queries, minlength=len(queries)).cumsum(0)
         call = ItemsJob(
             queries.data_ptr(), items.data_ptr(), len(queries), len(items), items.shape[1], k,
-            None if starts is None else starts.data_ptr(), None if rows is None else rows.data_ptr(),
+            None if starts is None else starts.data_ptr(),
+            None if rows is None else rows.data_ptr(),
             None, best.scores.data_ptr(), best.items.data_ptr(),
         )  # fmt: skip
         workspace = torch.empty(self._kernels.best_items_bytes(byref(call)), dtype=torch.uint8)
@@ -123,10 +120,10 @@ class _Job(Structure):
 
 
 class NativeOrder:
-    """Compute what `Backend.blend_sums` prepares. Any thread may call."""
+    """Implements `BlendSums`. Thread-safe."""
 
     def __init__(self, native: Native, tables: BlendTables) -> None:
-        """Point at the tables, which stay as they are."""
+        """Describe the tables, which must not change afterwards."""
         self._kernels = native.kernels
         self._room = _Room()
         self._held = held = BlendTables(
@@ -179,7 +176,7 @@ class NativeOrder:
         return room.terms[:count].copy()
 
     def alike(self, liked: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Sum up the similarities of every item to those of the liked events: float64 [I]."""
+        """Sum the similarities of every item to the liked items: float64 [I]."""
         room = self._room
         room.hold(len(liked), 0)
         job = room.job
@@ -195,7 +192,7 @@ class NativeOrder:
 
 
 class _Room(threading.local):
-    """Memory that the calls of one thread reuse: its addresses are known, and what is new is cold."""
+    """Memory that the calls of one thread reuse: addresses are known, and caches are warm."""
 
     def __init__(self) -> None:
         self.job = _Job()
@@ -205,7 +202,7 @@ class _Room(threading.local):
         self.numbers_at = self.terms_at = 0
 
     def hold(self, num_numbers: int, num_terms: int) -> None:
-        """Grow, if there is no room for so many."""
+        """Grow to at least this many numbers and terms."""
         if len(self.numbers) < num_numbers:
             self.numbers = np.empty(2 * num_numbers, np.int64)
             self.numbers_at = address(self.numbers)
@@ -219,7 +216,7 @@ class _Room(threading.local):
             self.job.workspace = address(self.workspace)
 
     def put(self, place: int, term: npt.NDArray[np.float32] | None, count: int) -> int:
-        """Copy a term of each candidate; its address, 0 = there is none."""
+        """Copy a term of the candidates; return its address, 0 = there is none."""
         if term is None:
             return 0
         if term.shape != (count,):

@@ -1,8 +1,7 @@
-"""The CPU kernels of `ops/cpu`: find the library, choose the instruction set, declare the functions' types.
+"""Loads the library of the CPU kernels of `ops/cpu`, and declares the functions' types.
 
-The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by
-ctypes, which releases the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors
-`ops/cpu/kernels.h`, field by field.
+`pip install` builds the library if there is a C++ compiler (`setup.py`). ctypes releases the GIL
+during each call; buffers are passed as `tensor.data_ptr()`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import torch
 ABI = 11  # NPU_GR_ABI of ops/cpu/kernels.h
 # best first; generic on x86-64, neon on aarch64
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")
-ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
+ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of the kernels' buffers: enum Element
 
 LIBRARY = Path(__file__).with_name("_native.abi3.so")
 
 
 class TopkJob(ctypes.Structure):
-    """Mirror `struct TopkJob` of `ops/cpu/kernels.h`, field by field."""
+    """Mirrors `struct TopkJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -55,7 +54,7 @@ class TopkJob(ctypes.Structure):
 
 
 class HeadJob(ctypes.Structure):
-    """Mirror `struct HeadJob` of `ops/cpu/kernels.h`, field by field."""
+    """Mirrors `struct HeadJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("hidden", c_void_p),
@@ -75,7 +74,7 @@ class HeadJob(ctypes.Structure):
 
 
 class BeamJob(ctypes.Structure):
-    """Mirror `struct BeamJob` of `ops/cpu/kernels.h`, field by field."""
+    """Mirrors `struct BeamJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("q", c_void_p),
@@ -101,7 +100,7 @@ class BeamJob(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Mirror `struct Kernels` of `ops/cpu/kernels.h`, field by field."""
+    """Mirrors `struct Kernels` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("num_bytes", c_int64),
@@ -143,7 +142,7 @@ class NativeError(Exception):
 
 
 class Native:
-    """The kernels for one instruction set: `kernels.<function>(...)`, with the argument types of `Table`."""
+    """The kernels of one instruction set: `kernels.<function>(...)`, typed as in `Table`."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -157,11 +156,11 @@ def load(isa: str = "", library: Path = LIBRARY) -> Native:
     """Load the kernels.
 
     Args:
-        isa: one of `ISAS`; "" = the best that this CPU has.
-        library: the shared object.
+        isa: One of `ISAS`; "" = the best that this CPU has.
+        library: Path of the shared object.
 
     Raises:
-        NativeError: the library was not built, comes from other sources, or this CPU lacks the
+        NativeError: The library was not built, or from other sources, or this CPU lacks the
             instruction set.
     """
     if not library.exists():
@@ -188,7 +187,7 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._num_bytes = 0  # `len` of a tensor takes ten times as long as the rest
+        self._num_bytes = 0  # stored, because `len` of a tensor dominates the time of a call
 
     def at(self, num_bytes: int) -> int:
         """Return the address of so many bytes, aligned to 64."""
@@ -199,13 +198,13 @@ class Scratch(threading.local):
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where an array's memory begins; `array.ctypes` takes twice as long."""
+    """Return the address of an array's memory; `array.ctypes` takes twice as long."""
     at: int = array.__array_interface__["data"][0]
     return at
 
 
 def supported() -> list[str]:
-    """The instruction sets that can run here, best first; empty without a library."""
+    """List the instruction sets that can run here, best first; empty without a library."""
     return [isa for isa in ISAS if _is_supported(isa)]
 
 

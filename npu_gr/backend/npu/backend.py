@@ -1,15 +1,15 @@
-"""Ascend devices through torch_npu.
+"""The backend of Ascend devices, through torch_npu.
 
-Not yet run on an NPU by us: tested on a device that records what it is told.
+Not yet run on an NPU by us: tested on a pretended device that records its calls.
 
-The native operators of `ops/ascendc` run where they are installed and the call fits, Huawei's
-`mxrec::hstu_paged` for a ranker without relative bias where its library is configured, a Triton
-kernel where the configuration asks for it, torch ops elsewhere: `ops` says which, `hstu_ways` what
-a ranker can choose from. A call that does not fit (`limits.py`) is counted, and logged the first
-time.
+It has the native operators of `ops/ascendc`, if they are installed; Huawei's `mxrec::hstu_paged`
+for rankers without relative bias, if its library is configured; a Triton kernel, if the
+configuration selects it; and torch ops. `ops` names the implementation of each op, `hstu_ways` the
+choices of a ranker. A call that an implementation does not support (`limits.py`) is counted as a
+fallback, and logged the first time.
 
-Invariant: between a request's uploads and its result the host never waits for the device, where
-`ops` says ascend_c.
+Invariant: with ascend_c, the host never waits for the device between a request's uploads and its
+result.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_TRITON_LIMIT = "the Triton kernel reads keys and values in the dtype of the model alone"
-_PAGED_LIMIT = "mxrec::hstu_paged knows no relative bias, or not this shape"
+_TRITON_LIMIT = "the Triton kernel supports only keys and values in the model's dtype"
+_PAGED_LIMIT = "mxrec::hstu_paged does not support relative bias, or not this shape"
 
 
 class NPUBackend(StreamedOps):
-    """Run the native Ascend operators where they are installed and the call fits, else torch ops."""
+    """Runs native Ascend operators if they are installed and support the call, else torch ops."""
 
     name = "npu"
 
@@ -70,17 +70,17 @@ class NPUBackend(StreamedOps):
         """Find the device and the operators that are installed for it.
 
         Args:
-            native: the library of ops/ascendc: "auto" uses it if it loads and warns if not,
-                "require" raises if it does not load, "off" uses torch ops alone.
-            npu: the device; None = the one that `find` finds.
-            folder: where the library is; None = `lib` beside this file.
-            hstu_library: of Huawei's `mxrec::hstu_paged`, for rankers without a relative bias; None
-                = without it.
-            attention: "triton" loads the Triton kernel for HSTU, which is never used otherwise.
+            native: Use of the library of ops/ascendc: "auto" uses it if it loads and warns if not,
+                "require" raises if it does not load, "off" uses torch ops only.
+            npu: The device; None = the result of `find`.
+            folder: Folder of the library; None = `lib` in this file's folder.
+            hstu_library: Path of the library of Huawei's `mxrec::hstu_paged`, for rankers without a
+                relative bias; None = do not use it.
+            attention: "triton" loads the Triton kernel of HSTU, which is not used otherwise.
 
         Raises:
-            ConfigError: there is no NPU, a library is required and does not load, `hstu_library` is
-                of no use, or there is no Triton.
+            ConfigError: There is no NPU, a required library or Triton does not load, or
+                `hstu_library` is not usable.
         """
         try:
             self._npu = npu or find()
@@ -89,11 +89,12 @@ class NPUBackend(StreamedOps):
                 f"backend 'npu' is configured but cannot be loaded: {error}"
             ) from error
         runtime = self._npu.runtime
-        # only newer versions have it
+        # only newer versions have graphs
         super().__init__(runtime, self._npu.device, getattr(runtime, "NPUGraph", None))
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
-        self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
+        # with native operators it would be slower: the host waits, and the AI CPU gathers
+        self.gathers_head = not self._is_native
         self._paged = (
             PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
         )
@@ -107,7 +108,7 @@ class NPUBackend(StreamedOps):
             "beam_fork": own,
             "best_items": own,
             "softmax_attention": "npu_fused_infer_attention_score" if self._fused else "torch",
-            "hstu_attention": "triton" if self._triton else own,  # until a ranker has chosen
+            "hstu_attention": "triton" if self._triton else own,  # a ranker may choose another
             "graphs": "acl_graph" if self._graphs else "none",
         }
 
@@ -127,8 +128,8 @@ class NPUBackend(StreamedOps):
         fused = FusedAttention.find(self.device)
         if fused is not None and not fused.agrees(self.device):
             log.warning(
-                "npu_fused_infer_attention_score disagrees with our definition, torch ops "
-                "run instead"
+                "npu_fused_infer_attention_score disagrees with our definition: torch ops are used "
+                "instead"
             )
             return None
         return fused
@@ -136,14 +137,14 @@ class NPUBackend(StreamedOps):
     # ---- beams
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        """Fork by the native operator, else by a gather, whose shape depends on no value."""
+        """Fork by the native operator, else by a gather; no shape depends on values."""
         parent = parent.int()
         if self._is_native and (limit := fork_limit(keys, parent)):
             self.fell_back("beam_fork", limit)
             ascend_ops.beam_fork_(keys, values, parent, num_slots)
             return
-        # where several requests share an arena, only the rows of one layer lie together: one launch
-        # a layer
+        # if several requests share an arena, only the rows of one layer are contiguous: launch the
+        # operator once a layer
         parts = (
             [(keys, values)]
             if keys.is_contiguous()
@@ -153,7 +154,7 @@ class NPUBackend(StreamedOps):
             torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
 
     def beam_topk(self, call: TopkCall) -> Choices:
-        """Select; the native operator returns all `width` places, and NaN scores where a logit is not a number."""
+        """Select; the native operator returns `width` choices, padded, and NaN scores for NaN."""
         if not self._is_native:
             return super().beam_topk(call)
         if limit := topk_limit(call):
@@ -175,7 +176,7 @@ class NPUBackend(StreamedOps):
         inputs = [call.logits, call.acc, follow.lo, follow.degree]
         if follow.allowed is not None:
             inputs.append(follow.allowed)
-        # a replay would have to copy the request's own filter
+        # no graph with a filter: each replay would have to copy it
         if self._graphs is None or follow.allowed is not None:
             return Choices(*select(*inputs))
         columns = None if codes is None else (codes.start, codes.stop)
@@ -185,12 +186,12 @@ class NPUBackend(StreamedOps):
         return Choices(*(out.clone() for out in found))
 
     def order_of(self, numbers: Tensor) -> Tensor:
-        """Sort by rank, for the vector cores sort fractions alone: int64 would go to the AI CPU."""
+        """Sort float ranks: the vector cores sort only floats, int64 would go to the AI CPU."""
         smaller = numbers[None, :] < numbers[:, None]
         return torch.argsort(smaller.float().sum(1), stable=True)
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """Search by `masked_topk` and bits of what is hidden, where the native operators are."""
+        """Search by the native `masked_topk`, with a bit mask of the excluded pairs."""
         if not self._is_native or not len(items) or not len(queries):
             return super().best_items(queries, items, k, hidden)
         if limit := items_limit(k):
@@ -217,9 +218,9 @@ class NPUBackend(StreamedOps):
     # ---- HSTU
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        """Prefer our own kernels: five launches a layer for a whole batch.
+        """Prefer our kernels: five launches a layer for the whole batch.
 
-        The others take one a slab and request.
+        The others need one launch for each slab and request.
         """
         if not shape.has_plain_times:
             return ("torch",)
@@ -242,7 +243,7 @@ class NPUBackend(StreamedOps):
         return made
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
-        """Compute whole layers by the native kernels where they are loaded and the pass fits."""
+        """Prepare the native fused kernels, if they are loaded and support the pass."""
         if self._passes is None or self._triton:
             return None
         made = self._passes.begin(call)
@@ -289,9 +290,9 @@ def _select(
     codes: slice | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise, select, and give NaN scores if a logit is not a number.
+    """Normalise and select; all scores are NaN if a logit is not a number.
 
-    Launches only, so that a graph can hold it.
+    Launches only, so that it can be captured as a graph.
     """
     scaled = logits if scale == 1.0 else logits.to(accumulator(logits.dtype)) * scale
     norm = scaled.float().logsumexp(1) if over == "row" else None

@@ -1,10 +1,8 @@
-"""Check that the native operators of ops/ascendc compute what their definitions say.
+"""Compares the native operators of ops/ascendc with their definitions, including ties, -inf, NaN.
 
-Ties, -inf and NaN included.
-
-Inputs are multiples of a quarter: the scores are exact in fp32, so the choices must be equal. Where
-the device takes a logarithm itself, the scores have a tolerance and the choices are not compared.
-Those of HSTU have one, for its exponential.
+Inputs are multiples of 1/4, so that scores are exact in fp32 and the choices must be equal. If the
+device takes a logarithm itself, the scores have a tolerance and the choices are not compared. The
+HSTU operators have a tolerance because of the exponential.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 
 LOG_TOLERANCE = 1e-4  # nats
-# Of a result's greatest number: the device's exponential, division and root may be a few units in
-# the last place off, and a rounding to 16 bits may then go the other way.
+# Relative to the largest result: the device's exponential, division and root may be a few units in
+# the last place off, which may change the rounding to 16 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS = 4
 DIM = 64
@@ -39,11 +37,11 @@ ENTRIES = (
 
 
 def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, str]]:
-    """Yield each operator's name and, in words, what it got wrong; "" = it computes what is defined.
+    """Yield each operator's name and its first difference, in words; "" = there is none.
 
     Args:
-        device: the device on which the operators run.
-        ops: an object with the operators as attributes; None = `torch.ops.npu_gr`.
+        device: Device on which the operators run.
+        ops: Object with the operators as attributes; None = `torch.ops.npu_gr`.
     """
     ascend_ops.register()
     ops = ops or torch.ops.npu_gr
@@ -56,19 +54,20 @@ def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, 
 
 
 def difference(name: str, arguments: list[Any], device: torch.device, ops: Any = None) -> str:
-    """Say in words what an operator's results have that its definition's have not; "" = they are the same.
+    """Return how an operator's results differ from its definition's, in words; "" = they agree.
 
     Args:
-        name: of the operator.
-        arguments: on the host.
-        device: where the operator runs.
-        ops: as in `disagreements`.
+        name: Name of the operator.
+        arguments: Arguments, with tensors on the host.
+        device: Device on which the operator runs.
+        ops: Object with the operators as attributes; None = `torch.ops.npu_gr`.
     """
     ops = ops or torch.ops.npu_gr
     want = _results(name, ascend_ops.definition(name), arguments, torch.device("cpu"))
     got = _results(name, getattr(ops, name), arguments, device)
     takes_log = name == "csr_gather_topk" and arguments[1] is None
-    about = f"inputs {', '.join(f'{x.dtype} {tuple(x.shape)}' for x in arguments if isinstance(x, Tensor))}"
+    shapes = (f"{x.dtype} {tuple(x.shape)}" for x in arguments if isinstance(x, Tensor))
+    about = f"inputs {', '.join(shapes)}"
     for number, (mine, its) in enumerate(zip(want, got, strict=True)):
         if takes_log:
             is_same = number > 0 or torch.allclose(its, mine, rtol=0.0, atol=LOG_TOLERANCE)
@@ -85,7 +84,7 @@ def difference(name: str, arguments: list[Any], device: torch.device, ops: Any =
 def _results(
     name: str, run: Callable[..., Any], arguments: list[Any], device: torch.device
 ) -> list[Tensor]:
-    """Run and return the results on the host; a tensor that is written in place is a result."""
+    """Run an operator; return its results, or the tensors that it writes in place, on the host."""
     moved = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in arguments]
     made = run(*moved)
     schema = getattr(torch.ops.npu_gr, name).default._schema
@@ -120,7 +119,7 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 yield [logits.to(dtype), mask, k, numbers(rows)]
     elif name == "csr_gather_topk":
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            # the last fills the buffer
+            # the last case fills the buffer
             for rows, codes, k in ((1, 4096, 128), (128, 300, 512), (4, 9000, 512)):
                 degree = ints(codes // 2, rows)
                 lo = (degree + 3).cumsum(0).int() - degree - 3
@@ -199,11 +198,11 @@ def hstu_cases(name: str) -> Iterator[list[Any]]:
 
 
 def service_calls(name: str, quick: bool = False) -> Iterator[tuple[str, list[Any]]]:
-    """Yield calls as a service at its limits makes them, in bf16: what they are in words, and the arguments.
+    """Yield calls with the largest shapes of a service, in bf16: a description, the arguments.
 
     Args:
-        name: of the operator.
-        quick: a tenth of the size.
+        name: Name of the operator.
+        quick: Use a tenth of the size.
     """
     generator = torch.Generator().manual_seed(1)
     beams, codes, k, catalogue = (48, 800, 48, 10_000) if quick else (512, 8192, 512, 100_000)
@@ -229,6 +228,6 @@ def service_calls(name: str, quick: bool = False) -> Iterator[tuple[str, list[An
         planes = [numbers(8, beams, 3, 2, 64).bfloat16() for _ in range(2)]
         parent = torch.randint(0, beams, (beams,), generator=generator, dtype=torch.int32)
         yield f"8 layers x {beams} beams bf16", [*planes, parent, 2]
-    else:  # its cases for the parity have a service's shapes already
+    else:  # the cases of `disagreements` already have such shapes
         for number, arguments in enumerate(_cases(name)):
             yield f"case {number}", arguments

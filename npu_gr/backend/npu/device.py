@@ -1,8 +1,8 @@
-"""Find an Ascend NPU: check every step before the first op, cheapest first, and name the step that fails.
+"""Finds an Ascend NPU: checks every requirement, cheapest first, and names the one that fails.
 
-torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched.
-Where torch_npu is installed, plain `import torch` imports it too, unless
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first, as `npu_gr/core/process.py` does.
+torch_npu is imported only after CANN was found: without CANN its import fails and leaves torch half
+patched. If torch_npu is installed, plain `import torch` imports it too, unless
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set before; `npu_gr/core/process.py` does so.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class NpuEvent(Protocol):
     """A point in a stream."""
 
     def record(self, stream: NpuStream) -> None:
-        """Mark the work that is queued by now."""
+        """Mark the end of the work that is queued so far."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Let the host wait for the marked work."""
         ...
 
 
@@ -38,11 +38,11 @@ class NpuStream(Protocol):
     """A queue of work on the device."""
 
     def wait_event(self, event: NpuEvent) -> None:
-        """Run work that is queued from now on only after the event."""
+        """Let later work wait for the event."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Let the host wait for all work of the stream."""
         ...
 
 
@@ -53,11 +53,11 @@ class Runtime(Protocol):
     Event: Callable[[], NpuEvent]
 
     def is_available(self) -> bool:
-        """Tell whether there is a device and a driver."""
+        """Return whether there is a device and a driver."""
         ...
 
     def device_count(self) -> int:
-        """Devices that this process may use."""
+        """Return the number of devices that this process may use."""
         ...
 
     def current_device(self) -> int:
@@ -65,11 +65,11 @@ class Runtime(Protocol):
         ...
 
     def set_device(self, device: torch.device) -> None:
-        """Make it this thread's device."""
+        """Set this thread's device."""
         ...
 
     def get_device_name(self, device: int) -> str:
-        """The SoC as the driver spells it, e.g. Ascend910B1."""
+        """Return the name of the SoC, e.g. Ascend910B1."""
         ...
 
     def current_stream(self) -> NpuStream:
@@ -77,7 +77,7 @@ class Runtime(Protocol):
         ...
 
     def stream(self, stream: NpuStream) -> AbstractContextManager[Any]:
-        """Make it this thread's stream within the block."""
+        """Set this thread's stream within the block."""
         ...
 
 
@@ -88,11 +88,11 @@ class Npu:
     runtime: Runtime
     device: torch.device
     soc: str
-    version: str  # of torch_npu
+    version: str  # version of torch_npu
 
 
 class NpuNotFound(ConfigError):
-    """A step on the way to an NPU failed; the message says why and what to do about it."""
+    """A requirement of the NPU is not met; the message has the reason and a remedy."""
 
     def __init__(self, step: str, why: str, remedy: str) -> None:
         super().__init__(f"{why}; {remedy}")
@@ -143,8 +143,7 @@ def find() -> Npu:
     """Find the current device of this process.
 
     Raises:
-        NpuNotFound: names the step that failed; torch_npu is imported only after the two steps
-            before it have passed.
+        NpuNotFound: A requirement is not met; `step` names it.
     """
     _package()
     _cann()

@@ -1,8 +1,8 @@
-"""The HSTU operators `torch.ops.npu_gr.hstu_*`: schemas and their definition in plain torch, request by request.
+"""The HSTU operators `torch.ops.npu_gr.hstu_*`: schemas, and definitions in plain torch.
 
 A layer is `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`; `hstu_pass.py` runs
-them. All of them are told of a batch by `meta` int32 [B, 8], the fields of `hstu_batch.Entry`;
-their results stand in tensors of the caller.
+them. `meta`, int32 [B, 8], describes the batch: the fields of `hstu_batch.Entry`. Results are
+written to arguments.
 
 Sizes: B requests, H heads, D width of a head (Dq, Dv), R row slots, K key slots, Q queries in all,
 P positions.
@@ -15,15 +15,13 @@ from torch import Tensor
 
 SCHEMAS = (
     "hstu_rows(Tensor mixed, Tensor meta, Tensor page_ids, Tensor(a!) k_plane, Tensor(b!) v_plane, "
-    "Tensor(c!) q, "
-    "Tensor(d!) k, Tensor(e!) v, Tensor(f!) u, float q_scale, bool silu_all) -> ()",
+    "Tensor(c!) q, Tensor(d!) k, Tensor(e!) v, Tensor(f!) u, float q_scale, bool silu_all) -> ()",
     "hstu_scores(Tensor(a!) scores, Tensor meta, Tensor bounds, Tensor row_times, Tensor "
-    "key_times, Tensor tables, "
-    "Tensor near, float alpha) -> ()",
+    "key_times, Tensor tables, Tensor near, float alpha) -> ()",
     "hstu_finish(Tensor attention, Tensor u, Tensor norm, Tensor meta, Tensor(a!) out, float "
     "scale, float eps) -> ()",
 )
-NEAR_END = 288  # repeats at each end of a table of positions
+NEAR_END = 288  # repetitions at each end of a table of positions
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -43,20 +41,18 @@ def hstu_rows(
     q_scale: float,
     silu_all: bool,
 ) -> None:
-    """Make what a layer's attention reads, of its mixed rows and the cached pages.
+    """Make the attention's inputs of a layer's projected rows and the cached pages.
 
     Args:
         mixed: fp32, fp16 or bf16 [N, U | V | Q | K], each part [H, D].
         meta: int32 [B, 8].
-        page_ids: int32 [..], the pages of all requests.
-        k_plane, v_plane: [pages, tokens, H, D]; new history rows of a request that keeps them are
-            written.
+        page_ids: int32 [..], pages of all requests.
+        k_plane, v_plane: [pages, tokens, H, D]; written: new history rows of requests with `keeps`.
         q: [B, H, R, Dq], written: queries times q_scale.
-        k, v: [B, H, K, D], written: cached tokens, new rows behind them, zeros from the last key
-            on.
+        k, v: [B, H, K, D], written: cached tokens, then new rows, then zeros.
         u: [Q, H * Dv], written: SiLU(U) of the queries.
-        q_scale: factor on the queries.
-        silu_all: SiLU of all parts, not of U alone.
+        q_scale: Factor on the queries.
+        silu_all: SiLU of all parts, not of U only.
     """
     heads, dq = q.shape[1], q.shape[3]
     dv = v.shape[3]
@@ -102,14 +98,14 @@ def hstu_scores(
     Args:
         scores: fp32, fp16 or bf16 [B, H, R, K].
         meta: int32 [B, 8].
-        bounds: int32 [B, R / 32 + K / 256, 2], least and greatest time of each block of rows, then
-            of keys; decides no number.
+        bounds: int32 [B, R / 32 + K / 256, 2], minimum and maximum time of each block of rows, then
+            of keys; the definition does not need it.
         row_times: int32 [B, R], seconds.
         key_times: int32 [B, K].
         tables: fp32 [H, 2, 64]: time[bucket]; then time[bucket] + position[P - 1].
-        near: fp32 [H, 8, P + 576]: position by distance falling, ends repeated; row s is shifted by
+        near: fp32 [H, 8, P + 576]: position by falling distance, ends repeated; row s is shifted by
             7 - s.
-        alpha: factor on the scores.
+        alpha: Factor on the scores.
     """
     positions = near.shape[2] - 2 * NEAR_END
     for n, (rows, keys, _, targets, *_) in enumerate(meta.tolist()):
@@ -129,18 +125,18 @@ def hstu_scores(
 def hstu_finish(
     attention: Tensor, u: Tensor, norm: Tensor, meta: Tensor, out: Tensor, scale: float, eps: float
 ) -> None:
-    """Norm and gate the attention of each query.
+    """Normalise and gate the attention of each query.
 
     Args:
         attention: fp32, fp16 or bf16 [B, H, R, Dv].
         u: [Q, H * Dv].
         norm: fp32 [2, group], weight and bias of the norm over each head (group = Dv) or over a row
-            (H * Dv).
+            (group = H * Dv).
         meta: int32 [B, 8].
         out: [Q, 1, H * Dv] = u * norm(a), or [Q, 3, H * Dv] = u, a, u * norm(a); a = scale *
             attention; written.
-        scale: factor on the attention.
-        eps: of the norm.
+        scale: Factor on the attention.
+        eps: Epsilon of the norm.
     """
     group = norm.shape[1]
     for n, (rows, _, _, _, _, _, query, _) in enumerate(meta.tolist()):
@@ -157,4 +153,4 @@ def hstu_finish(
 
 
 def nothing(*_arguments: object) -> None:
-    """Stand for an operator whose results are its arguments, of fake tensors."""
+    """Implement an operator that writes its results to arguments, for fake tensors."""

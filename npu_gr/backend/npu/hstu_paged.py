@@ -1,13 +1,13 @@
-"""Huawei's paged HSTU attention, `mxrec::hstu_paged`, for the layers that it can run: those without a relative bias.
+"""Huawei's paged HSTU attention, `mxrec::hstu_paged`, for layers without a relative bias.
 
 It computes SiLU(alpha q k^T) * silu_scale over a paged history and the rows' own targets. HSTU has
-no softmax, so the output over several slabs is the sum over each, and a call a slab serves any cut
-of the history. No wheel has it: it is built from Ascend/RecSDK
-(`torch_library/common/build_ops.sh`), and its library is loaded from a configured path.
+no softmax, so the output over several slabs is the sum of the outputs of one call per slab. The
+operator is in no wheel: build it from Ascend/RecSDK (`torch_library/common/build_ops.sh`); the path
+of its library is configured.
 
 Source: Ascend/RecSDK, the operator's newest schema and test; limits as documented there. Not yet
-run on an NPU by us: a call on a few rows is compared with the plain definition before the operator
-is used at all.
+run on an NPU by us: before the operator is used, its results on a few rows are compared with the
+plain definition.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
-PAGE_TOKENS = 128  # the operator knows 32, 128 and 256
+PAGE_TOKENS = 128  # the operator supports 32, 128 and 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TOKENS = 20_480  # history and targets together
 MAX_HEADS = 16
 MAX_DIM = 512
 MAX_TARGETS = 512
-# of the newest schema, which are not in the older ones
-# before: `kv_cache` alone, both in one tensor, and our planes are two
+# arguments that only the newest schema has; older ones have one tensor `kv_cache`
 PLANES = ("k_cache", "v_cache")
 ARGUMENTS = (
     *PLANES,
@@ -45,19 +44,19 @@ ARGUMENTS = (
     "deterministic",
 )
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
-ALIGNED = 8  # a list of numbers begins at a multiple of 64 bytes
-CAUSAL = 0  # mask_type: history rows causal, a target sees the history and itself
+ALIGNED = 8  # numbers: each list begins at a multiple of 64 bytes
+CAUSAL = 0  # mask_type: history rows are causal, a target sees the history and itself
 
 Upload = Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]
 
 
 class PagedHstu:
-    """The operator behind the two calls of `Backend`."""
+    """Computes `Backend.hstu_causal` and `hstu_targets` by the operator."""
 
     def __init__(self, op: Any, upload: Upload) -> None:
         self._op = op
         self._upload = upload
-        # bias table -> whether it is zero everywhere; keyed by identity: a reload reuses addresses
+        # bias table -> whether it is all zero; keyed by identity, because addresses are reused
         self._is_zero = WeakIdKeyDictionary()
 
     @classmethod
@@ -65,13 +64,13 @@ class PagedHstu:
         """Load the operator's library, and compare the operator with the plain definition.
 
         Args:
-            library: as RecSDK builds it, `libfbgemm_npu_api.so`.
-            device: on which the operator runs.
-            upload: copies host numbers to the device without a wait.
+            library: Path of RecSDK's `libfbgemm_npu_api.so`.
+            device: Device on which the operator runs.
+            upload: Copies a host array to the device without a wait.
 
         Raises:
-            ConfigError: there is no such file, it does not load, it has no such operator or an
-                older one, or the operator computes something else.
+            ConfigError: The file is missing or does not load, its operator is missing or too old,
+                or the results differ from the definition.
         """
         if not library.is_file():
             raise ConfigError(
@@ -90,9 +89,9 @@ class PagedHstu:
         return made
 
     def disagreement(self, device: torch.device) -> str:
-        """Say where the operator differs from the plain definition; "" = nowhere.
+        """Return how the operator differs from the plain definition; "" = it does not.
 
-        In fp32 and bf16, tails included.
+        It is tested in fp32 and bf16, with partly filled pages.
         """
         generator = torch.Generator().manual_seed(0)
         plain = TorchOps()
@@ -129,7 +128,7 @@ class PagedHstu:
 
     @staticmethod
     def takes_heads(heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
-        """Tell whether heads are within the limits."""
+        """Return whether the operator supports these heads."""
         return (
             dtype in DTYPES
             and qk_dim == v_dim <= MAX_DIM
@@ -138,10 +137,7 @@ class PagedHstu:
         )
 
     def takes(self, q: Tensor, v: Tensor, bias: BiasTables, num_tokens: int) -> bool:
-        """Tell whether a call is within the limits.
-
-        Reads a layer's bias tables only at the first call with them.
-        """
+        """Return whether the operator supports a call; reads each bias table only once."""
         rows, heads, width = q.shape
         if not self.takes_heads(heads, width, v.shape[2], q.dtype):
             return False
@@ -153,16 +149,17 @@ class PagedHstu:
         return all(self._is_zero[table] for table in bias)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
-        """Compute `Backend.hstu_causal` without a bias: attend to the past as targets do, then among the new rows.
+        """Compute `Backend.hstu_causal` without a bias.
 
-        More rows than there may be targets go in parts, to each of which the rows before it are
-        past.
+        New rows attend to each other, and as targets to the past. More than `MAX_TARGETS` rows are
+        split into parts; the rows of earlier parts are then past.
         """
         parts = []
         for start in range(0, len(q), MAX_TARGETS):
             rows = slice(start, start + MAX_TARGETS)
             own = k[rows], v[rows]
-            nothing = torch.zeros_like(own[1])  # as targets, the rows would count themselves twice
+            # zero own values: as targets, the rows would attend to themselves a second time
+            nothing = torch.zeros_like(own[1])
             out = self._call(q[rows], *own, own, 0, alpha)
             for slab in [*past, (k[:start], v[:start])] if start else past:
                 out += self._call(q[rows], own[0], nothing, slab, len(out), alpha)
@@ -217,30 +214,30 @@ class PagedHstu:
             num_target=counts,
             target_group_size=1,
             alpha=alpha,
-            deterministic=True,  # else it sums by atomics, and equal requests differ
+            deterministic=True,  # else it sums by atomics, and equal requests get different bits
         )
         return out
 
     def _uploaded(self, *lists: Sequence[int]) -> list[Tensor]:
-        """Int64 on the device, by one copy for all."""
+        """Upload lists of int64 in one copy."""
         flat = list[int]()
         starts = list[int]()
         for numbers in lists:
             starts.append(len(flat))
             flat.extend(numbers)
             flat.extend([0] * (-len(flat) % ALIGNED))
-        whole = self._upload(np.array(flat))
+        uploaded = self._upload(np.array(flat))
         return [
-            whole[start : start + len(numbers)]
+            uploaded[start : start + len(numbers)]
             for start, numbers in zip(starts, lists, strict=True)
         ]
 
 
 def _operator(library: Path) -> Any:
-    """Return mxrec::hstu_paged of the newest schema.
+    """Return mxrec::hstu_paged with the newest schema.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The operator is missing or older.
     """
     try:
         op = torch.ops.mxrec.hstu_paged.default
@@ -251,15 +248,17 @@ def _operator(library: Path) -> Any:
     missing = [name for name in ARGUMENTS if name not in {a.name for a in op._schema.arguments}]
     if missing:
         raise ConfigError(
-            f"hstu_library: mxrec::hstu_paged of {library} is older than what is used here: it has "
-            "no argument "
+            f"hstu_library: mxrec::hstu_paged of {library} is too old, it has no argument "
             f"{', '.join(missing)}; build a newer Ascend/RecSDK"
         )
     return op
 
 
 def _pages(plane: Tensor, num_pages: int) -> Tensor:
-    """[num_pages, PAGE_TOKENS, H, D] of a slab's rows [m, H, D]: a view where its memory goes on long enough."""
+    """View a slab's rows [m, H, D] as pages [num_pages, PAGE_TOKENS, H, D].
+
+    A padded copy is made if the slab's memory ends within the last page.
+    """
     shape = (num_pages, PAGE_TOKENS, *plane.shape[1:])
     end = plane.storage_offset() + shape[0] * shape[1] * shape[2] * shape[3]
     if plane.is_contiguous() and end * plane.element_size() <= plane.untyped_storage().nbytes():

@@ -1,13 +1,13 @@
-"""A whole HSTU pass by the kernels of `ops/ascendc`: `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`.
+"""An HSTU pass by the fused kernels of `ops/ascendc`.
 
-Five launches a layer, whatever the batch: one or several requests, history chunks and candidates
-side by side. The host makes all numbers once a pass, of the times and page ids that it has, and
-uploads them together. Shapes are rounded up to slots, so that a pass is one device graph a set of
-slots; how much of them is used, the kernels read from memory.
+A layer is five launches for any batch of requests, history chunks and candidates: `hstu_rows`, a
+product, `hstu_scores`, a product, `hstu_finish`. The host computes all numbers of a pass once, from
+times and page ids, and uploads them in one copy. Shapes are rounded up to slots, so that each set
+of slots is one device graph; the kernels read the used sizes from memory.
 
-Keys and values are read from their pages into a workspace, head by head, zeros behind the last;
-scores stand in another, [B, H, row slots, key slots]. Tables are negated, and the last kernel's
-scale with them: see hstu_scores.
+`hstu_rows` copies keys and values from their pages into a workspace, head by head, padded with
+zeros; the scores are in another, [B, H, row slots, key slots]. The bias tables, and the scale of
+the last kernel, are negated: see hstu_scores.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from npu_gr.backend.npu.hstu_batch import (
 from npu_gr.backend.npu.limits import Slots, hstu_limit
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PAGE_IDS = 64  # the list of page ids is a multiple of so many
+PAGE_IDS = 64  # the length of the list of page ids is a multiple of this
 
 
 def row_slots(rows: int) -> int:
-    """Room for so many rows: a power of two from 32 to 1024, then multiples of 512."""
+    """Round a number of rows up to a power of two from 32 to 1024, then to multiples of 512."""
     return max(ROW_BLOCK, 1 << (rows - 1).bit_length()) if rows <= 1024 else -(-rows // 512) * 512
 
 
 def key_slots(keys: int) -> int:
-    """Room for so many keys: a multiple of 256, or of a 32nd of the next power of two."""
+    """Round a number of keys up to a multiple of 256, or of 1/32 of the next power of two."""
     step = max(KEY_BLOCK, (1 << max(0, keys - 1).bit_length()) // 32)
     return max(step, -(-keys // step) * step)
 
@@ -56,19 +56,19 @@ def _page_ids(pages: PagedKV, num_tokens: int, page_tokens: int) -> I32:
 
 
 class PassMaker:
-    """Makes the passes of one backend, and keeps what a layer's weights become."""
+    """Makes the passes of one backend, and caches the arranged tables of its layers."""
 
     def __init__(
         self, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor], graphs: Graphs | None
     ) -> None:
         self.upload = upload
         self.graphs = graphs
-        # by identity: a reload reuses addresses
+        # keyed by identity, because addresses are reused
         self._tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._norms: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def tables(self, call: HstuLayerCall) -> LayerTables:
-        """Return a layer's bias tables, made at the first call with them."""
+        """Return a layer's bias tables, arranged for the kernels."""
         if call.bias.position not in self._tables:
             self._tables[call.bias.position] = layer_tables(call.bias)
         found: LayerTables = self._tables[call.bias.position]
@@ -82,7 +82,7 @@ class PassMaker:
         return found
 
     def begin(self, call: HstuPassCall) -> KernelPass | str:
-        """Prepare a pass; a text = the reason for which the kernels do not take it."""
+        """Prepare a pass; a string is the reason why the kernels do not support it."""
         if call.dtype not in DTYPES:
             return f"a model in {call.dtype}"
         pages = [s.pages for s in call.segments if s.pages is not None]
@@ -108,7 +108,7 @@ class PassMaker:
 
 
 def _entries(call: HstuPassCall, page_tokens: int, is_last: bool) -> list[Entry]:
-    """The requests; in the last layer candidates alone are queries."""
+    """Describe the requests; in the last layer only candidates are queries."""
     entries: list[Entry] = []
     page = row = query = 0
     for s in call.segments:
@@ -124,12 +124,12 @@ def _entries(call: HstuPassCall, page_tokens: int, is_last: bool) -> list[Entry]
 
 
 def _held(segment: HstuSegment) -> int:
-    """Tokens whose pages the kernels are told."""
+    """Return the number of tokens whose pages the kernels read or write."""
     return segment.num_cached + (segment.num_new if segment.keeps else 0)
 
 
 def _candidate_rows(segments: Sequence[HstuSegment], slots: int) -> I32:
-    """Where the candidates stand among all rows; padded with 0."""
+    """Return the indices of the candidates among all rows, padded with 0."""
     found = np.zeros(slots, np.int32)
     first = done = 0
     for s in segments:
@@ -141,7 +141,7 @@ def _candidate_rows(segments: Sequence[HstuSegment], slots: int) -> I32:
 
 
 class KernelPass:
-    """One pass; `HstuPass` of `base.py` says what its methods do."""
+    """Implements `HstuPass` of `base.py`."""
 
     def __init__(
         self, maker: PassMaker, call: HstuPassCall, times: Sequence[I32], page_tokens: int
@@ -157,8 +157,9 @@ class KernelPass:
         ids = np.concatenate([*held, np.zeros(0, np.int32)])
         self.num_page_ids = -(-len(ids) // PAGE_IDS) * PAGE_IDS
         self._arrays: dict[str, I32] = {"page_ids": np.pad(ids, (0, self.num_page_ids - len(ids)))}
-        self._row_slots = list[int]()  # of a request: in all layers but the last, in the last
-        self._query_slots = list[int]()  # of all requests
+        # two entries: all layers but the last, and the last
+        self._row_slots = list[int]()  # per request
+        self._query_slots = list[int]()  # of all requests together
         missing = requests - len(segments)
         for is_last in (False, True):
             entries = _entries(call, page_tokens, is_last)
@@ -181,7 +182,7 @@ class KernelPass:
 
     @property
     def is_all_candidates(self) -> bool:
-        """No new history row is computed."""
+        """Whether there are no new history rows."""
         return not any(s.num_new for s in self._call.segments)
 
     def run(
@@ -236,7 +237,7 @@ class KernelPass:
             planes = k.new_empty(0, 1, heads, slots.qk_dim), v.new_empty(0, 1, heads, slots.v_dim)
         else:
             planes = self._planes(layer.number)
-        # a power of two is exact on the queries; any other factor would round them once more
+        # a power of two is exact on the queries, another factor would round them a second time
         is_exact = math.frexp(call.alpha)[0] == 0.5
         q_scale, alpha = (-call.alpha, 1.0) if is_exact else (1.0, -call.alpha)
         ops = torch.ops.npu_gr
@@ -267,13 +268,13 @@ class KernelPass:
         ops.hstu_finish(attention, u, norm, meta, out, -call.scale, layer.norm.eps)
         return out.flatten(1)
 
-    # ---- workspaces: one of a kind for all layers, as each is read before it is written again
+    # ---- workspaces, shared by all layers: each is read before it is written again
 
     def _empty(self, name: str, stage: int, *shape: int) -> Tensor:
         return self._kept(name, stage, torch.empty, shape)
 
     def _zeros(self, name: str, stage: int, *shape: int) -> Tensor:
-        """Rows behind the last query are numbers too: the next layer computes on them."""
+        """Zeros, because the next layer also computes on the rows behind the last query."""
         return self._kept(name, stage, torch.zeros, shape)
 
     def _kept(

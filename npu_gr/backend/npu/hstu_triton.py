@@ -1,4 +1,4 @@
-"""The Triton kernel for HSTU on an NPU, `attention: triton`: loaded, and compared with the plain definition, first."""
+"""Loads the Triton kernel of HSTU for an NPU (`attention: triton`) and checks its results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
 MODULE = "npu_gr.backend.triton.hstu_ascend"
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of a result's greatest number
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest result
 
 
 def load(device: torch.device) -> Any:
     """Make the kernel's `Attention`.
 
     Raises:
-        ConfigError: triton-ascend is not installed or cannot be imported, or the kernel computes
-            something else.
+        ConfigError: triton-ascend cannot be imported, or the kernel's results differ from the
+            definition.
     """
     try:
         attention = importlib.import_module(MODULE).NpuAttention()
@@ -34,7 +34,7 @@ def load(device: torch.device) -> Any:
 
 
 def _disagreement(attention: Any, device: torch.device) -> str:
-    """Say where the kernel differs from the plain definition, on a few rows with tails; "" = nowhere."""
+    """Return how the kernel differs from the definition on a few rows; "" = it does not."""
     generator = torch.Generator().manual_seed(0)
     plain = TorchOps()
     for dtype, tolerance in TOLERANCES.items():

@@ -1,12 +1,12 @@
-"""The best items of a catalogue by a product and `masked_topk`: two launches a block, and no wait for the device.
+"""The best items of a catalogue on an NPU: a product and `masked_topk`, two launches a block.
 
-Pairs that must not be found are bits: all set, but for the words that have such a pair. The host
-makes those words and uploads them; the device writes them into a block's bits, one word a (query,
-32 items).
+The host never waits for the device. Excluded pairs are cleared bits of a mask, one 32-bit word for
+each query and 32 items. The host computes only the words with an excluded pair, and uploads them;
+the device writes them into a mask whose bits are all set.
 
-Model (ops/ascendc's counts on the emulator, published vendor figures): 1 M scores, k = 100: 12 us,
-of which 5 are the merge of the cores' lists, against 58 us of the vendor's topk, which knows
-neither bits nor an order of equal scores.
+Estimate (from ops/ascendc's counts on the CPU emulator and the vendor's published figures): 1 M
+scores and k = 100 take 12 us, 5 of them to merge the cores' lists; the vendor's topk, which has
+neither a mask nor an order of ties, takes 58 us.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from npu_gr.backend.best_items import Best, Hidden
 
-BLOCK_SCORES = 1 << 24  # fp32 scores of a block: 64 MiB, a third of the L2 cache
+BLOCK_SCORES = 1 << 24  # fp32 scores per block: 64 MiB, a third of the L2 cache
 MIN_BLOCK_ITEMS = 4096
 _ALL = -1  # a word of bits, all set
 _WORD = 32
@@ -29,9 +29,9 @@ Upload = Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]
 
 
 class _Words(NamedTuple):
-    """Words of a block's bits that are not all set."""
+    """The mask words of a block that have an excluded pair."""
 
-    place: Tensor  # int64 [n], query x words of a row + word
+    place: Tensor  # int64 [n], query * words per row + word
     bits: Tensor  # int32 [n]
 
 
@@ -43,9 +43,9 @@ def best_items(
     Args:
         queries: float32 [B, d].
         items: float32 [I, d], I >= 1.
-        k: 1 to the operator's limit.
-        hidden: on the host.
-        upload: copies an array to the device; the host does not wait for the copy.
+        k: Number of items, 1 to the operator's limit.
+        hidden: Pairs to exclude, on the host.
+        upload: Copies an array to the device; the host does not wait for the copy.
     """
     size = block_items(len(queries), len(items))
     parts = []
@@ -56,7 +56,7 @@ def best_items(
         value, index = torch.ops.npu_gr.masked_topk(scores, _bits(scores, words), k, None)
         parts.append((value, index + start if start else index))
     value, index = parts[0]
-    if len(parts) > 1:  # a lower place among the parts is a lower item: equal scores stay in order
+    if len(parts) > 1:  # parts are in the order of items, so ties stay in order
         merged = torch.cat([part[0] for part in parts], dim=1)
         value, place = torch.ops.npu_gr.masked_topk(merged, _bits(merged, None), k, None)
         index = torch.cat([part[1] for part in parts], dim=1).gather(1, place.clamp(min=0).long())
@@ -65,7 +65,7 @@ def best_items(
 
 
 def block_items(num_queries: int, num_items: int) -> int:
-    """Return how many items a block has: of whole words, and few enough that its scores stay in the cache."""
+    """Return the items per block: a multiple of 32, with scores that fit the cache."""
     size = max(MIN_BLOCK_ITEMS, BLOCK_SCORES // num_queries // _WORD * _WORD)
     return min(size, num_items)
 
@@ -73,16 +73,16 @@ def block_items(num_queries: int, num_items: int) -> int:
 def hidden_words(
     hidden: Hidden, start: int, num_items: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Make the words of a block's bits that are not all set.
+    """Compute the mask words of a block that have an excluded pair.
 
     Args:
-        hidden: on the host.
-        start: first item of the block.
-        num_items: of the block.
+        hidden: Pairs to exclude, on the host.
+        start: First item of the block.
+        num_items: Number of items of the block.
 
     Returns:
-        Places int64 [n], ascending and distinct (query x words of a row + word); words int32 [n],
-        lowest item first.
+        Places int64 [n], ascending and distinct (query * words per row + word); words int32 [n],
+        whose lowest bit is the lowest item.
     """
     queries, items = (part.numpy() for part in hidden)
     low, high = np.searchsorted(items, (start, start + num_items))
@@ -101,7 +101,7 @@ def _upload_words(hidden: Hidden, start: int, num_items: int, upload: Upload) ->
 
 
 def _bits(scores: Tensor, words: _Words | None) -> Tensor:
-    """Return uint8 [B, ceil(n / 8)]: bit 1 = may be found, lowest first."""
+    """Make the mask, uint8 [B, ceil(n / 8)], lowest bit first; 1 = not excluded."""
     rows, columns = scores.shape
     bits = torch.full((rows, -(-columns // _WORD)), _ALL, dtype=torch.int32, device=scores.device)
     if words is not None:

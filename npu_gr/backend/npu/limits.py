@@ -1,8 +1,8 @@
-"""The limits of the native operators of `ops/ascendc`: `tiling.h` and `hstu_tiling.h`, known to Python before a call.
+"""The limits of the native operators of `ops/ascendc`, as in `tiling.h` and `hstu_tiling.h`.
 
-A call beyond a limit runs as torch ops; a call within them goes to the operator, and an error that
-the operator then raises is an error. `tests/backend/npu/test_limits.py` compares these functions
-with the headers, size by size.
+They are checked before a call: a call beyond a limit runs as torch ops. An error of the operator
+itself is not caught. `tests/backend/npu/test_limits.py` compares these functions with the headers,
+size by size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from npu_gr.backend.calls import HstuShape, TopkCall
 from npu_gr.backend.npu.hstu_batch import KEY_BLOCK, NEAR_END, ROW_BLOCK
 
-# of tiling.h, by the header's names
-MAX_K = 2048  # pairs kept
+# from tiling.h, with the header's names
+MAX_K = 2048  # selected pairs
 MIN_TILE = 256  # elements
 MAX_TILE = 4096
 MAX_ROWS = 2048  # beams of one request
@@ -26,13 +26,10 @@ ELEMENT_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
 class VectorUnits(NamedTuple):
-    """The resources of an NPU.
-
-    The defaults are the least of any 910B or A3, so each of them has a plan found here.
-    """
+    """The resources of an NPU; by default the smallest of any 910B or A3."""
 
     cores: int = 40  # vector cores: 40 or 48
-    # Unified Buffer of one core; Select keeps 8 KiB, the system 256 bytes
+    # Unified Buffer of one core, less 8 KiB for Select and 256 bytes for the system
     ub_bytes: int = 192 * 1024 - 256 - 8 * 1024
 
 
@@ -40,18 +37,18 @@ LEAST = VectorUnits()
 
 
 def topk_limit(call: TopkCall, units: VectorUnits = LEAST) -> str | None:
-    """Name the limit of `csr_gather_topk` that a call exceeds; None = the operator takes it."""
+    """Return the limit of `csr_gather_topk` that a call exceeds; None = it is supported."""
     if call.logits.dtype not in ELEMENT_BYTES or call.follow.code.dtype != torch.int32:
         return f"logits {call.logits.dtype} and codes {call.follow.code.dtype}"
     rows, columns = call.logits.shape
     codes = len(range(*(call.codes or slice(None)).indices(columns)))
-    # scaled logits are fp32
+    # the operator's input is fp32 if the logits were scaled
     element_bytes = ELEMENT_BYTES[call.logits.dtype] if call.scale == 1.0 else 4
     return csr_limit(rows, codes, call.width, element_bytes, units)
 
 
 def fork_limit(keys: Tensor, parent: Tensor, units: VectorUnits = LEAST) -> str | None:
-    """Name the limit of `beam_fork_` that keys [L, W, ...] and parents [rows] exceed; None = it takes them."""
+    """Return the limit of `beam_fork_` that keys [L, W, ...] and parents [rows] exceed, or None."""
     held = keys.shape[1]
     rows = len(parent)
     if held > MAX_ROWS or rows > held:
@@ -62,7 +59,7 @@ def fork_limit(keys: Tensor, parent: Tensor, units: VectorUnits = LEAST) -> str 
 
 
 def items_limit(k: int, units: VectorUnits = LEAST) -> str | None:
-    """Name the limit of `masked_topk` over fp32 scores that a search for k items exceeds; None = it takes it."""
+    """Return the limit of `masked_topk` over fp32 scores that k items exceed, or None."""
     if not 1 <= k <= MAX_K:
         return f"masked_topk: k must be 1 to {MAX_K}"
     if _masked_bytes(k, 4) > units.ub_bytes:
@@ -73,14 +70,14 @@ def items_limit(k: int, units: VectorUnits = LEAST) -> str | None:
 
 
 def csr_limit(rows: int, codes: int, k: int, element_bytes: int, units: VectorUnits) -> str | None:
-    """Name the reason for which `plan_csr_gather_topk` finds no plan; None = there is one.
+    """Return why `plan_csr_gather_topk` finds no plan; None = it finds one.
 
     Args:
-        rows: beams.
-        codes: of the level's codebook.
-        k: choices wanted.
-        element_bytes: of a logit, 2 or 4.
-        units: the machine.
+        rows: Number of beams.
+        codes: Number of codes of the level.
+        k: Number of choices.
+        element_bytes: Bytes per logit, 2 or 4.
+        units: Resources of the NPU.
     """
     if not 1 <= k <= MAX_K:
         return f"csr_gather_topk: k must be 1 to {MAX_K}"
@@ -93,8 +90,7 @@ def csr_limit(rows: int, codes: int, k: int, element_bytes: int, units: VectorUn
     has_pieces = rows == 1 and _parts_for(1000 + codes, k, units.cores) > 1
     groups = rows if has_pieces else min(rows, _parts_for(1000 * rows, k, units.cores))
     held = -(-rows // groups)
-    # the planner halves its tile until the buffers fit; the smallest tile decides whether there is
-    # one at all
+    # the planner halves its tile until the buffers fit, so the smallest tile decides
     need = max(
         _csr_select_bytes(codes, held, k, element_bytes),
         _csr_norm_bytes(codes, rows, element_bytes),
@@ -156,11 +152,11 @@ def _merge_bytes(k: int, rows: int) -> int:
     return 2 * 8 * padded + 12 * padded + 2 * 4 * padded + _up(4 * rows, 32) + _best_pairs_bytes(k)
 
 
-# of hstu_tiling.h
+# from hstu_tiling.h
 MAX_KEYS = 1 << 24
 MAX_PAGE_TOKENS = 4095
-MAX_GROUP = 2040  # numbers that one norm is over
-MAX_SCORE_BYTES = 1 << 28  # of a layer's scores; a 910B's cache holds a part of that
+MAX_GROUP = 2040  # width of a norm
+MAX_SCORE_BYTES = 1 << 28  # scores of a layer; a 910B's cache holds a part of them
 STAGE_BYTES = 32 * 1024
 ZERO_BYTES = 2 * 1024
 
@@ -185,15 +181,15 @@ def hstu_limit(
     is_joined: bool,
     units: VectorUnits = LEAST,
 ) -> str | None:
-    """Name the reason for which a kernel finds no plan; None = all three have one.
+    """Return why one of the three kernels finds no plan; None = all find one.
 
     Args:
-        slots: of the pass.
-        page_tokens: of a page.
-        page_ids: pages of all requests.
-        group: numbers that one norm is over.
-        is_joined: the result holds U and the attention as well.
-        units: the machine.
+        slots: Sizes of the pass.
+        page_tokens: Tokens per page.
+        page_ids: Number of pages of all requests.
+        group: Width of the norm.
+        is_joined: The result includes U and the attention.
+        units: Resources of the NPU.
     """
     size = ELEMENT_BYTES[slots.dtype]
     block = 32 // size
@@ -222,7 +218,7 @@ def hstu_limit(
 
 
 def shape_limit(shape: HstuShape, units: VectorUnits = LEAST) -> str | None:
-    """Name the reason for which the kernels take no pass of a ranker; None = they take its small ones at least."""
+    """Return why the kernels support no pass of a ranker; None = they support small passes."""
     if shape.dtype not in ELEMENT_BYTES:
         return f"a model in {shape.dtype}"
     if shape.kept_dtype != shape.dtype:
@@ -237,20 +233,20 @@ def shape_limit(shape: HstuShape, units: VectorUnits = LEAST) -> str | None:
 def _rows_bytes(slots: Slots, page_ids: int, piece: int, size: int) -> int:
     head = max(slots.qk_dim, slots.v_dim)
     widest = head * slots.num_heads
-    whole = 2 * slots.num_heads * (slots.qk_dim + slots.v_dim)
+    mixed = 2 * slots.num_heads * (slots.qk_dim + slots.v_dim)
     zeros = max(1, ZERO_BYTES // (head * size)) * head * size
     return (
         32 * slots.requests
         + _up(4 * page_ids, 32)
         + 2 * piece * widest * size
-        + 3 * whole * size
+        + 3 * mixed * size
         + 8 * widest
         + zeros
     )
 
 
 def _scores_bytes(slots: Slots, size: int) -> int:
-    cells = 8 * KEY_BLOCK  # of the smallest tile
+    cells = 8 * KEY_BLOCK  # cells of the smallest tile
     bounds = _up(8 * (slots.rows // ROW_BLOCK + slots.keys // KEY_BLOCK) * slots.requests, 32)
     tables = 1024 + 512 * slots.num_heads
     times = 2 * 1024 + 8 * NEAR_END * 4 + ROW_BLOCK * 32 + 1024 + 256 + 1024 + 64

@@ -1,22 +1,23 @@
-"""The operators `torch.ops.npu_gr.*`: schemas, their definition in plain torch, shapes for fake tensors.
+"""The operators `torch.ops.npu_gr.*`: schemas, definitions in plain torch, shapes of fake tensors.
 
-The definitions are registered as CompositeExplicitAutograd: the CPU path, the oracle of a device's
-results, and what an NPU runs where no native library is loaded. `load_library` adds the native ones
+The definitions are registered as CompositeExplicitAutograd: they run on the CPU, and on an NPU
+without a native library, and check a device's results. `load_library` adds the native operators
 (ops/ascendc) for PrivateUse1.
 
     masked_topk(logits [R, N] f32|f16|bf16, mask_bits u8 [R, ceil(N / 8)], k, bias f32 [R]?)
         -> value f32 [R, k], index i32 [R, k]
-    csr_gather_topk(logits [W, C] f32|f16|bf16, norm f32 [W]?, acc f32 [W], lo i32 [W], degree i32 [W], code i32 [E],
-                    allowed bool [E]?, k) -> score f32 [k], parent i32 [k], edge i32 [k]
+    csr_gather_topk(logits [W, C] f32|f16|bf16, norm f32 [W]?, acc f32 [W], lo i32 [W],
+                    degree i32 [W], code i32 [E], allowed bool [E]?, k)
+        -> score f32 [k], parent i32 [k], edge i32 [k]
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
     hstu_rows, hstu_scores, hstu_finish: `hstu_ops.py`
 
-A rank calls the three of HSTU, a generate `csr_gather_topk` and `beam_fork_`, a match
-`masked_topk`.
+A rank request uses the three HSTU operators, a generate request `csr_gather_topk` and `beam_fork_`,
+a match request `masked_topk`.
 
-Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN
-and -inf are never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 =
-allowed.
+Selections are in descending order; ties go by index (masked_topk), or by beam, then edge
+(csr_gather_topk). NaN and -inf are never selected; missing choices are -inf and -1. Mask bits:
+lowest first, 1 = allowed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ NAMESPACE = "npu_gr"
 SCHEMAS = (
     "masked_topk(Tensor logits, Tensor mask_bits, int k, Tensor? bias=None) -> (Tensor, Tensor)",
     "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor "
-    "code, Tensor? allowed, "
-    "int k) -> (Tensor, Tensor, Tensor)",
+    "code, Tensor? allowed, int k) -> (Tensor, Tensor, Tensor)",
     "beam_fork_(Tensor(a!) keys, Tensor(b!) values, Tensor parent, int num_slots) -> ()",
     *hstu_ops.SCHEMAS,
 )
@@ -46,14 +46,14 @@ NEG_INF = float("-inf")
 
 
 def names() -> list[str]:
-    """Name the operators."""
+    """Return the names of the operators."""
     return [schema.split("(")[0] for schema in SCHEMAS]
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of scores [R, N] and their columns.
 
-    By a stable sort, because torch.topk leaves ties open.
+    It sorts stably, because torch.topk does not define the order of ties.
     """
     scores = scores.masked_fill(scores.isnan(), NEG_INF)
     value, index = scores.sort(dim=1, descending=True, stable=True)
@@ -66,7 +66,7 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _pick(table: Tensor, index: Tensor) -> Tensor:
     """Read table [R, N], int32, at index [R, k]; -1 stays -1."""
     empty = index < 0
-    padded = torch.nn.functional.pad(table, (0, 1))  # a table of no columns can be read too
+    padded = torch.nn.functional.pad(table, (0, 1))  # so that a table without columns is readable
     return (
         padded.gather(1, index.long().masked_fill(empty, 0)).masked_fill(empty, -1).to(torch.int32)
     )
@@ -96,7 +96,7 @@ def masked_topk(
     Args:
         logits: fp32, fp16 or bf16 [R, N].
         mask_bits: uint8 [R, ceil(N / 8)], lowest bit first, 1 = allowed.
-        k: choices of each row.
+        k: Number of choices per row.
         bias: fp32 [R], added to every score of a row; None = 0.
 
     Returns:
@@ -116,7 +116,7 @@ def csr_gather_topk(
     allowed: Tensor | None,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `Backend.beam_topk`, with k places always and int32 throughout.
+    """Compute `Backend.beam_topk` with int32 indices, always padded to k choices.
 
     Args:
         logits: fp32, fp16 or bf16 [W, C] of the level's codebook.
@@ -125,7 +125,7 @@ def csr_gather_topk(
         lo, degree: int32 [W].
         code: int32 [E].
         allowed: bool [E]; None = every edge.
-        k: choices wanted.
+        k: Number of choices.
 
     Returns:
         Score fp32 [k], parent int32 [k], edge int32 [k].
@@ -153,7 +153,7 @@ def _valid_norm(value: Tensor, row: Tensor, rows: int) -> Tensor:
 
 
 def beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-    """Fork in place: the first slots of row i become those of row parent[i], in every layer, whatever the order."""
+    """Copy the first slots of row parent[i] to row i, in every layer; parents in any order."""
     for plane in (keys, values):
         plane[:, : len(parent), :num_slots] = plane[:, parent.long(), :num_slots]
 
@@ -191,7 +191,7 @@ def definition(name: str) -> Callable[..., Any]:
 
 @cache
 def register() -> torch.library.Library:
-    """Define the operators, once a process; torch keeps them as long as the result lives."""
+    """Define the operators, once a process; they exist as long as the result."""
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema in SCHEMAS:
         name = library.define(schema)
@@ -202,10 +202,10 @@ def register() -> torch.library.Library:
 
 
 def variant(soc: str) -> str:
-    """Name the library of a SoC, given as the driver spells it, e.g. Ascend910B1, Ascend910_9392.
+    """Return the library's variant for a SoC, e.g. Ascend910B1 or Ascend910_9392.
 
     Raises:
-        ConfigError: there are no native kernels for it.
+        ConfigError: There are no native kernels for the SoC.
     """
     name = soc.lower()
     for prefix, known in (("ascend910b", "ascend910b"), ("ascend910_93", "ascend910_93")):
@@ -216,19 +216,19 @@ def variant(soc: str) -> str:
     )
 
 
-LIBRARIES = Path(__file__).parent / "lib"  # where build.sh puts what it builds
+LIBRARIES = Path(__file__).parent / "lib"  # output of build.sh
 
 
 def library_path(soc: str, folder: Path | None = None) -> Path:
-    """Return the path at which build.sh puts the library of a SoC: in `lib` beside this file, or in `folder`."""
+    """Return the path of the library of a SoC, in `folder` or in `LIBRARIES`."""
     return (folder or LIBRARIES) / f"libnpu_gr_ascend_{variant(soc)}.so"
 
 
 def load_library(path: Path) -> None:
-    """Load the native ops; from then on tensors of the device run them.
+    """Load the native operators; they then run for all tensors of the device.
 
     Raises:
-        ConfigError: no such file, or it does not load; nothing was registered.
+        ConfigError: The file is missing or does not load; nothing was registered.
     """
     if not path.is_file():
         raise ConfigError(f"no native ops at {path}: build them with ops/ascendc/build.sh")

@@ -1,11 +1,11 @@
-"""Softmax attention by Huawei's fused operator `npu_fused_infer_attention_score`, in bf16 and fp16 as the KV is stored.
+"""Softmax attention by Huawei's fused operator `npu_fused_infer_attention_score`, bf16 and fp16.
 
-A call gives its output and the log-sum-exp of its scores, which is a stage: stages over slabs, and
-over a beam's own tokens, merge in fp32. So cached keys are read where they lie, and nothing but a
-merge is wider than the model.
+A call returns its output and the log-sum-exp of its scores, which is an attention stage: stages
+over slabs, and over a beam's own tokens, are merged in fp32. Cached keys are therefore read without
+a copy, and only the merge is in fp32.
 
-Source: the documentation of torch_npu for Atlas A2 and A3. Not yet run on an NPU by us: a call on a
-few rows is compared with the plain definition before the operator is used at all.
+Source: the documentation of torch_npu for Atlas A2 and A3. Not yet run on an NPU by us: before the
+operator is used, its results on a few rows are compared with the plain definition.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ARGUMENTS = {
 }
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_DIM = 256
-MAX_GROUP = 64  # query heads of a KV head
+MAX_GROUP = 64  # query heads per KV head
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode: the last row sees every key, each row before it one less
-MASK = 2048  # side of the mask that this mode wants, whatever the lengths are
-TOLERANCE = 3e-2  # of the result's largest number
+MASK = 2048  # side of the mask that this mode requires, for any lengths
+TOLERANCE = 3e-2  # relative to the largest result
 
 
 class FusedAttention:
-    """The operator behind `Backend.causal_attention` and `Backend.beam_attention`."""
+    """Computes `Backend.causal_attention` and `beam_attention` by the operator."""
 
     def __init__(self, op: Any, device: torch.device) -> None:
         self._op = op
         names = {a.name for a in op._schema.arguments}
-        self._scale = "scale" if "scale" in names else "scale_value"  # by its older name
+        self._scale = "scale" if "scale" in names else "scale_value"  # the older name
         self._mask = torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu_(1)
 
     @classmethod
     def find(cls, device: torch.device) -> FusedAttention | None:
-        """Return the operator if torch_npu has it, with the arguments that are used here."""
+        """Return the operator; None = torch_npu lacks it, or an argument that we use."""
         try:
             op = torch.ops.npu.npu_fused_infer_attention_score.default
         except AttributeError:
@@ -81,7 +81,7 @@ class FusedAttention:
         return True
 
     def takes(self, q: Tensor, num_kv_heads: int) -> bool:
-        """Tell whether the operator takes queries [r, Hq, D] over keys of so many heads."""
+        """Return whether the operator supports queries [r, Hq, D] and this number of KV heads."""
         _, heads, dim = q.shape
         return (
             q.dtype in DTYPES
@@ -98,7 +98,7 @@ class FusedAttention:
         return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
 
     def beams(self, call: BeamCall) -> Tensor:
-        """Compute `Backend.beam_attention`; needs a token of the prefix."""
+        """Compute `Backend.beam_attention`; the prefix must not be empty."""
         stages = [self._stage(call.q, slab, call.scale) for slab in call.shared if len(slab[0])]
         done = stages[0]
         for stage in stages[1:]:
@@ -110,7 +110,7 @@ class FusedAttention:
     ) -> AttentionStage:
         k, v = slab
         kv_heads = k.shape[1]
-        is_masked = is_causal and len(q) > 1  # one row sees everything
+        is_masked = is_causal and len(q) > 1  # a single row sees all keys
         out, lse = self._op(
             q[None].contiguous(),
             k[None].contiguous(),
@@ -123,7 +123,7 @@ class FusedAttention:
             softmax_lse_flag=True,
             **{self._scale: scale},
         )
-        # [1, Hq, rows, 1]: a KV head's query heads stand side by side
+        # [1, Hq, rows, 1]: the query heads of a KV head are adjacent
         peak = lse.float().reshape(kv_heads, -1, 1)
         output = out[0].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         return AttentionStage(peak, torch.ones_like(peak), output)

@@ -1,10 +1,11 @@
-"""Which CANN and torch_npu the native operators are for: the one table, of which everything else is derived.
+"""The table of the CANN and torch_npu releases that the native operators support.
 
-`ops/ascendc/build.sh` runs this file, `npu-gr doctor` asks it, docs/ascend.md and the extra `npu`
-of pyproject.toml are compared with it by a test. Only the standard library is imported: build.sh
-runs it before torch is looked for.
+`ops/ascendc/build.sh` and `npu-gr doctor` use it; a test compares docs/ascend.md, and the extra
+`npu` of pyproject.toml, with it. Only the standard library is imported, because build.sh runs this
+file before it looks for torch.
 
-    python npu_gr/backend/npu/versions.py ASCEND_HOME_PATH TORCH_NPU_VERSION     prints 80500 for CANN 8.5.0
+    # prints 80500 for CANN 8.5.0
+    python npu_gr/backend/npu/versions.py ASCEND_HOME_PATH TORCH_NPU_VERSION
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ class Release(NamedTuple):
     torch_npu: tuple[str, ...]  # exact releases, oldest first
 
 
-# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use no API that
-# is younger than the first row's; the headers of older releases are not public, so nobody could
-# look.
+# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use only APIs
+# of the first row; the headers of older releases are not public and could not be checked.
 MATRIX = (
     Release("8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0")),
     Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2")),
     Release("9.1.0", ("2.7.1.post5", "2.9.0.post3", "2.10.0", "2.11.0", "2.12.0")),
 )
 
-# where a toolkit says its version: file (a glob), and what stands in it
+# files of a toolkit that contain its version: a glob and a pattern
 _PLACES = (
     ("include/version/asc_devkit_version.h", r'ASC_DEVKIT_VERSION_STR\s+"([^"]+)"'),  # 9.x
     ("include/ascendc/asc_devkit_version.h", r'ASC_DEVKIT_VERSION_STR\s+"([^"]+)"'),  # 8.5
     ("*-linux/ascend_toolkit_install.info", r"(?m)^version=(.+)$"),
-    ("version.cfg", r"_running_version=\[(?:[^\]:]*:)?([^\]]+)\]"),  # [component's own:CANN's]
+    ("version.cfg", r"_running_version=\[(?:[^\]:]*:)?([^\]]+)\]"),  # [component:CANN]
     ("compiler/version.info", r"(?m)^version_dir=(\d.*)$"),
     ("compiler/version.info", r"(?m)^Version=(.+)$"),
     ("version.info", r"(?m)^Version=(.+)$"),
@@ -44,14 +44,11 @@ _PLACES = (
 
 
 class VersionError(ValueError):
-    """A toolkit or a torch_npu for which there are no native operators.
-
-    The message says which there are.
-    """
+    """No native operators for a toolkit or torch_npu; the message names the supported versions."""
 
 
 def _numbers(version: str) -> tuple[int, int, int]:
-    """Read 8.5.0, 8.3.RC1, 9.1.0-beta.3, 2.9.0.post2 or 2.13.0+cpu.
+    """Parse 8.5.0, 8.3.RC1, 9.1.0-beta.3, 2.9.0.post2 or 2.13.0+cpu.
 
     A release candidate counts as its release.
     """
@@ -74,19 +71,19 @@ NEWEST_TORCH_NPU = minor(MATRIX[-1].torch_npu[-1])
 
 
 def requirement() -> str:
-    """Return what the extra `npu` asks of torch-npu."""
+    """Return the requirement of the extra `npu` on torch-npu."""
     major, least, _ = _numbers(NEWEST_TORCH_NPU)
     return f"torch-npu>={LEAST_TORCH_NPU},<{major}.{least + 1}"
 
 
 def number(cann: str) -> int:
-    """Return a CANN version as one number, which the kernels are compiled with: 80500 for 8.5.0."""
+    """Return a CANN version as the number that the kernels are compiled with: 80500 for 8.5.0."""
     major, minor_, patch = _numbers(cann)
     return major * 10_000 + minor_ * 100 + patch
 
 
 def cann_at(home: Path) -> str | None:
-    """Return the version of the toolkit at ASCEND_HOME_PATH as its own files tell it; None = none of them does."""
+    """Read the version of the toolkit at ASCEND_HOME_PATH from its files; None = not found."""
     for place, pattern in _PLACES:
         for path in sorted(home.glob(place)):
             found = re.search(pattern, path.read_text(errors="replace"))
@@ -99,10 +96,10 @@ def check(cann: str, torch_npu: str) -> str:
     """Check a toolkit and a torch_npu against the table.
 
     Returns:
-        "", or a warning in words: one of them is newer than the table.
+        A warning that one of them is newer than the table; "" = none.
 
     Raises:
-        VersionError: there are no native operators for this pair.
+        VersionError: There are no native operators for this pair.
     """
     if _numbers(cann) < _numbers(LEAST_CANN):
         raise VersionError(f"CANN {cann}: the kernels need {LEAST_CANN} or later")
@@ -122,17 +119,14 @@ def check(cann: str, torch_npu: str) -> str:
 
 
 def table() -> str:
-    """Format the matrix as Markdown, as it stands in docs/ascend.md."""
+    """Format the matrix as Markdown, for docs/ascend.md."""
     lines = ["| CANN | torch_npu |", "|---|---|"]
     lines += [f"| {each.cann} | {', '.join(each.torch_npu)} |" for each in MATRIX]
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the number of the toolkit's CANN.
-
-    Exit status 2 with the reason if the pair has no native operators.
-    """
+    """Print the number of the toolkit's CANN; return 2 if the pair has no native operators."""
     home, torch_npu = arguments
     cann = cann_at(Path(home))
     try:

@@ -1,4 +1,4 @@
 """Triton kernels of the hot ops.
 
-Imported only where triton is, and `TRITON_INTERPRET=1` runs them on a CPU.
+Imported only if triton is installed; `TRITON_INTERPRET=1` runs them on a CPU.
 """

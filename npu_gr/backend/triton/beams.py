@@ -1,9 +1,9 @@
-"""Beam attention by two kernels: all beams against the shared prefix, then each beam's own tokens and the merge.
+"""Beam attention by two kernels: all beams against the shared prefix, then the merge.
 
-    shared   [beams x grouped heads, keys] of one slab: a key tile is loaded once for all rows of a program, and the
-             programs of a KV head that need it again find it in the cache; SPAN keys a program, so
-             that a long prefix under few beams fills the device
-    merge    every span's stage and the own tokens by an online softmax, normalised
+    shared   [beams x grouped heads, keys] of one slab: a key tile is loaded once for all rows of a
+             program, and other programs of the KV head find it in the cache; SPAN keys a program,
+             so that a long prefix with few beams fills the device
+    merge    the stages of all spans and each beam's own tokens, by an online softmax
 
 Source: staged attention of xGR, arXiv:2512.11529. A stage is (peak, total, output), fp32, base e.
 """
@@ -26,12 +26,13 @@ MERGE_ROWS = 16
 def shared_kernel(
     q, q_row, q_head, num_rows, num_folded, k, k_row, k_head, v, v_row, v_head, num_keys, scale,
     peak_out, total_out, output_out, first_span, group,
-    dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, span: tl.constexpr,
+    dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
+    span: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
     """Attend to a span of a slab's keys.
 
-    Folded row i is beam i % num_rows, query head i // num_rows of the group.
+    Folded row i is beam i % num_rows and query head i // num_rows of the group.
     """
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -78,7 +79,8 @@ def shared_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_folded", "num_spans", "ancestry_slot"])
 def merge_kernel(
-    q, q_row, q_head, num_rows, num_folded, own_k, own_v, own_row, own_slot, own_head, num_slots, ancestry,
+    q, q_row, q_head, num_rows, num_folded, own_k, own_v, own_row, own_slot, own_head, num_slots,
+    ancestry,
     ancestry_slot, scale, peaks, totals, outputs, num_spans, group, out,
     by_ancestry: tl.constexpr, dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +142,8 @@ def attend(call: BeamCall) -> Tensor:
     first_span = 0
     for (k, v), num_spans in zip(shared, spans, strict=True):
         shared_kernel[(-(-folded // ROWS), kv_heads, num_spans)](
-            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), call.scale,
+            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k),
+            call.scale,
             peaks, totals, outputs, first_span, group,
             dim=dim, dim_wide=wide(dim), rows=ROWS, keys=step_keys(q.dtype, dim), span=SPAN,
             precision=precision(q.dtype),
@@ -150,7 +153,8 @@ def attend(call: BeamCall) -> Tensor:
     own_k, own_v = call.unshared
     table = own_k if call.ancestry is None else call.ancestry.contiguous()
     merge_kernel[(-(-folded // MERGE_ROWS), kv_heads)](
-        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], call.num_slots, table, table.stride(0),
+        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], call.num_slots,
+        table, table.stride(0),
         call.scale, peaks, totals, outputs, first_span, group, out,
         by_ancestry=call.ancestry is not None, dim=dim, dim_wide=wide(dim), rows=MERGE_ROWS,
     )  # fmt: skip
@@ -158,7 +162,7 @@ def attend(call: BeamCall) -> Tensor:
 
 
 def takes(call: BeamCall) -> bool:
-    """Tell whether the kernels read these: one dtype, not fp64, and heads whose numbers lie side by side."""
+    """Return whether the kernels support the call: one dtype, not fp64, contiguous heads."""
     q = call.q
     unshared = call.unshared
     planes = [*unshared, *(plane for slab in call.shared for plane in slab)]

@@ -1,4 +1,4 @@
-"""The fork of beams' own KV in place: every program reads its numbers of all beams before it writes any."""
+"""Fork the beams' own KV in place: each program reads its part of all beams before it writes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NUMBERS = 16  # of a beam that one program moves
-MAX_BEAMS = 1024  # what a program holds in registers
+NUMBERS = 16  # numbers of each beam that one program moves
+MAX_BEAMS = 1024  # limit of a program's registers
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_numbers"])
@@ -21,24 +21,24 @@ def fork_kernel(
     rows: tl.constexpr,
     numbers: tl.constexpr,
 ):
-    """Row i of a layer's first numbers becomes row parent[i]."""
+    """Copy the first numbers of row parent[i] to row i, in one layer."""
     row = tl.arange(0, rows)
     at = tl.program_id(0) * numbers + tl.arange(0, numbers)
     layer = plane + tl.program_id(1).to(tl.int64) * layer_stride
     inside = (row < num_rows)[:, None] & (at < num_numbers)[None, :]
     source = tl.load(parent + row, mask=row < num_rows, other=0)
     held = tl.load(layer + source[:, None] * row_stride + at[None, :], mask=inside)
-    tl.debug_barrier()  # nobody writes before all have read
+    tl.debug_barrier()  # all threads read before one writes
     tl.store(layer + row[:, None].to(tl.int64) * row_stride + at[None, :], held, mask=inside)
 
 
 def fork(plane: Tensor, parent: Tensor, num_slots: int) -> None:
-    """Fork one plane in place: the first slots of row i become those of row parent[i], in every layer.
+    """Fork one plane in place: copy the first slots of row parent[i] to row i, in every layer.
 
     Args:
         plane: [L, W, S, H, D]; the rows of a layer are contiguous.
         parent: int64 [rows], rows <= MAX_BEAMS, in any order.
-        num_slots: valid slots.
+        num_slots: Number of slots to copy.
     """
     layers, _, _, heads, dim = plane.shape
     assert plane[0].is_contiguous()

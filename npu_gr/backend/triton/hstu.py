@@ -1,21 +1,21 @@
-"""HSTU attention by one kernel: history rows and candidate rows against slabs of cached keys, read where they lie.
+"""HSTU attention by one kernel: history or candidate rows against slabs of cached keys.
 
-Without a softmax the sum over keys may be cut anywhere. A slab is one launch (a run of consecutive
-pages is one slab), and a slab is cut again into parts where the row blocks alone would not fill the
-device. Every part has its own fp32 sums, which are added in order: equal inputs give equal bits.
+Without a softmax the sum over keys can be split anywhere. Each slab (a run of consecutive pages) is
+one launch, and is split further into parts if the row blocks alone do not fill the device. Every
+part has its own fp32 sums, which are added in order, so equal inputs give equal bits.
 
-The bias is that of `base.time_bucket` and the distance, from tables in fp32 that are made once a
-layer. A step of a program is of one of three kinds, in this order:
+The bias is that of `base.time_bucket` and the distance, from fp32 tables that are made once a
+layer. The steps of a program are of three kinds, in this order:
 
-    far      every distance is beyond the position table: its last number is in the time table already
+    far      every distance is beyond the position table, whose last entry is in the time table
     near     the position table is read too
     edge     near, with masks: the diagonal and the end of the slab
 
-Times are int32 seconds since the earliest, made once a pass; a span that does not fit goes, in the
-same launch, by int64 and masks everywhere. SiLU is x / (1 + 2^-y), y = x log2(e): the tables and
-alpha carry log2(e), the sums ln 2. fp32 is three products of tf32 halves, as exact as fp32.
-`tanh.approx` would be one instruction less than exp and reciprocal; its error is 2^-11 of x, not of
-the result, and where many logits are negative the errors add up.
+Times are int32 seconds since the earliest, computed once a pass. If the span exceeds int32, the
+same launch uses int64 and masks everywhere. SiLU is x / (1 + 2^-y), y = x log2(e): the tables and
+alpha include log2(e), the sums ln 2. fp32 is three products of tf32 halves, as exact as fp32.
+`tanh.approx` would save one instruction over exp and reciprocal, but its error is 2^-11 of x, not
+of the result, and adds up if many logits are negative.
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ from npu_gr.backend.base import TIME_BUCKETS
 from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.tiles import Slab
 
-# of one step of a program
+# size of one step of a program
 ROWS = 64
 KEYS = 64
 
-# two for each multiprocessor of an H200; a constant, so that the parts are the same on every device
+# two for each multiprocessor of an H200; constant, so that the parts are the same on every device
 PROGRAMS = 264
-MAX_PARTS = 16  # of one slab
-MIN_STEPS = 4  # of a part
-NUMBERS = 1024  # of one program of `sum_kernel`
+MAX_PARTS = 16  # per slab
+MIN_STEPS = 4  # per part
+NUMBERS = 1024  # numbers per program of `sum_kernel`
 
-IN = -math.log2(math.e)  # a factor on tables and alpha
+IN = -math.log2(math.e)  # factor on tables and alpha
 _SCALE = tl.constexpr(-math.log(2.0))
 _MAX_SPAN_S = tl.constexpr(2**31 - 2)
-# kinds of steps; each has what the one before has
+# kinds of steps; each includes the previous one
 _FAR = tl.constexpr(0)
 _NEAR = tl.constexpr(1)
 _EDGE = tl.constexpr(2)
 _WIDE = tl.constexpr(3)
-# ways to the numbers of a table, and what they go with
+# how table entries are read
 PLAIN = tl.constexpr(0)  # loads by address
-FAST = tl.constexpr(1)  # instructions of NVIDIA's
-# a select a bucket, distances in rows; fractions are compared, integers would be scalar code
+FAST = tl.constexpr(1)  # NVIDIA instructions
+# Ascend: one select per bucket, and distances stored in rows; floats are compared, because
+# comparing integers would be scalar code
 SELECTS = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
-    """One program: write the earliest and the latest time, and every time as int32 seconds since the earliest."""
+    """In one program: write the earliest and latest time, and int32 seconds since the earliest."""
     lane = tl.arange(0, tokens)
     earliest = tl.load(times + lane, mask=lane < num_tokens, other=0x7FFFFFFFFFFFFFFF)
     latest = tl.load(times + lane, mask=lane < num_tokens, other=-0x7FFFFFFFFFFFFFFF)
@@ -85,8 +86,8 @@ def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
 
 @triton.jit
 def _weights(y, how: tl.constexpr):
-    """-SiLU(x) log2(e) of y = -x log2(e)."""
-    if how == FAST:  # where the power is infinite, the weight is 0
+    """Compute -SiLU(x) log2(e) of y = -x log2(e)."""
+    if how == FAST:  # an infinite power gives the weight 0
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1
         )
@@ -98,7 +99,7 @@ def _weights(y, how: tl.constexpr):
 
 @triton.jit
 def _look_up(table, index, how: tl.constexpr):
-    """Gather fp32 numbers; FAST straight into registers, where a pipelined loop would go by shared memory."""
+    """Gather fp32 numbers; FAST loads into registers, not through shared memory."""
     if how == FAST:
         found = tl.inline_asm_elementwise(
             "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
@@ -115,7 +116,7 @@ def _look_up(table, index, how: tl.constexpr):
 
 @triton.jit
 def _select(by_time, seconds, least, most):
-    """Look the time buckets of seconds up, all of which are of the buckets of `least` to `most`."""
+    """Look up the bias of seconds whose buckets lie between those of `least` and `most`."""
     fractions = seconds.to(tl.float32)
     lowest = _bucket(least)
     bias = tl.zeros_like(fractions) + tl.load(by_time + lowest)
@@ -127,15 +128,17 @@ def _select(by_time, seconds, least, most):
 
 @triton.jit
 def _bucket(seconds):
-    """Return `base.time_bucket` of seconds - 1, for seconds in 1..2^31 - 1 (or 2^31, as int64)."""
+    """Compute `base.time_bucket` of seconds - 1, for seconds in 1..2^31 - 1 (or 2^31, as int64)."""
     return (seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22) - 254
 
 
 @triton.jit
 def _attend_keys(
-    acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times, by_time, by_distance,
+    acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times,
+    by_time, by_distance,
     buckets, alpha, in_qk, in_v, qk, vd, corner,
-    kind: tl.constexpr, targets: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
+    kind: tl.constexpr, targets: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
+    precision: tl.constexpr,
     how: tl.constexpr,
 ):  # fmt: skip
     """Add one step's keys to the sums."""
@@ -155,7 +158,7 @@ def _attend_keys(
     if kind == _WIDE:
         seconds = tl.minimum(tl.maximum(row_time - key_time, 0), 2147483647) + 1
     else:
-        seconds = tl.maximum(row_time - key_time, 1)  # row_time is a second late
+        seconds = tl.maximum(row_time - key_time, 1)  # row_time includes the + 1
     if how == SELECTS:
         least = tl.min(row_time) - tl.max(key_time)
         most = tl.max(row_time) - tl.min(key_time)
@@ -169,7 +172,7 @@ def _attend_keys(
     else:
         bias = _look_up(by_time, _bucket(seconds), look)
     key_at = (first_key + at)[None, :]
-    if kind >= _NEAR and how == SELECTS:  # `distances_in_rows` has the block as it stands
+    if kind >= _NEAR and how == SELECTS:  # the table holds the block's rows: see `_distances`
         column = tl.maximum(buckets + keys - (corner - first_key - start), 0) + tl.arange(0, keys)
         if targets:
             bias += tl.load(by_distance + column)[None, :]
@@ -198,15 +201,17 @@ def attend_part(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
     times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
-    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
-    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
+    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
+    time_buckets: tl.constexpr,
     precision: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """Sum one part of a slab's keys for [rows from `first` on, head], or (with `whole`) give the result.
+    """Sum one part of a slab's keys for [rows from `first` on, head]; with `whole`, finish them.
 
-    Row i is token first_row + i and sees keys up to itself; of `targets`, every row is token
-    first_row, at query_time, and sees all keys and (with `begins`, in the first part) itself. Part
-    i is keys i span .. (i + 1) span.
+    Row i is token first_row + i and sees the keys up to itself. With `targets`, every row is token
+    first_row at query_time, and sees all keys and (with `begins`, in the first part) itself. Part i
+    is the keys i * span .. (i + 1) * span.
     """
     row = first + tl.arange(0, rows)
     qk = tl.arange(0, qk_wide)
@@ -230,7 +235,7 @@ def attend_part(
     v += head * v_head
     acc = tl.zeros([rows, v_wide], tl.float32)
     if targets and begins:
-        is_first = (row < num_rows * (1 - tl.minimum(part, 1)))[:, None]  # a row of the first part
+        is_first = (row < num_rows * (1 - tl.minimum(part, 1)))[:, None]  # only in the first part
         own = tl.load(
             own_k + row[:, None].to(tl.int64) * own_row + head * own_head + qk[None, :],
             mask=is_first & in_qk,
@@ -248,7 +253,7 @@ def attend_part(
     is_wide = tl.load(limits + 1) - earliest > _MAX_SPAN_S
     begin = part * span
     end = tl.minimum(begin + span, num_keys)
-    # keys that every row of `targets` sees, and that the first history row sees but one
+    # number of keys before the first row
     before = first_row - first_key
     if targets:
         is_wide |= query_time - earliest > _MAX_SPAN_S
@@ -268,7 +273,7 @@ def attend_part(
         end = tl.minimum(end, before + rows)
         clear = tl.minimum(end, before + 1)
     far = tl.minimum(clear, before - buckets + 2)
-    # no branch: in a loop over tasks Ascend's compiler knows none
+    # without branches, which Ascend's compiler does not support in a loop over tasks
     narrow_end = tl.where(is_wide, begin, end)
     far = begin + tl.maximum(tl.minimum(far, narrow_end) - begin, 0) // keys * keys
     clear = far + tl.maximum(tl.minimum(clear, narrow_end) - far, 0) // keys * keys
@@ -281,7 +286,8 @@ def attend_part(
         key_clock = times if kind == _WIDE else seconds
         for start in range(start_at, stop_at, keys):
             acc = _attend_keys(
-                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_clock, key_clock, by_time,
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_clock,
+                key_clock, by_time,
                 by_distance, buckets, alpha, in_qk, in_v, qk, vd, corner,
                 kind, targets, rows, keys, precision, how,
             )  # fmt: skip
@@ -305,19 +311,22 @@ def hstu_kernel(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
     times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
-    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
-    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
+    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
+    time_buckets: tl.constexpr,
     precision: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """`attend_part` for the grid [row blocks, heads, parts]."""
-    # the last rows have the most keys: they start first
+    """Run `attend_part` for the grid [row blocks, heads, parts]."""
+    # the last rows have the most keys, so they start first
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows
     attend_part(
         tl.program_id(1), tl.program_id(2), first,
         q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
         k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
         times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
-        targets, begins, whole, qk_dim, v_dim, qk_wide, v_wide, rows, keys, time_buckets, precision, how,
+        targets, begins, whole, qk_dim, v_dim, qk_wide, v_wide, rows, keys, time_buckets,
+        precision, how,
     )  # fmt: skip
 
 
@@ -334,38 +343,38 @@ def sum_kernel(sums, num_parts, num_numbers, out, numbers: tl.constexpr):
 
 
 class _Clock(NamedTuple):
-    """A pass's times as the kernel reads them."""
+    """A pass's times for the kernel."""
 
     seconds: Tensor  # int32 [tokens] since the earliest
     limits: Tensor  # int64 [2], the earliest and the latest
 
 
 class _Part(NamedTuple):
-    """A slab, and how it is cut."""
+    """A slab and its division into parts."""
 
     slab: Slab
     num_parts: int
-    span: int  # keys of a part
+    span: int  # keys per part
 
 
 class Attention(threading.local):
-    """The kernel behind the two calls of `Backend`, and what a thread made for it on its own queue of work."""
+    """Computes `Backend.hstu_causal` and `hstu_targets`; caches tables and times per thread."""
 
-    programs = PROGRAMS  # that fill the device
+    programs = PROGRAMS  # number of programs that fill the device
 
     def __init__(self) -> None:
         # times of a pass -> _Clock; all layers of a pass share the times
         self._clocks = WeakIdKeyDictionary()
-        # a layer's position table -> what it was made of, and the tables
+        # a layer's position table -> versions of its sources, and the tables
         self._tables = WeakIdKeyDictionary()
 
     def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
-        """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
+        """Return whether the kernel supports the dtypes: all equal, and not fp64."""
         same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
         return same and self.takes_numbers(q.dtype)
 
     def takes_numbers(self, dtype: torch.dtype) -> bool:
-        """Tell whether the kernel computes with these."""
+        """Return whether the kernel supports a dtype."""
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def causal(self, call: HstuCall, past: Sequence[Slab]) -> Tensor:
@@ -379,7 +388,14 @@ class Attention(threading.local):
     def _attend(
         self, call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int
     ) -> Tensor:
-        """Launch once a slab; `own` holds candidates' keys and values, `first_row` is the position of the first row."""
+        """Launch once a slab.
+
+        Args:
+            call: The call.
+            own: Keys and values of candidates; None = history rows.
+            slabs: All keys and values.
+            first_row: Position of the first row.
+        """
         num_rows, heads, qk_dim = call.q.shape
         v_dim = call.v.shape[2]
         out = call.q.new_empty(num_rows, heads, v_dim)
@@ -393,7 +409,7 @@ class Attention(threading.local):
         buckets = call.bias.position.shape[1]
         own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
         blocks = -(-num_rows // ROWS)
-        # each candidate sees itself, whatever there is beside it
+        # an empty slab if there are no keys, because each candidate sees itself
         held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
         cut = [
             _Part(slab, *_parts(self.programs, blocks * heads, len(slab[0]), keys)) for slab in held
@@ -406,13 +422,15 @@ class Attention(threading.local):
         for index, (slab, num_parts, span) in enumerate(cut):
             k, v = (_unit_stride(x) for x in slab)
             arguments = (
-                q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
+                q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2],
+                num_rows,
                 k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
                 times, *clock, call.query_time, tables, buckets, IN * call.alpha,
                 sums, heads, first_part, span,
             )  # fmt: skip
             constants = {
-                "targets": own is not None, "begins": index == 0, "whole": total == 1, "qk_dim": qk_dim, "v_dim": v_dim,
+                "targets": own is not None, "begins": index == 0, "whole": total == 1,
+                "qk_dim": qk_dim, "v_dim": v_dim,
                 "qk_wide": wide(qk_dim), "v_wide": wide(v_dim), "rows": ROWS, "keys": keys,
                 "time_buckets": TIME_BUCKETS,
             }  # fmt: skip
@@ -447,7 +465,7 @@ class Attention(threading.local):
         return made
 
     def _bias(self, bias: BiasTables, keys: int) -> Tensor:
-        """Return fp32 [H, ...]: time with the last distance's, and what each distance has beside that."""
+        """Return fp32 [H, ...]: time + the last position's bias, then position - the last one's."""
         made_of = [(x.data_ptr(), x.dtype, None if x.is_inference() else x._version) for x in bias]
         known: tuple[object, Tensor] | None = self._tables.get(bias.position)
         if known is None or known[0] != made_of:
@@ -458,12 +476,16 @@ class Attention(threading.local):
         return known[1]
 
     def _distances(self, by_distance: Tensor, keys: int) -> Tensor:
-        """Lay [H, P] out as the kernel reads it, with `keys` a step."""
+        """Arrange a table [H, P] for the kernel, for steps of `keys` keys."""
         return by_distance
 
 
 def _parts(fills: int, programs: int, num_keys: int, step: int) -> tuple[int, int]:
-    """Cut a slab for a device that `fills` programs fill, and `programs` may not: how many parts, keys of each."""
+    """Divide a slab so that the device, which needs `fills` programs, is full.
+
+    Returns:
+        The number of parts, and the keys of each.
+    """
     steps = max(1, -(-num_keys // step))
     wanted = max(1, min(MAX_PARTS, -(-fills // programs), steps // MIN_STEPS))
     span = -(-steps // wanted) * step
@@ -471,18 +493,18 @@ def _parts(fills: int, programs: int, num_keys: int, step: int) -> tuple[int, in
 
 
 def wide(width: int) -> int:
-    """The power of two that a tile of this width takes: at least what a matrix unit multiplies."""
+    """Round a width up to a power of two, at least the 16 of a matrix unit."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def step_keys(dtype: torch.dtype, width: int) -> int:
-    """Keys of a step: three products of fp32 halves take four times the registers, wide heads their share."""
+    """Return the keys of a step: fewer for wide heads, and fp32 with its four-fold registers."""
     keys = KEYS if dtype.itemsize == 2 else KEYS // 4
     return max(16, keys * 128 // max(128, wide(width)))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how `tl.dot` multiplies: fp32 by three products of tf32 halves, on the tensor cores as the others."""
+    """Return `tl.dot`'s precision: fp32 as three tf32 products, which tensor cores compute."""
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 

@@ -1,13 +1,14 @@
-"""xBeam's selection in two kernels and two small top-k's: fixed shapes and no wait for the device until the end.
+"""xBeam's selection in two kernels and two small top-k's: fixed shapes, one wait at the end.
 
-    rows     one program a beam: log-sum-exp of its row, then the best score of every block of EDGES of its edges
+    rows     one program a beam: log-sum-exp of its row, then the best score of each block of EDGES
+             edges
     top-k    the `width` best blocks
-    blocks   one program a surviving block: the scores of its edges
-    top-k    the `width` best of them
+    blocks   one program for each of these blocks: the scores of its edges
+    top-k    the `width` best edges
 
-Exact, ties included: a score and its place are one 64-bit key, so no two keys are equal. If an
-edge's block is not among the `width` best, each of those blocks has an edge that comes before it in
-the total order.
+The result is exact, including ties: a score and its index form one distinct 64-bit key. If the
+block of an edge is not among the `width` best, each of those blocks has an edge that comes before
+it in the total order.
 
 Source: xBeam of xGR, arXiv:2512.11529; the blocks are ours.
 """
@@ -24,29 +25,26 @@ from torch import Tensor
 from npu_gr.backend.calls import Choices, TopkCall
 
 COLUMNS = 1024  # logits of a row read at once
-EDGES = 64  # of a block
-BLOCKS = 8  # of a row whose edges are scored at once
+EDGES = 64  # edges per block
+BLOCKS = 8  # blocks of a row that are scored at once
 
 _LOW = tl.constexpr(0xFFFFFFFF)
-_NOTHING = tl.constexpr(-(2**63))  # key of what cannot be chosen: the lowest
-_EXACT = {"enable_fp_fusion": False}  # both kernels must round a score alike
+_NOTHING = tl.constexpr(-(2**63))  # the lowest key: cannot be selected
+_EXACT = {"enable_fp_fusion": False}  # both kernels must round a score equally
 
 
 class Proposal(NamedTuple):
-    """Choices of a fixed size, on the device: the first `status[1]` count."""
+    """Choices on the device, padded: the first `status[1]` are valid."""
 
     score: Tensor  # fp32 [w]
     parent: Tensor  # int64 [w]
     edge: Tensor  # int64 [w]
-    status: Tensor  # int64 [2]: rows with a logit that is not a number, how many were found
+    status: Tensor  # int64 [2]: number of rows with a NaN or infinite logit, number of choices
 
 
 @triton.jit
 def _key(score, index):
-    """Keys that rise with the score, of equal scores with the smaller index.
-
-    Of -inf none can be chosen.
-    """
+    """Make keys that order by descending score, ties by ascending index; -inf: `_NOTHING`."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
     rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(score > float("-inf"), (rising << 32) | (_LOW - index.to(tl.int64)), _NOTHING)
@@ -60,7 +58,7 @@ def _score_of(key):
 
 @triton.jit
 def _edge_logits(row_logits, scale, lo, degree, at, code, allowed, filtered: tl.constexpr):
-    """Scaled logits of a row's edges number `at`; -inf where there is none, or it is not allowed."""
+    """Load scaled logits of a row's edges `at`; -inf = no such edge, or not allowed."""
     inside = at < degree
     codes = tl.load(code + lo + at, mask=inside, other=0).to(tl.int64)
     if filtered:
@@ -76,7 +74,7 @@ def _is_bad(x):
 
 @triton.jit
 def _add_exp(peak, total, x):
-    """Running maximum and sum of exp(x - maximum), lane by lane."""
+    """Update the running maximum and the sum of exp(x - maximum), per lane."""
     higher = tl.maximum(peak, x)
     base = tl.where(higher > float("-inf"), higher, 0.0)
     return higher, total * tl.exp(peak - base) + tl.exp(x - base)
@@ -84,7 +82,7 @@ def _add_exp(peak, total, x):
 
 @triton.jit
 def _score(logit, norm, acc):
-    """The log-probability so far; a row of -inf alone offers nothing."""
+    """Compute the accumulated log-probability; -inf if all logits of the row are -inf."""
     return logit - tl.where(norm > float("-inf"), norm, float("inf")) + acc
 
 
@@ -92,9 +90,10 @@ def _score(logit, norm, acc):
 def rows_kernel(
     logits, row_stride, num_columns, first_code, scale, acc, lo, degree, code, allowed, num_blocks,
     norm_out, bad_out, key_out,
-    over_valid: tl.constexpr, filtered: tl.constexpr, columns: tl.constexpr, blocks: tl.constexpr, edges: tl.constexpr,
+    over_valid: tl.constexpr, filtered: tl.constexpr, columns: tl.constexpr, blocks: tl.constexpr,
+    edges: tl.constexpr,
 ):  # fmt: skip
-    """Normaliser of one row, and the key of every block of its edges."""
+    """Compute the log-sum-exp of one row, and the key of every block of its edges."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * row_stride
     row_codes = row_logits + first_code
@@ -141,16 +140,17 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["first_code", "num_blocks", "num_all"])
 def blocks_kernel(
-    logits, row_stride, first_code, scale, acc, lo, degree, code, allowed, num_blocks, num_all, norm, chosen, key_out,
+    logits, row_stride, first_code, scale, acc, lo, degree, code, allowed, num_blocks, num_all,
+    norm, chosen, key_out,
     filtered: tl.constexpr, edges: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the edges of one chosen block.
+    """Compute the keys of the edges of one selected block.
 
-    Their index rises with beam and edge, as `chosen` does.
+    Their index ascends with beam and edge, because `chosen` does.
     """
     slot = tl.program_id(0).to(tl.int64)
     block = tl.load(chosen + slot)
-    # what is no block lies behind every edge of row 0
+    # padding: an index behind all edges of row 0
     row = tl.where(block < num_all, block // num_blocks, 0)
     lane = tl.arange(0, edges)
     at = (block - row * num_blocks) * edges + lane
@@ -178,7 +178,7 @@ def choices_kernel(
     edges: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """Score, beam and edge of each key."""
+    """Decode each key to score, beam and edge."""
     at = tl.program_id(0) * lanes + tl.arange(0, lanes)
     here = at < num_keys
     keys = tl.load(key + at, mask=here, other=_NOTHING)
@@ -195,7 +195,7 @@ def choices_kernel(
 
 
 def takes(call: TopkCall) -> bool:
-    """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
+    """Return whether the kernels support the dtypes; fp64 is for tests only."""
     return (
         call.logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and call.acc.dtype == torch.float32
@@ -203,11 +203,9 @@ def takes(call: TopkCall) -> bool:
 
 
 def propose(call: TopkCall) -> Proposal:
-    """Compute `Backend.beam_topk` without waiting for the device.
+    """Compute `Backend.beam_topk` without waiting for the device, for rows >= 1 and codes >= 1.
 
     Every shape follows from the inputs' shapes.
-
-    Needs rows >= 1 and codes >= 1.
     """
     follow = call.follow
     logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
@@ -224,16 +222,19 @@ def propose(call: TopkCall) -> Proposal:
     bad = degree.new_empty(rows, dtype=torch.int32)
     row_keys = degree.new_empty(rows * num_blocks)
     rows_kernel[(rows,)](
-        logits, logits.stride(0), columns, first, call.scale, acc, lo, degree, follow.code, allowed, num_blocks,
+        logits, logits.stride(0), columns, first, call.scale, acc, lo, degree, follow.code,
+        allowed, num_blocks,
         norm, bad, row_keys,
-        over_valid=call.over == "valid", filtered=filtered, columns=COLUMNS, blocks=BLOCKS, edges=EDGES, **_EXACT,
+        over_valid=call.over == "valid", filtered=filtered, columns=COLUMNS, blocks=BLOCKS,
+        edges=EDGES, **_EXACT,
     )  # fmt: skip
     best = torch.topk(row_keys, min(call.width, len(row_keys)), sorted=False).values
-    # in the order of their rows; what is nothing is last
+    # in the order of rows; padding is last
     chosen = (_LOW.value - (best & _LOW.value)).sort().values
     edge_keys = degree.new_empty(len(chosen) * EDGES)
     blocks_kernel[(len(chosen),)](
-        logits, logits.stride(0), first, call.scale, acc, lo, degree, follow.code, allowed, num_blocks, len(row_keys),
+        logits, logits.stride(0), first, call.scale, acc, lo, degree, follow.code, allowed,
+        num_blocks, len(row_keys),
         norm, chosen, edge_keys, filtered=filtered, edges=EDGES, **_EXACT,
     )  # fmt: skip
     keys = torch.topk(edge_keys, min(call.width, len(edge_keys))).values

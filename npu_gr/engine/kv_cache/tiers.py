@@ -50,7 +50,7 @@ def open_tiers(
     *,
     t_life_s: float,
     clock: Callable[[], float],
-    section: str = "kv",
+    section: str = "kv_cache",
     least_pages: int = 1,
     seed: int = 0,
 ) -> Tiers:

@@ -18,6 +18,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from npu_gr.core.renamed import METRICS, UNTIL
+
 M = TypeVar("M", bound=MetricWrapperBase)
 
 # Histogram edges. Those of latencies gain one edge for each objective.
@@ -99,19 +101,51 @@ class QuickCounter(Counter):
             value._value += amount
 
 
+class OldName(Collector):
+    """Exports a family once more, under the name that it had."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, family: MetricWrapperBase) -> None:
+        self._name = name.removesuffix("_total")
+        self._family = family
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the family without values: registering reads none."""
+        return [Metric(self._name, "", str(self._family._type))]
+
+    def collect(self) -> Iterable[Metric]:
+        """Copy the samples, with the name replaced."""
+        for metric in self._family.collect():
+            new = self._family._name
+            total = "_total" if metric.type == "counter" else ""
+            text = f"Deprecated: use {new}{total}; goes with npu_gr {UNTIL}."
+            old = Metric(self._name, text, metric.type, metric.unit)
+            old.samples = [
+                one._replace(name=self._name + one.name.removeprefix(new)) for one in metric.samples
+            ]
+            yield old
+
+
 class Families:
     """Makes families named `npu_gr_*` on one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
 
+    def _named(self, family: M, name: str) -> M:
+        for old, new in METRICS.items():
+            if new == f"npu_gr_{name}":
+                OldName(self.registry, old, family)
+        return family
+
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         """Make a counter; `name` ends in `_total`."""
-        return QuickCounter(f"npu_gr_{name}", text, labels, registry=self.registry)
+        made = QuickCounter(f"npu_gr_{name}", text, labels, registry=self.registry)
+        return self._named(made, name)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         """Make a gauge."""
-        return Gauge(f"npu_gr_{name}", text, labels, registry=self.registry)
+        return self._named(Gauge(f"npu_gr_{name}", text, labels, registry=self.registry), name)
 
     def histogram(
         self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()

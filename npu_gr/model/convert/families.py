@@ -1,4 +1,4 @@
-"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import --from` takes."""
+"""The projects whose HSTU checkpoints `npu-gr import --from NAME` converts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ def convert(
     *,
     is_trusted: bool = False,
 ) -> Converted:
-    """Convert a folder of another project.
+    """Convert a checkpoint folder of another project.
 
     Args:
-        family: of `FAMILIES`.
-        folder: with one checkpoint, and the configuration that it was trained with.
-        names: what the folder does not say.
-        settings: replace those of the folder, or add to them.
-        is_trusted: as of `read_tensors`.
+        family: A key of `FAMILIES`.
+        folder: Folder with one checkpoint and the configuration that it was trained with.
+        names: Item ids, actions and tasks, which the folder does not contain.
+        settings: Override or extend the settings of the folder.
+        is_trusted: Allow pickles: see `read_tensors`.
 
     Raises:
-        CheckpointError: the folder cannot be read, or does not convert; everything that does not is
-            named.
+        CheckpointError: The folder cannot be read or converted; the message lists every problem.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -55,8 +54,5 @@ def convert(
     source = ForeignCheckpoint(str(folder), tensors, found | dict(settings or {}))
     try:
         return FAMILIES[family](source, names)
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # of a setting that is no number, or a size that no model has
+    except (ValueError, TypeError) as error:  # a setting that is no number, or an impossible size
         raise CheckpointError(f"{folder} does not convert: {error}") from error

@@ -1,9 +1,9 @@
-"""NVIDIA's `recsys-examples/examples/hstu`: a ranker over a history of items and actions in turn.
+"""Convert rankers of NVIDIA's `recsys-examples/examples/hstu`, with interleaved items and actions.
 
-SiLU on U, V, Q and K, one learned position a token counted from the start (candidates share the
-next one), embeddings times sqrt(dim), no relative bias, epsilon 1e-5, and an MLP without a norm on
-each candidate's row. The fused layer has its weights transposed, by kind; the native one (tensor
-parallel) has them head by head.
+The model has SiLU on U, V, Q and K, one learned position a token counted from the start (candidates
+share the next one), embeddings times sqrt(dim), no relative bias, epsilon 1e-5, and an MLP without
+a norm on each candidate's row. The fused layer stores its weights transposed, U, V, Q and K in
+turn; the native layer (tensor parallel) stores them head by head.
 
 Source: its public code,
 `modules/{hstu_processor,position_encoder,fused_hstu_layer,native_hstu_layer,mlp}.py`, settings as
@@ -34,7 +34,7 @@ from npu_gr.model.convert.source import (
 BLOCK = "_hstu_block._attention_layers"
 PREPROCESSOR = "_hstu_block._preprocessor"
 TABLES = "_embedding_collection._data_parallel_embedding_collection.embeddings."
-ITEM_TABLES = ("video_id", "movie_id", "item")  # of its data sets, and of its benchmarks
+ITEM_TABLES = ("video_id", "movie_id", "item")  # names in its data sets and benchmarks
 ACTION_TABLES = ("action_weights", "action")
 UNSET = -1
 
@@ -43,7 +43,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     """Convert a checkpoint.
 
     Raises:
-        CheckpointError: something does not convert; everything that does not is named.
+        CheckpointError: Something does not convert; the message lists every problem.
     """
     source.only("NetworkArgs.is_causal", [True], True)
     source.only("NetworkArgs.target_group_size", [1], 1)
@@ -147,7 +147,7 @@ def _table(source: ForeignCheckpoint, what: str, names: tuple[str, ...]) -> Tens
 
 
 def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take the tables that are left, of contextual features, a token each: settings, and tensors."""
+    """Take the remaining tables, of contextual features with a token each: settings, tensors."""
     left = [
         name.removeprefix(TABLES).removesuffix(".weight")
         for name in source.tensors
@@ -188,14 +188,17 @@ def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], di
     is_causal = bool(source.setting("NetworkArgs.disable_contextual_mask", False))
     if not is_causal:
         source.notes.append(
-            "contextual tokens see the whole history (E4): served without a prefix cache "
+            "contextual tokens see the whole history (E4): serve without a prefix cache "
             "(relay.enabled: false)"
         )
     return settings | {"context": "causal" if is_causal else "full"}, tensors
 
 
 def _mlp(source: ForeignCheckpoint, at: str, table: Tensor, dim: int) -> Tensor:
-    """Pass each row of a table through the MLP of tokens, whose tensors stay: items and actions share it."""
+    """Pass each row of a table through the token MLP.
+
+    The MLP's tensors are not consumed, because items and actions share it.
+    """
     parts = [
         source.tensors.get(f"{at}{name}") for name in ("0.weight", "0.bias", "2.weight", "2.bias")
     ]

@@ -1,22 +1,21 @@
-"""Two models of Meta's generative-recommenders.
+"""Convert two models of Meta's generative-recommenders.
 
-Meta's `generative_recommenders/research`: the HSTU of the paper's public experiments, a next-item
-model.
+`generative_recommenders/research` is the HSTU of the paper's public experiments, a next-item model.
 
-A history is items with a learned position each; attention has alpha 1, one position and one
-log-time bias for all heads, and rows ask with the time of the item after them. The last row,
-divided by its length, times every item's embedding, over the temperature, are the logits.
+Its history is items with a learned position each; attention has alpha 1, one position and one
+log-time bias for all heads, and rows query with the time of the item after them. The logits are the
+last row, L2-normalised, times every item's embedding, over the temperature.
 
 Source: arXiv:2402.17152 section 4.1.1 and its public code, `research/modeling/sequential`; settings
 as its gin files bind them, defaults as its functions have them.
 
-Meta's DLRMv3 (`DlrmHSTU`), the ranker of MLPerf's recommender: a token is MLPs of item and actions,
-and positions.
+DLRMv3 (`DlrmHSTU`) is the ranker of MLPerf's recommender; a token is the sum of MLPs of its item
+and actions, and a position.
 
-SiLU on U alone, no relative bias, positions counted from the candidates back, the seconds to the
-request embedded in every token, [U, O, Y] before the output matrix, and an MLP of the product of a
-candidate's final row with an MLP of its item. MLPs of one item, or of one set of actions, are
-folded into tables: a row each.
+It has SiLU on U alone, no relative bias, positions counted from the candidates back, the seconds to
+the request embedded in every token, [U, O, Y] before the output matrix, and an MLP of the product
+of a candidate's final row with an MLP of its item. MLPs of one item, or of one set of actions, are
+folded into tables, one row each.
 
 Source: its public code,
 `modules/{dlrm_hstu,stu,preprocessors,action_encoder,positional_encoder,postprocessors}.py`;
@@ -55,10 +54,10 @@ LOG10_2 = 0.301  # divisor of the natural logarithm of seconds, as the code has 
 
 
 def convert_research(source: ForeignCheckpoint, names: GivenNames) -> Converted:
-    """Convert a checkpoint.
+    """Convert a checkpoint of `research`.
 
     Raises:
-        CheckpointError: something does not convert; everything that does not is named.
+        CheckpointError: Something does not convert; the message lists every problem.
     """
     source.only("train_fn.main_module", ["HSTU"], "HSTU")
     source.only("train_fn.embedding_module_type", ["local"], "local")
@@ -126,8 +125,8 @@ def convert_research(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         head_scale=1 / temperature if is_unit else 1 / (temperature * scale),
     )
     source.notes += [
-        "logits are products over the temperature; ratings are not read, the code does not either",
-        "rows ask with the next item's time: served without a prefix cache (relay.enabled: false)",
+        "logits are products over the temperature; ratings are not read (nor by the public code)",
+        "rows query with the next item's time: serve without a prefix cache (relay.enabled: false)",
     ]
     tensors["action.weight"] = torch.zeros(2, dim)
     return filled(source, config, tensors, named_items(source, names, num_items, 1))
@@ -140,10 +139,10 @@ ITEM_TABLES = ("movie_id", "video_id", "item_id", "post_id")
 
 
 def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
-    """Convert a checkpoint.
+    """Convert a checkpoint of DLRMv3.
 
     Raises:
-        CheckpointError: something does not convert; everything that does not is named.
+        CheckpointError: Something does not convert; the message lists every problem.
     """
     scaling = int(source.setting("scaling_seqlen", 0))
     if scaling < 1:
@@ -247,19 +246,15 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         **features,
     )
     source.notes += [
-        "positions count from the candidates back and tokens embed the time to the request: served "
-        "without a prefix "
-        "cache (relay.enabled: false)",
-        "an action is the sum of the weights of what was done, as the logs have it",
+        "positions count from the candidates back and tokens embed the time to the request: serve "
+        "without a prefix cache (relay.enabled: false)",
+        "an action is the sum of the weights of an event's actions, as in the logs",
     ]
     return filled(source, config, tensors, named_items(source, names, len(items), 0))
 
 
 def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take the contextual features, if there are any: settings, and tensors.
-
-    Their tokens are causal here.
-    """
+    """Take the contextual features, if any: settings, tensors. Their tokens are causal."""
     at = f"{PREPROCESSOR}_batched_contextual_linear_"
     if f"{at}weights" not in source.tensors:
         return {}, {}

@@ -1,13 +1,12 @@
-"""What another project's checkpoint folder holds, and what all conversions share.
+"""Reading another project's checkpoint folder, and what all conversions share.
 
-A conversion takes what it knows of the tensors by name and the settings; at the end whatever is
-left is named, with everything that was rejected before, in one error: nothing is dropped in
-silence.
+A conversion takes the tensors that it knows by name, and the settings. At the end one error lists
+the tensors that nothing took and everything that was rejected: nothing is dropped in silence.
 
-Meta's DLRM form of HSTU and what descends from it have layers in common, MLPs that become rows, and
-contextual features: a token each of the user in front of the history, or all in one. Such a token
-is a linear layer, or an MLP, of the row of the feature's value. It is folded into the rows: what a
-token is without a value is in `user_token`, and what the value adds is its row.
+Meta's DLRM form of HSTU and its descendants have in common their layers, MLPs that become rows of
+tables, and contextual features: tokens of the user in front of the history, one a feature or one
+for all. Such a token is a linear layer, or an MLP, of the row of the feature's value. It is folded
+into the rows: the bias goes to `user_token`, and each value's contribution is its row.
 
 Source: the public code of generative-recommenders,
 `modules/{stu,preprocessors,action_encoder,postprocessors}.py`.
@@ -37,14 +36,9 @@ from npu_gr.core.feature_schema.schema import MOST_WHOLE, Feature
 from npu_gr.model.config import HSTUConfig, TimePeriod
 from npu_gr.model.hstu import HSTU
 
-STATE_KEYS = (
-    "model_state_dict",
-    "dense_dict",
-    "sparse_dict",
-    "state_dict",
-    "model",
-)  # under which programs save a state dict
-# in front of names, of modules around the model
+# keys under which programs save a state dict
+STATE_KEYS = ("model_state_dict", "dense_dict", "sparse_dict", "state_dict", "model")
+# prefixes that modules around the model put before the tensors' names
 WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.")
 
 
@@ -57,9 +51,9 @@ class ForeignCheckpoint:
         """Begin a conversion.
 
         Args:
-            name: of the checkpoint, for messages.
-            tensors: its weights by name.
-            settings: its configuration by key; a key that is absent has the project's default.
+            name: Name of the checkpoint in error messages.
+            tensors: Weights by name.
+            settings: Configuration by key; absent keys have the project's default.
         """
         self.name = name
         self.tensors = dict(tensors)
@@ -72,13 +66,13 @@ class ForeignCheckpoint:
         return self.settings.get(key, default)
 
     def reject(self, problem: str) -> None:
-        """Note something that does not convert."""
+        """Add a problem to the error that `finish` raises."""
         self.problems.append(problem)
 
     def only(self, key: str, allowed: Iterable[Any], default: Any) -> Any:
-        """Read a setting of which some values convert.
+        """Read a setting that converts only if its value is allowed.
 
-        Another is noted, and the first allowed one returned.
+        Any other value is rejected, and the first allowed one returned.
         """
         allowed = list(allowed)
         value = self.setting(key, default)
@@ -91,12 +85,12 @@ class ForeignCheckpoint:
         """Take a tensor, in fp32.
 
         Args:
-            name: of it.
-            shape: that it must have; -1 = any size.
+            name: Name of the tensor.
+            shape: Required shape; -1 = any size.
 
         Returns:
-            The tensor; zeros of the wanted shape (1 for any) where it is missing or other, which is
-            noted.
+            The tensor; if it is missing or invalid, which is rejected, zeros of the required shape
+            (size 1 for -1).
         """
         found = self.tensors.pop(name, None)
         if found is None:
@@ -115,7 +109,7 @@ class ForeignCheckpoint:
         return torch.zeros([max(1, size) for size in shape])
 
     def drop(self, *, prefix: str = "", suffix: str = "") -> None:
-        """Leave out tensors whose values follow from the configuration, or that others hold by now."""
+        """Ignore tensors that follow from the configuration, or that were folded into others."""
         self.tensors = {
             n: t
             for n, t in self.tensors.items()
@@ -123,10 +117,10 @@ class ForeignCheckpoint:
         }
 
     def finish(self) -> None:
-        """Name everything that did not convert.
+        """Check that everything converted.
 
         Raises:
-            CheckpointError: there is something.
+            CheckpointError: A tensor was not taken, or something was rejected.
         """
         unknown = [f"unexpected tensor {name}" for name in sorted(self.tensors)]
         if problems := self.problems + unknown:
@@ -136,15 +130,17 @@ class ForeignCheckpoint:
 
 
 def read_tensors(folder: Path, *, is_trusted: bool = False) -> dict[str, Tensor]:
-    """Read the tensors of a folder: safetensors, what torch.save wrote, and torch's distributed checkpoints.
+    """Read the tensors of a folder.
+
+    Formats: safetensors, files of torch.save, and torch's distributed checkpoints.
 
     Args:
-        folder: with one checkpoint.
-        is_trusted: read distributed checkpoints, whose metadata are a pickle: reading it may run
+        folder: Folder with one checkpoint.
+        is_trusted: Read distributed checkpoints, whose metadata is a pickle: reading it may run
             its author's code.
 
     Raises:
-        CheckpointError: there is none, or one cannot be read.
+        CheckpointError: There are no weights, or a file cannot be read.
     """
     found: dict[str, Tensor] = {}
     weights = sorted(path for path in folder.rglob("*") if path.is_file() and is_weights(path))
@@ -170,7 +166,7 @@ def read_tensors(folder: Path, *, is_trusted: bool = False) -> dict[str, Tensor]
 
 
 def is_weights(path: Path) -> bool:
-    """Tell whether a file has weights: a .safetensors, or a ZIP as torch.save writes it, whatever its name."""
+    """Return whether a file has weights: a .safetensors, or a ZIP of torch.save with any name."""
     if path.suffix in (".safetensors", ".npz", ".gin", ".config", ".distcp"):
         return path.suffix == ".safetensors"
     with path.open("rb") as file:
@@ -195,15 +191,13 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_distributed(folder: Path) -> dict[str, Tensor]:
-    """Read a checkpoint that several processes wrote, whole."""
+    """Read a checkpoint that several processes wrote, and join its parts."""
     with tempfile.TemporaryDirectory() as scratch:
         joined = Path(scratch, "joined.pt")
         try:
             dcp_to_torch_save(folder, joined)
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # it raises whatever its files make it stumble over
+        # damaged files make it raise exceptions of any type; CheckpointException is a BaseException
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"{folder}: cannot be read: {str(error).strip().splitlines()[-1]}"
             ) from error
@@ -211,7 +205,7 @@ def _read_distributed(folder: Path) -> dict[str, Tensor]:
 
 
 def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Take the names of modules around the model off the tensors' names."""
+    """Remove the prefixes of modules around the model from the tensors' names."""
     found = {}
     for name, tensor in state.items():
         own = name
@@ -222,10 +216,10 @@ def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_gin(folder: Path) -> dict[str, Any]:
-    """Read the bindings `scope.key = literal` of the one gin file of a folder; {} where there is none.
+    """Read the bindings `scope.key = literal` of a folder's gin file; {} if it has none.
 
     Raises:
-        CheckpointError: there are several files, or a value is no literal.
+        CheckpointError: There are several gin files, or a value is no literal.
     """
     files = sorted(folder.rglob("*.gin"))
     if len(files) > 1:
@@ -247,7 +241,7 @@ def read_gin(folder: Path) -> dict[str, Any]:
             if equals and value.count("[") + value.count("(") + value.count("{") > sum(
                 map(value.count, "])}")
             ):
-                continue  # goes on in the next line
+                continue  # the value continues in the next line
             # a reference to a function or a macro: no setting of a model
             if "@" in value or "%" in value:
                 pending = ""
@@ -257,9 +251,9 @@ def read_gin(folder: Path) -> dict[str, Any]:
 
 
 class GivenNames(NamedTuple):
-    """What a checkpoint of another project does not say of itself.
+    """Names that a checkpoint of another project does not contain.
 
-    Empty = numbers, or the project's own words.
+    Empty = numbers, or the project's own names.
     """
 
     item_ids: I64 | None = None  # [num_items] external id of each row, each once
@@ -272,23 +266,23 @@ class Converted(NamedTuple):
 
     model: HSTU
     item_ids: I64  # [num_items]
-    notes: list[str]  # what became of things that a reader of the source would look for
+    notes: list[str]  # what was changed or left out, for the user
 
 
 def filled(
     source: ForeignCheckpoint, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64
 ) -> Converted:
-    """Make the model.
+    """Build the model.
 
     Args:
-        source: everything of it is taken by now.
-        config: the model's.
-        tensors: of the model by our names; biases that are absent are zero, norms that are absent
-            change nothing.
-        item_ids: external id of each item row.
+        source: Checkpoint whose tensors have all been taken.
+        config: Configuration of the model.
+        tensors: The model's tensors by our names; absent biases are zero, absent norms are the
+            identity.
+        item_ids: External id of each item row.
 
     Raises:
-        CheckpointError: something of the source did not convert.
+        CheckpointError: Something did not convert.
     """
     source.finish()
     model = HSTU(config)
@@ -331,18 +325,17 @@ def per_head_to_kind(weight: Tensor, num_heads: int, widths: list[int]) -> Tenso
     Args:
         weight: [H * sum(widths), ...].
         num_heads: H.
-        widths: of U, V, Q and K in one head.
+        widths: Widths of U, V, Q and K in one head.
     """
     by_head = weight.view(num_heads, sum(widths), *weight.shape[1:])
     return torch.cat([part.flatten(0, 1) for part in by_head.split(widths, dim=1)])
 
 
 class Contextual(NamedTuple):
-    """One feature."""
+    """A contextual feature and its table."""
 
-    feature: Feature  # of the user
-    # [num_rows, d] of its table, in the order of `Feature.num_rows`; of what is missing last
-    rows: Tensor
+    feature: Feature  # a feature of users
+    rows: Tensor  # [num_rows, d] in the order of `Feature.num_rows`; last: a missing value
 
 
 def numbered(
@@ -351,10 +344,10 @@ def numbered(
     """Make a feature whose values are the numbers of its table's rows.
 
     Args:
-        source: where a table that is too long is noted.
-        name: of the feature.
+        source: Rejects a table that is too long.
+        name: Name of the feature.
         table: [n, d].
-        missing: [d] of no value; None = zeros.
+        missing: [d] row of a missing value; None = zeros.
     """
     if len(table) > MOST_WHOLE:
         source.reject(f"contextual feature {name}: {len(table)} rows, the limit is {MOST_WHOLE}")
@@ -370,10 +363,10 @@ def folded(
     """Fold linear layers into the rows of features.
 
     Args:
-        features: in the order of their tokens.
-        weights: [features, d, dim] of each one's layer.
-        biases: [tokens, dim]: as many as features, or one, and then the features are one token.
-        scale: of embeddings.
+        features: Features in the order of their tokens.
+        weights: [features, d, dim] linear layer of each feature.
+        biases: [tokens, dim]: one a feature, or one, if all features are one token.
+        scale: Factor of embeddings.
 
     Returns:
         Settings of `HSTUConfig`, and tensors of the model.
@@ -392,12 +385,12 @@ def folded(
     return settings, tensors
 
 
-MAX_ACTION_BITS = 8  # sets of actions are rows of a table, 2^8
-EPS = 1e-5  # of norms outside the layers
+MAX_ACTION_BITS = 8  # every set of actions is a row of a table: 2^8 rows
+EPS = 1e-5  # epsilon of norms outside the layers
 
 
 def gated_mlp(source: ForeignCheckpoint, at: str, rows: Tensor) -> Tensor:
-    """Take an MLP of two linear layers, a norm gate between and a norm behind, and give its results for rows."""
+    """Take a gated MLP and apply it to rows: linear, norm gate, linear, layer norm."""
     first = source.take(f"{at}0.weight", -1, rows.shape[1])
     x = linear(rows, first, source.take(f"{at}0.bias", len(first)))
     gate = source.take(f"{at}1.weight", len(first)), source.take(f"{at}1.bias", len(first))
@@ -416,10 +409,10 @@ def action_sets(
     The last row is a candidate's.
 
     Args:
-        source: has them.
-        at: of the encoder.
-        mlp: of the MLP behind it.
-        dim: of a row.
+        source: The checkpoint.
+        at: Prefix of the encoder's tensors.
+        mlp: Prefix of the tensors of the MLP behind the encoder.
+        dim: Width of a row.
     """
     weights = source.tensors.pop(
         f"{at}_combined_action_weights", torch.tensor([], dtype=torch.int64)
@@ -448,7 +441,7 @@ def action_sets(
 def clocks(
     source: ForeignCheckpoint, at: str, dim: int, tensors: dict[str, Tensor]
 ) -> tuple[TimePeriod, ...]:
-    """Take the clocks of the last rows, if there are any."""
+    """Take the periods of the request's time that the final rows read, if there are any."""
     if f"{at}_period_units" not in source.tensors:
         return ()
     units = source.take(f"{at}_period_units", 1, -1).flatten().tolist()

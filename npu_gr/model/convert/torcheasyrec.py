@@ -1,13 +1,17 @@
-"""Alibaba's TorchEasyRec, `DlrmHSTU`: Meta's DLRM form of HSTU, with contextual features in front of the history.
+"""Convert rankers of Alibaba's TorchEasyRec, `DlrmHSTU`.
 
-    token of a behaviour   MLP(item row) + MLP(rows of what was done), times sqrt(dim); or the two in turn
-    token of the user      a linear layer of each contextual feature's row, or one of all of them
-    positions              from the candidates back, with the seconds to the request; or from the start, without
-    user's tokens          see the whole history (E4), or with `contextual_seq_len: 0` what stands before them
-    logits                 an MLP of the product of a candidate's final row with an MLP of its item
+It is Meta's DLRM form of HSTU, with contextual features in front of the history:
 
-Source: its public code, `DlrmHSTU`, `HSTUTransducer` and what they are made of; settings are those
-of its `pipeline.config`, with the defaults of its protocol buffers.
+    token of an event   MLP(item row) + MLP(action rows), times sqrt(dim); or the two interleaved
+    token of the user   a linear layer of each contextual feature's row, or one of all of them
+    positions           from the candidates back, with the seconds to the request; or from the
+                        start, without times
+    user's tokens       see the whole history (E4), or with `contextual_seq_len: 0` only the tokens
+                        before them
+    logits              an MLP of the product of a candidate's final row with an MLP of its item
+
+Source: its public code, `DlrmHSTU`, `HSTUTransducer` and their parts; settings are those of its
+`pipeline.config`, with the defaults of its protocol buffers.
 """
 
 from __future__ import annotations
@@ -48,16 +52,12 @@ HEADS = {
 }
 KNOWN = {  # fields that are read, or that do not change what is served
     "dlrm_hstu": "hstu fusion_mtl_tower max_seq_len item_embedding_hidden_dim "
-    "enable_global_average_loss "
-    "sequence_timestamp_is_ascending concat_contextual_features",
+    "enable_global_average_loss sequence_timestamp_is_ascending concat_contextual_features",
     "hstu": "stu input_dropout_ratio attn_num_layers positional_encoder input_preprocessor "
-    "output_postprocessor name "
-    "attn_truncation_split_layer attn_truncation_tail_len",
+    "output_postprocessor name attn_truncation_split_layer attn_truncation_tail_len",
     "stu": "embedding_dim num_heads hidden_dim attention_dim output_dropout_ratio max_attn_len "
-    "attn_alpha "
-    "use_group_norm recompute_normed_x recompute_uvqk recompute_y sort_by_length "
-    "contextual_seq_len sla_k1 sla_k2 "
-    "scaling_seqlen",
+    "attn_alpha use_group_norm recompute_normed_x recompute_uvqk recompute_y sort_by_length "
+    "contextual_seq_len sla_k1 sla_k2 scaling_seqlen",
     "contextual_preprocessor": "action_encoder action_mlp content_encoder content_mlp",
     "contextual_interleave_preprocessor": "action_encoder enable_interleaving action_mlp "
     "content_encoder content_mlp",
@@ -81,7 +81,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     """Convert a checkpoint.
 
     Raises:
-        CheckpointError: something does not convert; everything that does not is named.
+        CheckpointError: Something does not convert; the message lists every problem.
     """
     pipeline = pipeline_of(source.settings)
     model = pipeline.message("model_config")
@@ -184,10 +184,10 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
 
 
 def _known(source: ForeignCheckpoint, around: TextMessage, name: str) -> TextMessage:
-    """Return the message in a field; what it has that we do not know is noted."""
+    """Return the message in a field; its unknown fields are rejected."""
     found = around.message(name)
     for field in found.fields.keys() - set(KNOWN[name].split()):
-        source.reject(f"{name}.{field}: is not known here, so what it changes is not either")
+        source.reject(f"{name}.{field}: unknown field; it may change the scores")
     return found
 
 
@@ -198,9 +198,10 @@ def _tokens(
     dim: int,
     tensors: dict[str, Tensor],
 ) -> tuple[bool, tuple[str, ...]]:
-    """Take what makes tokens of behaviours.
+    """Take the item and action rows of the events' tokens.
 
-    Returns whether item and action come in turn, and the actions' names.
+    Returns:
+        Whether items and actions are interleaved, and the actions' names.
     """
     is_plain = "contextual_preprocessor" in preprocessor.fields
     own = _known(
@@ -248,13 +249,13 @@ def _tokens(
 def _context(
     source: ForeignCheckpoint, configs: FeatureConfigs, is_one: bool, dim: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take what makes tokens of the user: settings, and tensors.
+    """Take the tables and linear layers of the user's tokens: settings, tensors.
 
     Args:
-        source: has them.
-        configs: of the features.
-        is_one: the features' rows stand side by side and are one token.
-        dim: of a token.
+        source: The checkpoint.
+        configs: Configurations of the features.
+        is_one: The features' rows are concatenated into one token.
+        dim: Width of a token.
     """
     features = configs.contextual()
     at = f"{PREPROCESSOR}_batched_contextual_linear_"
@@ -275,10 +276,7 @@ def _context(
 def _places(
     source: ForeignCheckpoint, encoder: TextMessage, dim: int, tensors: dict[str, Tensor]
 ) -> tuple[int, dict[str, Any]]:
-    """Take the embeddings of positions and times.
-
-    Returns the number of positions, and settings of `HSTUConfig`.
-    """
+    """Take the position and time embeddings: the number of positions, `HSTUConfig` settings."""
     at = f"{TRANSDUCER}_positional_encoder."
     tensors["position.weight"] = source.take(f"{at}_position_embeddings_weight", -1, dim)
     num_positions = len(tensors["position.weight"])
@@ -300,7 +298,7 @@ def _places(
 
 
 def _head(source: ForeignCheckpoint, tower: TextMessage, dim: int) -> _Head:
-    """Take the tower of all tasks; two classes of a task are one logit, the difference."""
+    """Take the tower of all tasks; a task's two classes become one logit, their difference."""
     mlp = _known(source, tower, "mlp")
     units, at = mlp.many("hidden_units"), "_multitask_module.tower_mlp.mlp.0.perceptron."
     activation = HEADS.get((mlp.one("activation", "nn.ReLU"), bool(mlp.one("use_ln", False))))
@@ -351,17 +349,17 @@ def _head(source: ForeignCheckpoint, tower: TextMessage, dim: int) -> _Head:
 
 def _notes(config: HSTUConfig) -> list[str]:
     notes = [
-        "an action is the sum of the weights of what was done, those that watch time sets "
-        "among them"
+        "an action is the sum of the weights of an event's actions, including those that watch "
+        "time sets"
     ]
     if config.context == "full":
         notes.append(
-            "the user's tokens see the whole history (E4): served without a prefix cache "
+            "the user's tokens see the whole history (E4): serve without a prefix cache "
             "(relay.enabled: false)"
         )
     if config.query_times is not None:
         notes.append(
-            "positions count from the candidates back (E2) and tokens embed the time to "
-            "the request (E3): too"
+            "positions count from the candidates back (E2) and tokens embed the time to the "
+            "request (E3): serve without a prefix cache (relay.enabled: false)"
         )
     return notes

@@ -1,11 +1,11 @@
-"""The folder of a TorchEasyRec run: where its weights are, and what its `pipeline.config` says of tables and values.
+"""Reading the folder of a TorchEasyRec run: its weights, and the tables of its `pipeline.config`.
 
     FOLDER/pipeline.config                     protocol buffers as text
     FOLDER/model.ckpt-<step>/model/            torch's distributed checkpoint
     FOLDER/model.ckpt-<step>/{optimizer,..}    not read
 
-Messages in text form are read without their definitions. Without them nobody knows whether a field
-is there once or many times, so every field is a list here.
+Messages in text form are read without their definitions. Only the definitions say whether a field
+is repeated, so every field is a list here.
 
 Source: its public code, `latest_checkpoint`, `save_model`, `IdFeature`, `BaseFeature` and
 `EmbeddingGroup`.
@@ -28,8 +28,8 @@ from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.model.convert.source import Contextual, ForeignCheckpoint, numbered
 
 _TOKEN = re.compile(
-    r"""(?P<skip>\s+|\#[^\n]*) | (?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*') | (?P<word>[^\s\#{}<>\[\]:,;"']+)
-    | (?P<mark>[{}<>\[\]:,;])""",
+    r"""(?P<skip>\s+|\#[^\n]*) | (?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+    | (?P<word>[^\s\#{}<>\[\]:,;"']+) | (?P<mark>[{}<>\[\]:,;])""",
     re.VERBOSE,
 )
 _MOST_DEEP = 64
@@ -38,7 +38,7 @@ _CLOSING = {"{": "}", "<": ">"}
 
 
 class TextMessage:
-    """One message: its fields by name, in the order of the text."""
+    """A protocol buffer message in text form: its fields by name, in the order of the text."""
 
     def __init__(self, fields: Mapping[str, list[Any]] | None = None) -> None:
         self.fields: dict[str, list[Any]] = dict(fields or {})
@@ -48,7 +48,7 @@ class TextMessage:
         return list(self.fields.get(name, ()))
 
     def one(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field that is there once: the last one."""
+        """Return the value of a field that is not repeated: the last one, as protobuf does."""
         found = self.fields.get(name)
         return found[-1] if found else default
 
@@ -57,11 +57,11 @@ class TextMessage:
         return [value for value in self.many(name) if isinstance(value, TextMessage)]
 
     def message(self, name: str) -> TextMessage:
-        """Return the message in a field that is there once, or one without fields."""
+        """Return the message in a field that is not repeated; absent = a message without fields."""
         return [TextMessage(), *self.messages(name)][-1]
 
     def put(self, path: str, value: Any) -> None:
-        """Replace the field at `message.message.field` by a value, or by those of a list."""
+        """Replace the field at `message.message.field` by a value, or by the values of a list."""
         first, _, rest = path.partition(".")
         if rest:
             inner = self.message(first)
@@ -72,16 +72,16 @@ class TextMessage:
 
 
 def parse_text(text: str) -> TextMessage:
-    """Read a message.
+    """Parse a message.
 
     Raises:
-        ValueError: it is none; the message has the line.
+        ValueError: The syntax is wrong; the text names the line.
     """
     return _fields(_Tokens(text), "", 0)
 
 
 class _Tokens:
-    """The tokens of a text, with one of them in sight."""
+    """The tokens of a text, with one token of look-ahead."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -105,13 +105,13 @@ class _Tokens:
             yield "end", ""
 
     def take(self) -> str:
-        """Return the token in sight, and go on."""
+        """Return the current token and advance."""
         word = self.word
         self.kind, self.word = next(self._rest)
         return word
 
     def skip(self, marks: str) -> bool:
-        """Go past a mark, if it is one of these."""
+        """Advance if the current token is one of these marks; return whether it was."""
         is_one = self.kind == "mark" and self.word in marks
         if is_one:
             self.take()
@@ -154,7 +154,7 @@ def _value(tokens: _Tokens, depth: int) -> Any:
         return _fields(tokens, _CLOSING[tokens.take()], depth + 1)
     if tokens.kind == "text":
         text = ""
-        while tokens.kind == "text":  # adjacent ones are one
+        while tokens.kind == "text":  # adjacent strings are one value
             text += ast.literal_eval(tokens.take())
         return text
     if tokens.kind != "word":
@@ -167,7 +167,7 @@ def _value(tokens: _Tokens, depth: int) -> Any:
             return number(word)
         except ValueError:
             continue
-    return word  # of an enumeration
+    return word  # a value of an enumeration
 
 
 PIPELINE = "pipeline"  # the setting that holds the whole configuration
@@ -187,10 +187,10 @@ def weights_folder(folder: Path) -> Path:
 
 
 def read_pipeline(folder: Path) -> dict[str, Any]:
-    """Read `pipeline.config` of a folder, or of the one around it where that is a step's.
+    """Read `pipeline.config` of a run's folder, or of the parent of a step's folder.
 
     Raises:
-        CheckpointError: it is missing, or no such text.
+        CheckpointError: It is missing or cannot be parsed.
     """
     found = next(
         (path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()), None
@@ -204,7 +204,10 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_of(settings: dict[str, Any]) -> TextMessage:
-    """Return the configuration, with every other setting in its place: `model_config.dlrm_hstu.max_seq_len`."""
+    """Return the configuration, overridden by the other settings.
+
+    Their keys are paths, e.g. `model_config.dlrm_hstu.max_seq_len`.
+    """
     pipeline = deepcopy(settings.get(PIPELINE, TextMessage()))
     assert isinstance(pipeline, TextMessage)
     for path, value in settings.items():
@@ -222,7 +225,7 @@ GROUPS = (
     "uih_timestamp",
     "candidate_timestamp",
 )
-# rows by a map that the tables do not hold
+# fields of features whose row numbers come from a map outside of the tables
 HASHED = ("zch", "dynamicemb", "vocab_dict", "vocab_file")
 
 
@@ -243,13 +246,13 @@ class FeatureConfigs:
             name = group.one("group_name")
             self._groups[name] = group.many("feature_names")
             if name not in GROUPS:
-                source.reject(f"feature group {name}: is not known here")
+                source.reject(f"feature group {name}: unknown group")
             wanted = "DEEP" if name == "contextual" else "JAGGED_SEQUENCE"
             if group.one("group_type") != wanted:
                 source.reject(f"feature group {name}: only of group_type {wanted} converts")
 
     def _add(self, config: TextMessage, prefix: str) -> None:
-        """Keep what a `feature_configs`, or one of a sequence, says."""
+        """Store a `feature_configs` entry, or one feature of a sequence."""
         for kind in config.fields:
             own = config.message(kind)
             self._configs[f"{prefix}{own.one('feature_name')}"] = TextMessage(
@@ -294,7 +297,7 @@ class FeatureConfigs:
             )
             return numbered(self._source, name, table, missing)
         nothing = table.new_zeros(table.shape[1])
-        # else: default, unknown
+        # without a default bucket, rows 0 and 1 are the default and the unknown value
         first = 0 if (other := config.one("default_bucketize_value")) is not None else 2
         if len(table) != first + len(listed):
             self._source.reject(
@@ -310,7 +313,7 @@ class FeatureConfigs:
         return Contextual(feature, torch.cat([table[first:], unknown[None], missing[None]]))
 
     def _is_by_row(self, name: str) -> bool:
-        """Tell whether a feature is one name or number, with a row; what it is else is noted."""
+        """Return whether a feature is one id with a row; any other form is rejected."""
         config = self._configs.get(name, TextMessage())
         kind, more = config.one("kind", "missing"), [key for key in HASHED if key in config.fields]
         if (

@@ -192,7 +192,7 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
 
     `sorted_events` of them stood later than newer ones, and were sorted
     (`service.unsorted_history`). `features_source` and `features_fault` are there if the user's
-    features came from `features.source`.
+    features came from `feature_store`.
     """
 
     fingerprint: str

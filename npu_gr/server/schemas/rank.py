@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import Names
-from npu_gr.core.request import RankAnswer, RankRequest
+from npu_gr.core.renamed import current
+from npu_gr.core.request import AnyUnknownItems, RankAnswer, RankRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
     Candidates,
@@ -39,7 +40,7 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     # reject: 422 instead of null for a candidate
-    unknown_items: Literal["ignore", "refuse"] | None = None
+    unknown_items: AnyUnknownItems | None = None
     features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
@@ -82,7 +83,7 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
         ),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
-        unknown_items=body.unknown_items,
+        unknown_items=current(body.unknown_items),
         model_version=body.model_version,
     )
 

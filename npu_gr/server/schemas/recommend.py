@@ -7,7 +7,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from npu_gr.core.names import Names
-from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
+from npu_gr.core.renamed import current
+from npu_gr.core.request import AnyOrderName, AnySourceName, RecommendAnswer, RecommendRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
     MOST_NAMES,
@@ -53,9 +54,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
     # only these of the configured ones; absent: all
     sources: (
-        Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None
+        Annotated[list[AnySourceName], msgspec.Meta(max_length=len(get_args(AnySourceName)))] | None
     ) = None
-    order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
+    order: AnyOrderName | None = None  # retrieval: nothing is ranked; absent: as configured
 
 
 class StageOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
     outcome: str | None
     reason: str
-    order: str  # that the items are in: fitted, rank, fused or retrieval
+    order: str  # that the items are in: blended, rank, fused or retrieval
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
@@ -116,8 +117,8 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         timestamp=shown_at(body.timestamp),
         context=body.context,
         request_features=parse_row(given.request, known.request.features, "features.request"),
-        sources=None if body.sources is None else tuple(body.sources),
-        order=body.order,
+        sources=None if body.sources is None else tuple(current(body.sources)),
+        order=current(body.order),
         model_version=body.model_version,
     )
 

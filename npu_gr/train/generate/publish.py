@@ -140,7 +140,7 @@ def configuration(
         generate["normalise"] = trained.codes.normalise
     return {
         "generate": generate,
-        "features": {"path": str(folder / "history.db")},
+        "history_store": {"path": str(folder / "history.db")},
     }
 
 

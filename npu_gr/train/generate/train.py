@@ -119,7 +119,7 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
             "the one before"
         ),
     ] = 0.0
-    code_length: Annotated[
+    code_init_norm: Annotated[
         Weight,
         Meta(
             description="of the codes' embeddings at the start, which say what stands "
@@ -156,10 +156,10 @@ BEAUTY = GenerateOptions(
     validate_every=3,
     skip_ratio=0.15,
     swap_ratio=0.2,
-    code_length=0.3,
+    code_init_norm=0.3,
 )
 """For many short histories."""
-BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_length=1.0)
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_init_norm=1.0)
 """For many short histories and ready-made codes of four levels."""
 
 
@@ -280,15 +280,15 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
         raise ConfigError(f"train: {error}") from error
     model = Decoder(config)
     start(model, torch.Generator().manual_seed(options.seed))
-    if options.code_length:
+    if options.code_init_norm:
         vectors = item_vectors(
             log, [], min(options.vector_dim, options.dim), COMPANY_WINDOW, options.seed
         )
         means = codes.means(vectors)
         units = np.concatenate([of_level / (_mean_length(of_level) or 1.0) for of_level in means])
         with torch.no_grad():
-            model.embedding.weight[:, : units.shape[1]] += options.code_length * torch.from_numpy(
-                units
+            model.embedding.weight[:, : units.shape[1]] += (
+                options.code_init_norm * torch.from_numpy(units)
             )
     return model
 

@@ -95,7 +95,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.1
     tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
-    pacing_looks: Annotated[
+    curriculum_validations: Annotated[
         Count,
         Meta(
             description="curriculum: validations of the stage after which every negative "
@@ -290,7 +290,7 @@ class Trainer:
     def _inter(self, step: int, source_users: Tensor, target: Encoding) -> Tensor:
         """Sum the aligned-user loss and, if a user of both domains has target edges, the neighbour-similarity loss."""
         options = self.options
-        done = min(1.0, step / (options.pacing_looks * options.evaluate_every))
+        done = min(1.0, step / (options.curriculum_validations * options.evaluate_every))
         easiest = share(done) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
         users, matches = self._bridge.users(*size, easiest, self._generator)

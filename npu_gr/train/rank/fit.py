@@ -204,10 +204,10 @@ def new_model(
                     nn.init.normal_(linear.weight, std=LINEAR_DEVIATION)
                     nn.init.zeros_(linear.bias)
         nn.init.normal_(model.action.weight, std=ACTION_DEVIATION)
-        if options.item_length:
+        if options.item_init_norm:
             near = torch.from_numpy(item_vectors(log, [], options.dim, NEIGHBOURS, options.seed))
             nn.init.normal_(model.item.weight, std=ITEM_NOISE)
-            model.item.weight[:, : near.shape[1]] += options.item_length * near
+            model.item.weight[:, : near.shape[1]] += options.item_init_norm * near
         if codes is not None:
             model.codes.start(codes.sids, model.item.weight)
     return model
@@ -241,7 +241,7 @@ def changes(options: TrainOptions, *, has_likes: bool = False) -> Iterator[dict[
     yield {"dropout": options.dropout / 2}
     yield {"item_weight_decay": options.item_weight_decay * 4}
     yield {"window_tokens": max(2, options.window_tokens // 2)}
-    yield {"item_length": options.item_length / 2}
+    yield {"item_init_norm": options.item_init_norm / 2}
     yield {"learning_rate": options.learning_rate / 2}
     yield {"click_weight": 0.0}
     yield {"task_weight": options.task_weight * 0.3}

@@ -340,7 +340,7 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     vector_dropout: Annotated[
         DropoutRatio, Meta(description="share of the user's vector that is dropped")
     ] = 0.15
-    item_length: Annotated[
+    item_init_norm: Annotated[
         Weight,
         Meta(
             description="of the item embeddings at the start, which say what stands near "

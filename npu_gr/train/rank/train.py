@@ -260,4 +260,4 @@ def publish(checkpoint: Checkpoint, names: ItemNames, folder: Path) -> str:
 
 def configuration(folder: Path) -> dict[str, Any]:
     """Make the configuration of an instance that ranks."""
-    return {"checkpoint": str(folder), "features": {"path": str(folder / "history.db")}}
+    return {"checkpoint": str(folder), "history_store": {"path": str(folder / "history.db")}}

@@ -44,7 +44,7 @@ BUDGET_S = 60.0
 LEAST_USERS = 50  # who choose; of fewer nothing can be learned
 # of the ranker: its order is fitted on these
 OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")
-ASKED: tuple[OrderName, ...] = ("fitted", "rank")  # whose scores decide every order
+ASKED: tuple[OrderName, ...] = ("blended", "rank")  # whose scores decide every order
 
 
 def choose_for_site(
@@ -97,7 +97,7 @@ async def _choose(
     config = msgspec.structs.replace(
         config,
         recommend=recommend,
-        features=HistoryConfig(kind="none"),
+        history_store=HistoryConfig(kind="none"),
         # nobody waits for these answers
         admission=msgspec.structs.replace(config.admission, enabled=False),
     )
@@ -125,7 +125,7 @@ async def _choose(
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
     return choose_way(
-        places, CascadeWay(tuple(source for source in sources if source in OWN), "fitted")
+        places, CascadeWay(tuple(source for source in sources if source in OWN), "blended")
     )
 
 
@@ -148,7 +148,7 @@ class _Found:
             : self._max_candidates
         ]
         if way.order != "retrieval":
-            known = self._scores["fitted" if way.order == "fitted" else "rank"]
+            known = self._scores["blended" if way.order == "blended" else "rank"]
             scores = np.array([known[item] for item in merged.tolist()], np.float32)
             merged = merged[(by_both if way.order == "fused" else best_first)(scores)]
         best: list[int] = merged[:TOP].tolist()

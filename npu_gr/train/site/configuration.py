@@ -97,7 +97,7 @@ def configuration(
         ),
         _line("  min_prefix_tokens", 16, "shorter histories are not worth a pre-infer"),
         "",
-        "kv:",
+        "kv_cache:",
         _line(
             "  hbm_bytes",
             268_435_456,
@@ -105,7 +105,7 @@ def configuration(
         ),
         _line("  dram_bytes", 268_435_456, "host memory behind it, for users who come back"),
         "",
-        "features:",
+        "history_store:",
         _line("  kind", "embedded", "the history store: embedded | redis | none"),
         _line(
             "  path",
@@ -129,7 +129,7 @@ def configuration(
         _line(
             "  order",
             cascade.order,
-            "fitted: by the sum that was fitted with the ranker; or rank, fused, retrieval",
+            "blended: by the sum that was fitted with the ranker; or rank, fused, retrieval",
         ),
     ]
     if not is_evaluated:  # what is popular is counted over all events
@@ -178,10 +178,10 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rank: ranking.TrainOptions = msgspec.structs.replace(ranking.DEMO, split=SPLIT)
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
-    num_found: Annotated[
+    num_retrieved: Annotated[
         Count, Meta(description="items that a recommend asks of the ranker's own retrieval")
     ] = 200
-    num_following: Annotated[
+    num_transitions: Annotated[
         Count, Meta(description="of what followed the last items, if that is asked")
     ] = 100
     num_neighbours: Annotated[
@@ -192,7 +192,7 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Count, Meta(description="of the retrieval vectors, if they are asked")
     ] = 100
     max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
-    choosing_users: Annotated[
+    selection_users: Annotated[
         Count,
         Meta(
             description="most users who choose which of these a recommend asks, and in "

@@ -28,6 +28,7 @@ import xxhash
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import value_name
+from npu_gr.core.renamed import current
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
@@ -75,8 +76,14 @@ class SiteFolder:
     def report(self) -> SiteReport | None:
         """How what is in service was made; None: nothing is, or nobody knows."""
         try:
-            return msgspec.json.decode((self.place / REPORT).read_bytes(), type=SiteReport)
-        except (OSError, msgspec.MsgspecError):
+            report: Any = msgspec.json.decode((self.place / REPORT).read_bytes())
+            if cascade := report.get("cascade"):  # of an earlier version, perhaps
+                cascade["order"] = current(cascade["order"])
+                cascade["sources"] = {
+                    current(name): num for name, num in cascade["sources"].items()
+                }
+            return msgspec.convert(report, SiteReport)
+        except (OSError, msgspec.MsgspecError, AttributeError, LookupError, TypeError):
             return None
 
     def finished(self, name: str) -> PartReport | None:

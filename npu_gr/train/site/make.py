@@ -248,18 +248,18 @@ def _cascade(
 ) -> SiteCascade:
     """Choose by the evaluated models what a recommend asks, unless the same models and options did already."""
     sources: dict[SourceName, int] = {
-        "shared_encoder": options.num_found,
-        "transitions": options.num_following,
+        "shared_encoder": options.num_retrieved,
+        "transitions": options.num_transitions,
         "neighbours": options.num_neighbours,
         "generate": options.num_generated,
         "match": options.num_matched,
     }
-    numbers = msgspec.json.encode([list(sources.items()), options.choosing_users]).decode()
+    numbers = msgspec.json.encode([list(sources.items()), options.selection_users]).decode()
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
     own = {name: sources[name] for name in OWN}
-    usual = SiteCascade(made_from=made_from, sources=own, order="fitted")
+    usual = SiteCascade(made_from=made_from, sources=own, order="blended")
     path = folder.write(
         EVALUATED_CONFIG,
         configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
@@ -273,7 +273,7 @@ def _cascade(
         f"match.vectors={lies['vectors']}",
     ]
     try:
-        choice = choose_for_site(path, overrides, log, sources, options.choosing_users)
+        choice = choose_for_site(path, overrides, log, sources, options.selection_users)
     except NpuGrError as error:  # the ranker's own sources still serve
         return msgspec.structs.replace(
             usual, words=(f"WARNING: sources and order were not chosen: {error}",)

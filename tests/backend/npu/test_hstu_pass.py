@@ -19,7 +19,7 @@ from npu_gr.backend.npu.limits import Slots, VectorUnits, hstu_limit
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
-from npu_gr.model.hstu import HSTU, told_in_numbers, whole_pass
+from npu_gr.model.hstu import HSTU, batch_on_host, fused_layers
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.on_emulator import NAMES, HstuOnEmulator
@@ -248,9 +248,9 @@ def test_pages_of_another_dtype_do_not_fit(
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
-    told = told_in_numbers(model.config, [segment])
+    told = batch_on_host(model.config, [segment])
     assert told is not None
-    assert whole_pass(model.config, model.attention_scale, model.dtype, backend, told) is None
+    assert fused_layers(model.config, model.attention_scale, model.dtype, backend, told) is None
     assert "pages in torch.float32 under a model in torch.bfloat16" in caplog.text
 
 

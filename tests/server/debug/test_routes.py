@@ -80,7 +80,7 @@ async def test_the_bundle_is_whole_and_names_nobody(tmp_path: Path) -> None:
 async def test_credentials_stay_in_the_process(tmp_path: Path) -> None:
     async with serving(tmp_path, watched=False) as (client, service):
         table = await service.effective_config()
-        table["features"]["url"] = "redis://me:s3cret@db:6379/0"
+        table["history_store"]["url"] = "redis://me:s3cret@db:6379/0"
 
         async def with_a_password() -> dict[str, Any]:
             return table

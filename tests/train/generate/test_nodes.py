@@ -150,7 +150,7 @@ def test_the_search_ranks_as_brute_force_among_siblings(trained: TrainedGenerato
     """By a model that has learnt nothing, for which each measure has an order of its own."""
     log, codes = trained.log, trained.codes
     model = (
-        _new_model(log, codes, msgspec.structs.replace(TINY, code_length=1.0))
+        _new_model(log, codes, msgspec.structs.replace(TINY, code_init_norm=1.0))
         .eval()
         .requires_grad_(False)
     )
@@ -173,7 +173,7 @@ def test_the_search_ranks_as_brute_force_among_siblings(trained: TrainedGenerato
 
 def test_nodes_start_where_all_of_their_items_stand(trained: TrainedGenerator) -> None:
     log, codes = trained.log, trained.codes
-    options = msgspec.structs.replace(TINY, code_length=0.5)
+    options = msgspec.structs.replace(TINY, code_init_norm=0.5)
     moved = (
         _new_model(log, codes, options).embedding.weight
         - _new_model(log, codes, TINY).embedding.weight
@@ -201,7 +201,7 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
 
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
     options = msgspec.structs.replace(
-        ONE, dropout=0.2, skip_ratio=0.1, swap_ratio=0.2, code_length=0.3
+        ONE, dropout=0.2, skip_ratio=0.1, swap_ratio=0.2, code_init_norm=0.3
     )
     one, other = (
         train_generator(planted(), [], options, written(tmp_path)).model.state_dict()
@@ -223,7 +223,9 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     trie = build_trie(sids, trained.log.item_ids, Codebooks.stacked(trained.codes.code_count))
     assert [len(level) for level in trie.token] == list(trained.codes.code_count)
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
-    config = load(folder / "serve.yaml", [*overrides, f"features.path={tmp_path / 'history.db'}"])
+    config = load(
+        folder / "serve.yaml", [*overrides, f"history_store.path={tmp_path / 'history.db'}"]
+    )
     answers: dict[str, Any] = {}
     async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
         for how in ("", "valid", "vocabulary"):

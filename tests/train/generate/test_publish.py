@@ -91,7 +91,7 @@ async def test_a_service_starts_from_it_and_answers_valid_items(
 ) -> None:
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
     config = load(
-        folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history.db'}"]
+        folder / "serve.yaml", [*overrides, f"history_store.path={folder.parent / 'history.db'}"]
     )
     sids = dict(zip(trained.log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True))
     answers = []
@@ -125,7 +125,7 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(
         "generate.hbm_bytes=4000000",
     ]
     config = load(
-        folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history2.db'}"]
+        folder / "serve.yaml", [*overrides, f"history_store.path={folder.parent / 'history2.db'}"]
     )
     async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
 
@@ -146,7 +146,7 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(
         ]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
-        odd = {**new, "title": "New", "features": {"kind": "odd"}}
+        odd = {**new, "title": "New", "history_store": {"kind": "odd"}}
         made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
         assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)

@@ -49,7 +49,7 @@ TINY = GenerateOptions(
     batch_tokens=512,
     learning_rate=1e-2,
     dropout=0.0,
-    average_decay=0.9,
+    ema_decay=0.9,
     validate_every=5,
     validation_users=40,
     refit=False,
@@ -65,7 +65,7 @@ def trained() -> TrainedGenerator:
 def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> None:
     """The mean start of a level's codes is as long as was asked for, and codes stand as the means of their items do."""
     log, codes = trained.log, trained.codes
-    options = msgspec.structs.replace(TINY, code_length=0.5)
+    options = msgspec.structs.replace(TINY, code_init_norm=0.5)
     moved = (
         _new_model(log, codes, options).embedding.weight
         - _new_model(log, codes, TINY).embedding.weight

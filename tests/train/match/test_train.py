@@ -77,7 +77,13 @@ def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
     monkeypatch.setattr("npu_gr.train.match.train.share", note)
     Trainer(
         data(tmp_path),
-        quick(source_steps=2, target_steps=2, inter_steps=9, evaluate_every=3, pacing_looks=2),
+        quick(
+            source_steps=2,
+            target_steps=2,
+            inter_steps=9,
+            evaluate_every=3,
+            curriculum_validations=2,
+        ),
     ).run()
     assert seen == [step / 6 for step in range(6)] + [1.0] * 3
 

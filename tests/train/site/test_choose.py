@@ -59,7 +59,7 @@ def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -
         "checkpoint": str(folder / "ranker"),
         "threads": 1,
         "recommend": recommend,
-        "features": {"kind": "none"},
+        "history_store": {"kind": "none"},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
     return folder / "serve.yaml"
@@ -93,7 +93,7 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
     evaluates = {case.user for case in next_events(log, known, NUM_JUDGES)}
     choosers = [case for case in next_events(log, known) if case.user not in evaluates]
-    assert {way.order for way in evaluated} == {"retrieval", "fitted", "rank", "fused"}
+    assert {way.order for way in evaluated} == {"retrieval", "blended", "rank", "fused"}
     for way, places in asyncio.run(
         answered(configuration, choosers, [*evaluated], exclude_seen)
     ).items():

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.train.site.folder import SiteFolder, digest, digest_of_files
-from npu_gr.train.site.report import PartReport
+from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
 
 NAMES = ["ranker", "generator", "serve.yaml", "report.json"]
 
@@ -151,3 +152,20 @@ def test_a_digest_knows_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").rename(tmp_path / "b.parquet")
     assert len({first, second, digest_of_files(tmp_path, "*.parquet")}) == 3
     assert digest("a", "b") != digest("ab")
+
+
+def test_a_report_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    cascade = SiteCascade(sources={"shared_encoder": 7, "match": 5}, order="blended")
+    report = SiteReport(
+        made_at="", dataset="", num_events=1, num_users=1, num_items=1, parts={}, cascade=cascade
+    )
+    old = (
+        msgspec.json.encode(report)
+        .replace(b"shared_encoder", b"trunk")
+        .replace(b"blended", b"fitted")
+    )
+    with SiteFolder.opened(tmp_path) as folder:
+        (tmp_path / "report.json").write_bytes(old)
+        assert folder.report() == report
+        (tmp_path / "report.json").write_text("[]")
+        assert folder.report() is None

@@ -198,7 +198,7 @@ def test_the_cascade_is_chosen_once_by_the_evaluated_models(
     site = tmp_path / "site"
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
-    assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "fitted")  # too few users to choose
+    assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "blended")  # too few users to choose
     everything = ["shared_encoder", "transitions", "neighbours", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)
