@@ -92,7 +92,7 @@ def test_what_ships_loads(path: Path) -> None:
         ),
         (
             "checkpoint: x\nservice: {unknown_items: drop}",
-            "unknown_items: 'drop' is none of ignore, reject",
+            "unknown_items: 'drop' is none of ignore, refuse",
         ),
         ("[1, 2]", "got list"),
         ("a: [", "not YAML"),
