@@ -264,7 +264,7 @@ def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iter
     case = f"match {pair[0]} -> {pair[1]}"
     evaluates = {
         "": domains.evaluate(),
-        ", near-duplicates too": domains.judge_with_near_duplicates(),
+        ", near-duplicates too": domains.evaluate_with_near_duplicates(),
     }
     arms = (POPULARITY, *BASELINES, SCCDR, SERVED)
     ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, evaluates)

@@ -46,7 +46,7 @@ from npu_gr.train.generate.codes import (
     residual_codes,
 )
 from npu_gr.train.generate.train import (
-    COMPANY_WINDOW,
+    COOCCURRENCE_WINDOW,
     SPLIT,
     GenerateOptions,
     GeneratorEvaluator,
@@ -347,7 +347,7 @@ def cold_log(
     # includes the features of the cold items
     log = build_log(trained, [_of(feature, known) for feature in features], SPLIT)
     vectors = item_vectors(
-        log.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed
+        log.only_trained(SPLIT), features, options.vector_dim, COOCCURRENCE_WINDOW, options.seed
     )
     is_cold = np.isin(log.item_ids, cold)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)[~is_cold]

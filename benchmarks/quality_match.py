@@ -55,7 +55,7 @@ class Arms:
     def scores(self, arm: str) -> Scores | None:
         """Fit an arm; None = the data is too large for it."""
         if arm == POPULARITY:
-            popularity = log_popularity(self.data.whole().target.degrees()[1])
+            popularity = log_popularity(self.data.with_validation().target.degrees()[1])
             return lambda users: popularity.repeat(len(users), 1)
         if arm == SERVED:
             found = join(self.data, self.svd(), self.trained(SCCDR))
@@ -138,7 +138,7 @@ def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
     if arm in (POPULARITY, SERVED):
         return evaluate.ranks_by(scores)[None]
     unit = 1 / root_mean_square(scores(torch.from_numpy(evaluate.held_out.users[:SCALE_USERS])))
-    popularity = log_popularity(fits.data.whole().target.degrees()[1])
+    popularity = log_popularity(fits.data.with_validation().target.degrees()[1])
     popularity = popularity / root_mean_square(popularity)
 
     def tables(users: Tensor) -> Iterator[Tensor]:

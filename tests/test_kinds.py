@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from npu_gr.core.kinds import ERASE, KINDS, Kind
 from npu_gr.metrics.dashboards import dashboards
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.registry.requests import DOOR
+from npu_gr.metrics.registry.requests import HTTP_STAGE
 from npu_gr.metrics.rules import rules
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
@@ -153,7 +153,7 @@ def test_admissions_histograms_stages_and_objective(kind: Kind[Any, Any], facts:
     counts = [value(facts, f"{kind.name}_duration_seconds_bucket", le=edge, **one) for one in label]
     assert None not in counts
     assert sum(filter(None, counts)) >= 1  # a cascade counts its own signal, generate and rank, too
-    for stage in (*kind.stages, DOOR):
+    for stage in (*kind.stages, HTTP_STAGE):
         assert (
             value(facts, "stage_duration_seconds_count", kind=kind.name, stage=stage) or 0
         ) >= 1, stage

@@ -1,14 +1,12 @@
-"""Build a `Trie` from item ids and their semantic IDs, insert items into it, or remove some.
+"""Builds a `Trie` from item ids and their semantic IDs, inserts items into it, and removes items.
 
-Vectorised.
+Building sorts the semantic IDs (SIDs) once. If a SID and its row number fit into 63 bits (three
+levels of 8,192 codes and 16 M items do), it is one in-place sort of integers, several times faster
+than sorting rows of codes.
 
-To build, one sort puts the semantic IDs (SIDs) in order. If a SID and its row number fit together
-into 63 bits (three levels of 8,192 codes and 16 M items do), it is one in-place sort of integers:
-several times faster than sorting rows of codes.
-
-To insert or remove, each table is copied once, nothing is sorted again: level by level, the edges
-of a small trie of the new items are inserted at their places among the old ones. The result equals
-the trie that `build_trie` makes of the same items (tests/catalogue/test_merge.py).
+Inserting and removing copy each table once and sort nothing again: level by level, the edges of a
+small trie of the new items are inserted among the old ones. The result equals the trie that
+`build_trie` makes of the same items (tests/catalogue/test_merge.py).
 """
 
 from __future__ import annotations
@@ -37,17 +35,16 @@ def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | No
         sids: [N, L] integer codes. Several items may share a SID.
         item_ids: int64 [N], distinct, not negative.
         codebooks: the codes of each of the L levels.
-        order: float32 [N], finite; of the items that share a SID the highest score comes first.
-            None: all are equal.
+        order: float32 [N], finite; among items that share a SID the highest score comes first.
+            None = all scores are equal.
 
     Raises:
-        CatalogueError: names the first bad record, counted from 1 (row 0 is record 1), and the
-            reason.
+        CatalogueError: names the first bad record (row 0 is record 1) and the reason.
     """
     _check(sids, item_ids, codebooks, order)
     rows, column = _sorted_rows(sids, codebooks)
     num_items = len(item_ids)
-    # In SID order: whether the item is the first one below its state of this level.
+    # For each item in SID order: is it the first one below its state of the current level?
     begins = np.zeros(num_items, np.bool_)
     begins[:1] = True
     indptr: list[Pointers] = []
@@ -111,8 +108,8 @@ def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int]
     """Sort the rows by SID.
 
     Returns:
-        The rows in ascending order of SID, [N], and a function: level -> its codes in that order,
-        [N].
+        [N] the rows in ascending order of SID, and a function: level -> [N] its codes in that
+        order.
     """
     bits = [max(1, (count - 1).bit_length()) for count in codebooks.code_count]
     if sum(bits) > _KEY_BITS:
@@ -136,10 +133,7 @@ def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int]
 
 
 def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> None:
-    """Sort the rows of items that share a SID by order score and item id (T4), in place.
-
-    No other row moves.
-    """
+    """Sort the rows of items that share a SID by order score and item id (T4), in place."""
     shared = ~begins
     shared[:-1] |= shared[1:]
     at = np.flatnonzero(shared)
@@ -148,18 +142,18 @@ def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> 
     mine = rows[at]
     ranked = np.argsort(item_ids[mine])
     if order is not None:
-        # The bits of a float, read as an integer, ascend with it once those of a negative float are
-        # inverted. Adding 0.0 turns -0.0 into 0.0: the two are equal scores.
+        # The bits of a float, read as an integer, ascend with the float if those of negative floats
+        # are inverted. Adding 0.0 turns -0.0 into 0.0, since the two are equal scores.
         bits = (order[mine].astype(np.float32) + np.float32(0.0)).view(np.int32)
         ranked = _stable_sort(~np.where(bits < 0, bits ^ _MAX_INT32, bits), ranked)
     rows[at] = mine[_stable_sort(np.cumsum(begins[at], dtype=np.int32), ranked)]
 
 
 def _stable_sort(keys: I32, ranked: I64) -> I64:
-    """Sort `ranked` by the keys of its elements; elements of equal keys keep their order.
+    """Sort `ranked` by the keys of its elements, stably.
 
-    One integer holds key and rank, because sorting integers in place is several times faster than a
-    stable argsort.
+    One integer holds key and rank: to sort integers in place is several times faster than a stable
+    argsort.
 
     Args:
         keys: int32 [n], n up to 2**32; `keys[i]` belongs to element i.
@@ -187,7 +181,7 @@ def _by_id(leaf_item: I64, item_ids: I64) -> I64:
 
 
 def pointers_of(firsts: I64, end: int) -> Pointers:
-    """Row pointers of a CSR table: the first element of each row, [n], then the number of elements: [n + 1].
+    """Make the row pointers [n + 1] of a CSR table: the first element of each row, then `end`.
 
     They are int32 if they fit, int64 otherwise.
     """
@@ -202,7 +196,7 @@ class Inserted(NamedTuple):
     """A trie with more items. M = new items."""
 
     trie: Trie
-    # [M] for np.insert: the place in the old `leaf_item` that each item of the new trie goes before
+    # [M] for np.insert: the place in the old `leaf_item` before which each new item is inserted
     before: I64
 
 
@@ -210,15 +204,14 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
     """Merge two tries into one with the items of both.
 
     Args:
-        old: not empty.
+        old: Trie with at least one item.
         order: float32 [N] order scores by place in `old.leaf_item`; None if and only if `new_order`
-            is.
-        new: not empty, of the same codebooks, without an item of `old`.
+            is None.
+        new: Trie with at least one item, none of them in `old`, and the same codebooks.
         new_order: float32 [M] by place in `new.leaf_item`.
     """
     assert old.codebooks == new.codebooks
-    # The number that each state of the level has in the merged trie. Both tries have the one root,
-    # state 0.
+    # The number of each state of the level in the merged trie. The root is state 0 of both tries.
     of_old = of_new = np.zeros(1, np.int64)
     num_states = 1
     indptr = []
@@ -255,26 +248,28 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
     )
 
 
-def restrict(trie: Trie, kept: Mask) -> Trie:
-    """Remove all other items.
+def restrict(trie: Trie, retained: Mask) -> Trie:
+    """Remove all items but the retained ones.
 
-    `kept` is bool [N] in the order of `trie.leaf_item`, with at least one True.
+    Args:
+        trie: The catalogue.
+        retained: bool [N] in the order of `trie.leaf_item`, with at least one True.
     """
-    valid = allow_mask(trie, kept).valid
-    alive: Mask = np.ones(1, np.bool_)  # states of the level that stay; the root does
+    valid = allow_mask(trie, retained).valid
+    alive: Mask = np.ones(1, np.bool_)  # states of the level that stay, at first the root
     indptr = []
     token = []
     for pointers, codes, edges in zip(trie.indptr, trie.token, valid, strict=True):
         indptr.append(_from_degrees(_count_in(pointers, edges)[alive]))
         token.append(codes[edges])
         alive = edges
-    leaf_ptr = _from_degrees(_count_in(trie.leaf_ptr, kept)[alive])
-    by_id = (np.cumsum(kept) - 1)[trie.by_id[kept[trie.by_id]]]
-    return _trie(trie, indptr, token, leaf_ptr, trie.leaf_item[kept], by_id)
+    leaf_ptr = _from_degrees(_count_in(trie.leaf_ptr, retained)[alive])
+    by_id = (np.cumsum(retained) - 1)[trie.by_id[retained[trie.by_id]]]
+    return _trie(trie, indptr, token, leaf_ptr, trie.leaf_item[retained], by_id)
 
 
 def _parents(pointers: Pointers, merged: I64) -> I64:
-    """Number, in the merged trie, of the state above each edge."""
+    """Return the number, in the merged trie, of the state above each edge."""
     parents: I64 = np.repeat(merged, np.diff(pointers))
     return parents
 
@@ -282,7 +277,7 @@ def _parents(pointers: Pointers, merged: I64) -> I64:
 def _places_before(
     old: Trie, order: F32 | None, new: Trie, new_order: F32 | None, of_old: I64, of_new: I64
 ) -> I64:
-    """Find the place of each new item by T4: one binary search within its leaf, for all new items at once."""
+    """Find the place of each new item by T4, by one vectorised binary search within the leaves."""
     leaf = np.repeat(of_new, np.diff(new.leaf_ptr))
     own = np.searchsorted(of_old, leaf)  # the old leaf of the same SID, or the next one
     shares = (own < len(of_old)) & (of_old[np.minimum(own, len(of_old) - 1)] == leaf)
@@ -308,7 +303,7 @@ def _merged_by_id(old: Trie, new: Trie, before: I64) -> I64:
 
 
 def _count_in(pointers: Pointers, mask: Mask) -> I64:
-    """Count the elements of each state that are set."""
+    """Count the set elements of each state."""
     counts: I64 = np.add.reduceat(mask, pointers[:-1], dtype=np.int64)  # no range is empty (T3)
     return counts
 

@@ -1,13 +1,12 @@
-"""Semantic IDs for items that come after the training: by the centroids that it left beside the catalogue.
+"""Semantic IDs for items that are added after training, from the centroids that training saved.
 
-    vector   the item's values of the features that the codes were made of, as training has those of an item that it
-             never saw in a history: a part of unit length for each feature, and all of them
-             together of unit length
-    codes    level by level the nearest centroid of what the levels before have left over, of those with a free semantic
-             ID below them; so a new item never shares one, as no trained item does
+    vector   made of the item's features, as in training for an item without history: a part of
+             unit length for each feature, then normalised as a whole
+    codes    level by level the centroid nearest to the residual, among those with a free semantic
+             ID below them: so a new item never shares a semantic ID
 
-A file `centroids.safetensors` beside the catalogue's; codes that were not made by centroids have
-none.
+They are in a file `centroids.safetensors` in the folder of the catalogue. There is none if the
+codes were not made by centroids.
 
 Source: residual quantisation of items, as in TIGER (arXiv:2305.05065).
 """
@@ -36,7 +35,7 @@ _NOTES = "npu_gr.centroids"  # key of the file's metadata
 
 
 class CodedFeature(NamedTuple):
-    """A side feature that vectors are made of, and its values in the order of their places."""
+    """A side feature of which vectors are made, and its values in the order of their columns."""
 
     name: str
     values: list[str]
@@ -49,20 +48,17 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Centroids:
-    """The centroids of each level, and what a vector is made of.
-
-    L = levels, d = width of a vector.
-    """
+    """The centroids of each level, and the features of a vector. L = levels, d = its width."""
 
     levels: tuple[F32, ...]  # L x [codes, d]
-    # the last places of a vector; those before them are of an item's neighbours
+    # the last columns of a vector; the first ones describe an item's neighbours
     features: tuple[CodedFeature, ...]
 
     def __post_init__(self) -> None:
         """Check shapes and values.
 
         Raises:
-            ValueError: they are no centroids.
+            ValueError: a shape or a value is wrong.
         """
         widths = {level.shape[1] for level in self.levels if level.ndim == 2}
         if (
@@ -74,7 +70,7 @@ class Centroids:
         if not all(np.isfinite(level).all() for level in self.levels):
             raise ValueError("levels: need finite numbers")
         if self._num_coded > widths.pop():
-            raise ValueError("features: more values than a vector has places")
+            raise ValueError("features: more values than a vector has columns")
 
     @property
     def _num_coded(self) -> int:
@@ -86,10 +82,7 @@ class Centroids:
         return tuple(len(level) for level in self.levels)
 
     def vector(self, features: Features) -> F32:
-        """Make the vector of an item without neighbours, [d].
-
-        Zeros where none of its values is known.
-        """
+        """Make the vector [d] of an item without neighbours; zeros if no value is known."""
         made = np.zeros(self.levels[0].shape[1], np.float32)
         place = len(made) - self._num_coded
         for feature in self.features:
@@ -138,22 +131,22 @@ class Centroids:
 
 
 class SidMaker:
-    """Gives the items of one change their semantic IDs. Keeps which ones it has given."""
+    """Makes semantic IDs for the items of one change, and remembers them."""
 
     def __init__(self, trie: Trie, centroids: Centroids | None) -> None:
         """Begin a change.
 
         Args:
-            trie: of the version that is changed; its semantic IDs are taken.
-            centroids: None = there are none.
+            trie: Trie of the current version; its semantic IDs are taken.
+            centroids: Centroids of the catalogue; None = there are none.
         """
         self._trie = trie
         self._centroids = centroids
-        # beginning -> semantic IDs of this change that begin so
+        # prefix -> number of semantic IDs of this change with that prefix
         self._given: dict[tuple[int, ...], int] = {}
 
     def all_of(self, items: Sequence[NewItem]) -> list[tuple[int, ...]]:
-        """Return the semantic ID of each item: what it brings, and then, in order, those of the others.
+        """Return the semantic ID of each item: its own, or else a new one.
 
         Raises:
             CatalogueError: as `make`.
@@ -163,40 +156,39 @@ class SidMaker:
         return [item.sid or self.make(row, item.features) for row, item in enumerate(items)]
 
     def take(self, sid: tuple[int, ...]) -> tuple[int, ...]:
-        """Count a semantic ID as taken, and return it."""
+        """Mark a semantic ID as taken, and return it."""
         for level in range(len(sid)):
             self._given[sid[: level + 1]] = self._given.get(sid[: level + 1], 0) + 1
         return sid
 
     def make(self, row: int, features: Features) -> tuple[int, ...]:
-        """Make one for an item.
+        """Make a semantic ID for an item.
 
         Args:
-            row: of the item in the change, for messages.
-            features: of the item.
+            row: Index of the item in the change, for messages.
+            features: Features of the item.
 
         Raises:
-            CatalogueError: there are no centroids, no feature that counts is known, or none is
-                free.
+            CatalogueError: there are no centroids, no value of a coded feature is known, or no
+                semantic ID is free.
         """
         centroids = self._centroids
         if centroids is None:
             raise CatalogueError(
-                f"add[{row}].sid: is missing, and there is no {FILE} beside the "
+                f"add[{row}].sid: is missing, and there is no {FILE} in the folder of the "
                 "catalogue to make it"
             )
         if centroids.code_count != self._trie.codebooks.code_count:
             raise CatalogueError(
                 f"add[{row}].sid: is missing, and {FILE} has {centroids.code_count} codes, the "
-                "catalogue "
-                f"{self._trie.codebooks.code_count}"
+                f"catalogue {self._trie.codebooks.code_count}"
             )
         rest = centroids.vector(features)
         if not rest.any():
             names = ", ".join(feature.name for feature in centroids.features) or "none"
             raise CatalogueError(
-                f"add[{row}].features: a semantic ID is made of a known value of one of {names} at "
-                "least; or give a sid"
+                f"add[{row}].features: give a known value of at least one of {names}, of which a "
+                "semantic ID is made; or give a sid"
             )
         sid: list[int] = []
         for level, table in enumerate(centroids.levels):
@@ -210,16 +202,16 @@ class SidMaker:
             rest = rest - table[code]
         return self.take(tuple(sid))
 
-    def _num_taken(self, beginning: tuple[int, ...]) -> int:
-        """Count the semantic IDs that begin so: of the trie by the leaves below, and those of this change."""
-        trie, given = self._trie, self._given.get(beginning, 0)
+    def _num_taken(self, prefix: tuple[int, ...]) -> int:
+        """Count the semantic IDs with a prefix, in the trie and in this change."""
+        trie, given = self._trie, self._given.get(prefix, 0)
         state = 0
-        for level, code in enumerate(beginning):
+        for level, code in enumerate(prefix):
             first, last = int(trie.indptr[level][state]), int(trie.indptr[level][state + 1])
             state = first + int(np.searchsorted(trie.token[level][first:last], code))
             if state == last or int(trie.token[level][state]) != code:
                 return given
         low, high = state, state + 1
-        for level in range(len(beginning), trie.num_levels):
+        for level in range(len(prefix), trie.num_levels):
             low, high = int(trie.indptr[level][low]), int(trie.indptr[level][high])
         return given + high - low

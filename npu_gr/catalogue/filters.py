@@ -1,14 +1,13 @@
-"""Turn the items that a request may be answered with into the trie's edges that its beams may follow.
+"""Filters: the items that a request may get, and the edges of the trie that its beams may follow.
 
 An edge is valid if and only if an allowed item lies below it. Selection masks the other edges
 before its top-k, so that no beam is spent on a path whose items are all denied.
 
 There are two ways to find the valid edges:
-  from a mask          (of attributes, of withdrawn items) computes every edge from the leaves up: the time and memory
-                       of the whole trie
-  from a list of items visits only the states above those items: allowing takes O(items x levels);
-  denying also reads
-                       the children of each state that loses one of them
+  a mask of items   (by attributes or withdrawals) computes every edge from the leaves up, so it
+                    costs time and memory in proportion to the whole trie
+  a list of items   visits only the states above those items: to allow them takes O(items x levels);
+                    to deny them also reads the children of each state that loses one
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.text_format import quoted
 
-# numpy's kind of a column -> the types that a value searched in it may have. Compared with type(),
-# which tells True from 1; isinstance does not.
+# numpy's kind of a column -> the allowed types of a value to search for. Compared with type(),
+# since isinstance(True, int) holds.
 _TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "f": (int, float), "U": (str,)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
-    """The allowed items and the valid edges, as masks over the trie's tables.
-
-    Never changed in place.
-    """
+    """The allowed items and the valid edges, as masks over the trie's tables. Immutable."""
 
     allowed: Mask  # [N] in the order of `Trie.leaf_item`
     valid: tuple[Mask, ...]  # L x [n_{l+1}] edges of level l, in the order of `Trie.token[l]`
 
     def without(self, exclusion: Exclusion) -> Filter:
-        """Copy the filter and turn the excluded items and edges off."""
+        """Return a copy without the excluded items and edges."""
         allowed = self.allowed.copy()
         allowed[exclusion.places] = False
         valid = tuple(edges.copy() for edges in self.valid)
@@ -51,10 +47,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exclusion:
-    """Denied items and the edges that no longer lead to an allowed one.
-
-    Indices are ascending and distinct.
-    """
+    """Denied items, and edges that no longer lead to an allowed item; both ascending, distinct."""
 
     places: I64  # into `Trie.leaf_item`
     edges: tuple[I64, ...]  # L x indices into `Trie.token[l]`
@@ -69,15 +62,11 @@ def allow_all(trie: Trie) -> Filter:
 
 
 def allow_mask(trie: Trie, allowed: Mask) -> Filter:
-    """Allow the items of a mask, bool [N] in the order of `trie.leaf_item`.
-
-    The filter keeps the mask itself.
-    """
+    """Allow the items of a mask, bool [N] in the order of `trie.leaf_item`, which is not copied."""
     below = allowed
     valid = []
     for pointers in (trie.leaf_ptr, *reversed(trie.indptr[1:])):
-        # Every state has a child (T3), so no range is empty: reduceat would return an empty range's
-        # first element.
+        # No range is empty, as every state has a child (T3): reduceat would be wrong for one.
         below = np.logical_or.reduceat(below, pointers[:-1]) if len(below) else below
         valid.append(below)
     return Filter(allowed, tuple(reversed(valid)))
@@ -86,13 +75,13 @@ def allow_mask(trie: Trie, allowed: Mask) -> Filter:
 def allow_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Filter:
     """Allow only some items.
 
-    Visits the paths to these items alone; the rest of the masks is zeroed memory that is never
+    It visits only the paths to these items; the rest of the masks is zeroed memory that is never
     touched.
 
     Args:
         trie: the catalogue.
-        item_ids: [n] external ids; those that the catalogue lacks, and repeated ones, are ignored.
-        within: an item must be allowed by this filter too; None: by no other.
+        item_ids: [n] external ids; unknown and repeated ones are ignored.
+        within: Filter that must allow an item too; None = no other filter.
     """
     places = trie.places(item_ids)
     places = places[places >= 0]
@@ -115,20 +104,20 @@ def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Exclu
 
     Args:
         trie: the catalogue.
-        item_ids: [n] external ids; those that the catalogue lacks, and repeated ones, are ignored.
-        within: the filter that the exclusion will be applied to (`Filter.without`); None:
+        item_ids: [n] external ids; unknown and repeated ones are ignored.
+        within: Filter to which the exclusion will be applied (`Filter.without`); None =
             `allow_all`.
     """
-    # a history has thousands of items: looking them up in order touches each part of the tables
-    # once
+    # Sorted, since a history has thousands of items: lookups in order touch each part of the tables
+    # once.
     places = np.unique(trie.places(np.unique(item_ids)))
     places = places[places >= 0]
     off = places
     edges = []
     allowed = within.allowed if within else None
     for level in range(trie.num_levels, 0, -1):
-        # `off` holds items in the first round, edges of this level later. The state above each is
-        # an edge of the level above, and goes off too if nothing below it is left.
+        # `off` holds items in the first round, then edges of this level. The state above each is an
+        # edge of the level above, which is denied too if nothing below it is left.
         pointers = trie.leaf_ptr if level == trie.num_levels else trie.indptr[level]
         states = np.unique(owner(pointers, off))
         lo = pointers[states].astype(np.int64)
@@ -153,14 +142,14 @@ def attribute_in(
 
     Args:
         attributes: columns by name, [N] each.
-        name: the attribute.
-        values: of the kind of the column; whole numbers may be searched in a column of fractions.
+        name: Name of the attribute.
+        values: Values of the column's type; integers are allowed for a column of floats.
 
     Returns:
         bool [N], in the order of the columns.
 
     Raises:
-        Unprocessable: no such attribute, or a value of another kind than the attribute's.
+        Unprocessable: there is no such attribute, or a value is of another type.
     """
     if name not in attributes:
         raise Unprocessable(
@@ -170,10 +159,10 @@ def attribute_in(
     for value in values:
         if type(value) not in _TYPES[column.dtype.kind]:
             raise Unprocessable(
-                f"filter: {quoted(value)} is not of the kind of attribute {quoted(name)}"
+                f"filter: {quoted(value)} is not of the type of attribute {quoted(name)}"
             )
     found = np.zeros(len(column), np.bool_)
     for value in values:
-        # one pass a value, where np.isin would sort; a request names few values
+        # One pass for each value: a request names few, and np.isin would sort the column.
         found |= column == value
     return found

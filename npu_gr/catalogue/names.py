@@ -1,10 +1,10 @@
-"""Tables of names, as files beside a checkpoint.
+"""Tables of names, as files in the folder of a checkpoint.
 
-`ItemNames`: what the company calls each item, and the title that a person reads. An id below 2^62
-is its own name (`core/names.py`), so an entry is needed only for hashed ids and for titles.
+`ItemNames` has the name of each item in the operator's systems, and its title for people. An id
+below 2^62 is its own name (`core/names.py`), so only hashed ids and titles need an entry.
 
-The actions of a generator: a Hugging Face folder has no place for their names. A ranker's
-checkpoint has them itself.
+`load_actions` reads the names of a generator's actions, for which a Hugging Face folder has no
+place. The checkpoint of a ranker contains them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from npu_gr.core.names import ActionNames, is_hashed, item_ids
 
 FILE = "names.safetensors"
 ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
-_BLOCK = 65_536  # texts that are checked at once
+_BLOCK = 65_536  # texts to check at a time
 
 
 class _Texts:
-    """Texts in one piece of memory: ten million of them are no ten million objects."""
+    """Texts in one array, since ten million Python strings would take much more memory."""
 
     __slots__ = ("_ends", "_raw")
 
     def __init__(self, raw: npt.NDArray[np.uint8], ends: I64) -> None:
-        self._raw = raw  # UTF-8 of all of them
+        self._raw = raw  # UTF-8 of all texts
         self._ends = ends  # [n + 1] text i is raw[ends[i] : ends[i + 1]]
 
     @classmethod
@@ -88,12 +88,12 @@ class _Texts:
 
 
 class ItemNames:
-    """Names and titles of items by id. Never changed in place. n = items."""
+    """Names and titles of items by id. Immutable. n = items."""
 
     __slots__ = ("__weakref__", "_names", "_titles", "ids")
 
     def __init__(self, ids: I64, names: _Texts, titles: _Texts) -> None:
-        """Keep them: int64 [n] ascending, distinct; n texts each. `make` and `load` check that."""
+        """Take n ids, ascending and distinct, and their texts, as `make` and `load` check."""
         self.ids = ids
         self._names = names
         self._titles = titles
@@ -103,11 +103,11 @@ class ItemNames:
         """Make the table.
 
         Args:
-            names: each item once, as the company calls it.
-            titles: of each, "" where it has none; none at all = nothing has one.
+            names: Name of each item, without repeats.
+            titles: Title of each item, "" = none; empty = no item has a title.
 
         Raises:
-            DataError: a name is no item, stands twice, or shares its id with another one.
+            DataError: a name is invalid, occurs twice, or has the same id as another one.
         """
         try:
             ids = item_ids(names)
@@ -118,7 +118,7 @@ class ItemNames:
         if twice := np.flatnonzero(np.diff(ids) == 0).tolist():
             first, second = names[order[twice[0]]], names[order[twice[0] + 1]]
             if first == second:
-                raise DataError(f"item names: {first!r} stands there twice")
+                raise DataError(f"item names: {first!r} occurs twice")
             raise DataError(
                 f"item names: {first!r} and {second!r} have the same id; rename one of them"
             )
@@ -133,7 +133,7 @@ class ItemNames:
         return len(self.ids)
 
     def names(self, ids: I64) -> list[str | int]:
-        """Name each id: [n] -> n texts; an id without an entry is its own name."""
+        """Return the name of each id: [n] -> n names; an id without an entry is its own name."""
         return names_of([self], ids)
 
     def titles(self, ids: I64) -> list[str | None]:
@@ -146,18 +146,18 @@ class ItemNames:
         return self.ids.nbytes + self._names.num_bytes + self._titles.num_bytes
 
     def find(self, ids: I64) -> I64:
-        """Find the entry of each id, -1 where there is none: [n] -> [n]."""
+        """Find the entry of each id, or -1: [n] -> [n]."""
         if not len(self.ids):
             return np.full(len(ids), -1)
         at = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
         return np.where(self.ids[at] == ids, at, -1)
 
     def names_at(self, entries: I64) -> list[str]:
-        """Return the names of entries that `find` found."""
+        """Return the names of entries, which are results of `find`."""
         return self._names.take(entries)
 
     def titles_at(self, entries: I64) -> list[str]:
-        """Return the titles of entries that `find` found, "" where one has none."""
+        """Return the titles of entries, which are results of `find`; "" = no title."""
         return self._titles.take(entries)
 
     def save(self, folder: Path) -> None:
@@ -167,22 +167,20 @@ class ItemNames:
             DataError: it cannot be written.
         """
         tensors = {"ids": self.ids, **self._names.tensors("name"), **self._titles.tensors("title")}
-        aside = folder / f"{FILE}.tmp"
+        temporary = folder / f"{FILE}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(save(tensors))
-            os.replace(aside, folder / FILE)
+            temporary.write_bytes(save(tensors))
+            os.replace(temporary, folder / FILE)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{folder / FILE}: cannot be written: {error}") from error
 
     @classmethod
     def load(cls, folder: Path) -> ItemNames | None:
-        """Read `FILE` of a folder; None = there is none.
-
-        A table that is in memory already is not made again.
+        """Read `FILE` of a folder; None = there is none. Equal tables share their memory.
 
         Raises:
-            DataError: it is broken.
+            DataError: the file is damaged.
         """
         path = folder / FILE
         try:
@@ -211,12 +209,12 @@ class ItemNames:
 
 
 def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
-    """Name each id by the first table that has it: [n] -> n names.
+    """Return the name of each id by the first table that has it: [n] -> n names.
 
-    An id that none has is its own name.
+    An id that no table has is its own name.
     """
     names: list[str | int] = ids.tolist()
-    # a plain number is its own name, whatever the tables have
+    # An id that is not hashed is its own name, whatever the tables have.
     left = np.flatnonzero(is_hashed(ids))
     for table in tables:
         entries = table.find(ids[left])
@@ -228,7 +226,7 @@ def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
 
 
 def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:
-    """Return the title of each id by the first table that has one: [n] -> n titles, None where none has."""
+    """Return the title of each id by the first table that has one, or None: [n] -> n titles."""
     titles: list[str | None] = [None] * len(ids)
     left = np.arange(len(ids))
     for table in tables:
@@ -241,17 +239,17 @@ def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:
 
 
 _in_memory: WeakValueDictionary[str, ItemNames] = WeakValueDictionary()
-"""By the digest of their files: ranker, generator and vectors of one data set bring the same table three times."""
+"""Tables by the digest of their files: ranker, generator and vectors of a site have equal files."""
 
 EMPTY = ItemNames.make([])
-"""Nothing has a name but its id."""
+"""A table without entries: every id is its own name."""
 
 
 def load_actions(folder: Path) -> ActionNames | None:
     """Read `ACTIONS_FILE` of a folder; None = there is none.
 
     Raises:
-        DataError: it is broken.
+        DataError: the file is damaged.
     """
     path = folder / ACTIONS_FILE
     try:
@@ -261,5 +259,5 @@ def load_actions(folder: Path) -> ActionNames | None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}") from error
     if len(set(names)) != len(names):
-        raise DataError(f"{path}: a name stands there twice")
+        raise DataError(f"{path}: a name occurs twice")
     return ActionNames(names)

@@ -1,19 +1,23 @@
-"""Read files of items and their semantic IDs (SIDs).
+"""Reads files of items and their semantic IDs (SIDs). A file with a bad record is rejected.
 
-A file with any bad record is rejected as a whole.
+The suffix gives the format:
 
-The suffix tells the format:
-  .jsonl, .jsonl.gz, .jsonl.zst   a line: {"item_id": 1, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": true}}
-                                  `order` and `attributes` may be left out; any other key is an
-                                  error, so that a misspelt one is noticed. Blank lines are skipped.
-  .parquet                        columns `item_id`, `sid` (a list of integers) and maybe `order`; every further
-                                  column is an attribute. Needs npu_gr[parquet].
-  .bin                            xLLM: {int64 item; int32 t0, t1, t2}, little endian, 20 bytes a record
-A line may also have `features`, by name a value or a list of values: what a ranker knows of an item
-that it was not trained with, beside its codes. Items differ in which they have, and Parquet has
-none. Every record has as many codes as the first, an order score if and only if the first has one,
-and the attributes of the first, each of one kind (true or false, number, text): filters would have
-to guess the values that are left out.
+    .jsonl, .jsonl.gz, .jsonl.zst
+        one item a line, blank lines are skipped:
+        {"item_id": 1, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": true}}
+        `order` and `attributes` are optional; an unknown key is an error
+    .parquet
+        columns `item_id`, `sid` (a list of integers) and optionally `order`; each other column is
+        an attribute. Needs npu_gr[parquet]
+    .bin
+        xLLM: {int64 item; int32 t0, t1, t2}, little endian, 20 bytes a record
+
+A line of JSONL may also have `features`, for each name a value or a list of values, from which a
+ranker scores an item that it was not trained with. Items may have different features.
+
+Every record must have as many codes as the first, an order score if and only if the first has one,
+and the same attributes, each of one type (boolean, number, text), since a filter could not guess
+missing values.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ from npu_gr.core.lines import read_lines
 from npu_gr.core.names import item_id
 from npu_gr.core.text_format import quoted
 
-# bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
+# bool, int64, float64 or str; each text takes 4 bytes a letter of the longest one
 Column = npt.NDArray[Any]
 FeatureValue = str | int | float
-Features = Mapping[str, FeatureValue | list[FeatureValue]]  # by name; of one item
-Place = Callable[[int], str]  # row -> "<file>, line <n>" or the like, for a message
+Features = Mapping[str, FeatureValue | list[FeatureValue]]  # features of one item, by name
+Place = Callable[[int], str]  # row -> "<file>, line <n>" or similar, for a message
 
 _XLLM = np.dtype([("item_id", "<i8"), ("sid", "<i4", (3,))])
 _MAX_CODE = 2**31 - 1
@@ -47,18 +51,14 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """The records of a catalogue, in the order of the file.
-
-    N = number of items, L = codes of a SID.
-    """
+    """The records of a catalogue, in the order of the file. N = items, L = codes of a SID."""
 
     item_ids: I64  # [N] not negative; `build_trie` rejects repeated ones
-    # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID
-    # has
+    # [N, L] not negative; L = 0 if there are no items
     sids: I32
     order: F32 | None  # [N] finite
     attributes: dict[str, Column]  # by name, [N] each
-    # by item id; items without any are not there
+    # by item id; items without features have no entry
     features: dict[int, Features] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Items:
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """One item, as a line of JSONL has it."""
+    """One item, as in a line of JSONL."""
 
     item_id: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
     sid: Annotated[
@@ -113,11 +113,11 @@ def _read_jsonl(path: Path) -> Items:
 
 
 def as_items(records: Sequence[Record], place: Place) -> Items:
-    """Turn records into columns.
+    """Convert records to columns.
 
     Args:
-        records: any number, none included.
-        place: names a row in a message.
+        records: Records, may be empty.
+        place: Function that describes a row, for a message.
 
     Raises:
         DataError: names the first record that differs in form from record 1, and the difference.
@@ -143,7 +143,7 @@ def as_items(records: Sequence[Record], place: Place) -> Items:
 
 
 def _difference(record: Record, first: Record) -> str:
-    """Say how the form of a record differs from that of the first; empty if it does not."""
+    """Describe how the form of a record differs from that of the first one; "" if it does not."""
     if len(record.sid) != len(first.sid):
         return f"a SID of {len(record.sid)} codes, the first record has {len(first.sid)}"
     if (record.order is None) != (first.order is None):
@@ -187,9 +187,11 @@ def _read_xllm(path: Path) -> Items:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error}") from error
-    whole, rest = divmod(len(data), _XLLM.itemsize)
+    num_records, rest = divmod(len(data), _XLLM.itemsize)
     if rest:
-        raise DataError(f"{path}, record {whole + 1}: cut short, {rest} of {_XLLM.itemsize} bytes")
+        raise DataError(
+            f"{path}, record {num_records + 1}: cut short, {rest} of {_XLLM.itemsize} bytes"
+        )
     records = np.frombuffer(data, _XLLM)
     place = _by_record(path)
     return Items(_item_ids(records["item_id"], place), _codes(records["sid"], place), None, {})
@@ -203,7 +205,7 @@ def _read_parquet(path: Path) -> Items:
     except ImportError as error:
         raise DataError(f"{path}: Parquet needs pip install 'npu_gr[parquet]'") from error
     try:
-        # read_table would turn folders such as day=1 into columns
+        # not read_table, which would turn folders such as day=1 into columns
         with pq.ParquetFile(path) as file:
             table = file.read()
     except (OSError, pa.ArrowException) as error:
@@ -298,7 +300,7 @@ def _codes(found: Column, place: Place) -> I32:
 
 
 def _order(found: npt.NDArray[np.float64], place: Place) -> F32:
-    # a score beyond float32 becomes infinite, and is rejected below
+    # A score over the range of float32 becomes infinite, and is rejected below.
     with np.errstate(over="ignore"):
         order = found.astype(np.float32)
     _reject(
@@ -308,7 +310,7 @@ def _order(found: npt.NDArray[np.float64], place: Place) -> F32:
 
 
 def _widened(name: str, found: Column, place: Place) -> Column:
-    """Widen a column of any width and sign to bool, int64, float64 or str."""
+    """Convert a column of any integer or float type to int64 or float64; others stay."""
     if found.dtype.kind in "iu":
         _reject(
             found > _MAX_INT64,
@@ -324,12 +326,10 @@ def _reject(bad: Mask, message: Place) -> None:
 
 
 def read_popular(path: str | None) -> I64:
-    """Read the list of popular items: names as the company writes them, one a line, best first, each once.
-
-    No path gives no items.
+    """Read the list of popular items: one name a line, best first. Without a path it is empty.
 
     Raises:
-        ConfigError: the file cannot be read, a line is no name of an item, or there is none.
+        ConfigError: the file cannot be read, a line is no name of an item, or it has no items.
     """
     if path is None:
         return np.empty(0, np.int64)

@@ -1,14 +1,13 @@
-"""Versions of a catalogue: one is served, the one before it is kept, and a request sees one from start to end.
+"""Versions of a catalogue: the served one, and the previous one for a rollback.
 
-A change makes a new snapshot, which `Catalogue.publish` puts into service. Nothing that a request
-holds is written:
-  withdraw, restore   share the trie and copy the filter, one byte an item and an edge: tens of milliseconds at ten
-                      million items
-  add                 merges the new items in and removes the withdrawn ones: each table is copied once, nothing is
-                      sorted again: three seconds at ten million items, in a thread beside the event
-                      loop
-Reference counting frees the arrays of a version that is neither served nor kept once no request
-holds it.
+A request sees the same version from start to end. A change makes a new snapshot, which
+`Catalogue.publish` puts into service; snapshots are immutable:
+  withdraw, restore   share the trie and copy the filter, one byte for each item and edge: tens of
+                      milliseconds at ten million items
+  add                 merges new items in and removes the withdrawn ones: copies each table once and
+                      sorts nothing again, three seconds at ten million items, on another thread
+                      than the event loop
+The arrays of an older version are freed when no request uses it any more.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from npu_gr.core.text_format import cut, quoted
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Snapshot:
-    """One version of the catalogue. N = items of the trie. Never changed in place."""
+    """One version of the catalogue. Immutable. N = items of the trie."""
 
     trie: Trie
     order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
-    # by item id: what a ranker may know of an item that it was not trained with
+    # by item id: features from which a ranker scores items that it was not trained with
     features: Mapping[int, Features]
     content: str  # digest of the fields above
-    names: ItemNames = EMPTY  # of items that came by text or with a title; no part of the digests
-    # ids withdrawn, then dropped; ascending
+    names: ItemNames = EMPTY  # of hashed items and items with a title; no part of the digests
+    # ids of withdrawn items that were then removed from the trie; ascending
     removed: I64 = field(default_factory=lambda: np.empty(0, np.int64))
-    # allows all but the withdrawn items; None: nothing is withdrawn
+    # allows all but the withdrawn items; None = no item is withdrawn
     available: Filter | None = None
-    # digest of `content` and of the withdrawn items; `content` itself if there are none
+    # digest of `content` and of the withdrawn items; equals `content` if there are none
     version: str
 
     @property
@@ -62,10 +61,7 @@ class Snapshot:
 
     @property
     def item_ids(self) -> I64:
-        """Ids of the items that are not withdrawn, ascending.
-
-        Ten million take tens of milliseconds.
-        """
+        """Ids of the items that are not withdrawn, ascending; tens of ms at ten million items."""
         places = self.trie.by_id
         if self.available is not None:
             places = places[self.available.allowed[places]]
@@ -74,7 +70,7 @@ class Snapshot:
 
     @property
     def withdrawn_ids(self) -> I64:
-        """Ids of the withdrawn items, those that the trie no longer holds included; ascending."""
+        """Ids of all withdrawn items, also those removed from the trie; ascending."""
         if self.available is None:
             return self.removed
         return np.union1d(self.removed, self.trie.leaf_item[~self.available.allowed])
@@ -91,20 +87,20 @@ class Snapshot:
 
 
 def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
-    """Build the trie and sort the columns as its items are.
+    """Build the trie, and sort the columns in the order of its items.
 
     Args:
-        items: the records of a file.
-        codebooks: the codes of each level and their tokens in the model's vocabulary.
+        items: Records of a file.
+        codebooks: Codes of each level and their tokens in the vocabulary.
 
     Raises:
-        CatalogueError: the records do not make a trie, see `build_trie`.
+        CatalogueError: the records make no trie (see `build_trie`).
     """
-    # An empty file does not say how many codes its SIDs have; the codebooks do.
+    # Without items the number of levels comes from the codebooks.
     sids = items.sids if len(items) else np.empty((0, len(codebooks)), np.int32)
     trie = build_trie(sids, items.item_ids, codebooks, items.order)
     rows = np.empty(len(items), np.int64)
-    # seconds at ten million items; looking each up takes a minute
+    # Two sorts take seconds at ten million items; looking each item up would take a minute.
     rows[trie.by_id] = np.argsort(items.item_ids)
     attributes = {
         name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)
@@ -137,10 +133,10 @@ def _snapshot(
 
 
 def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
-    """Withdraw items: requests no longer see them. Items that are withdrawn already stay so.
+    """Withdraw items, so that no request gets them. Repeats are allowed.
 
     Raises:
-        CatalogueError: the trie does not hold an item.
+        CatalogueError: the trie lacks an item.
     """
     _places(snapshot, item_ids)
     base = snapshot.available or allow_all(snapshot.trie)
@@ -148,10 +144,10 @@ def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
 
 
 def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
-    """Bring withdrawn items back on their former SIDs. Items that were never withdrawn stay.
+    """Restore withdrawn items with their former SIDs. Items that are not withdrawn stay.
 
     Raises:
-        CatalogueError: the trie does not hold an item; `add` it.
+        CatalogueError: the trie lacks an item, which must be added again (`add`).
     """
     places = _places(snapshot, item_ids)
     if snapshot.available is None:
@@ -162,19 +158,18 @@ def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
 
 
 def add(snapshot: Snapshot, items: Items) -> Snapshot:
-    """Merge items into the trie and remove the withdrawn ones from it.
+    """Merge items into the trie, and remove the withdrawn ones from it.
 
-    A withdrawn item may return on another SID.
+    A withdrawn item may return with another SID.
 
     Args:
         snapshot: the version to change.
-        items: with an order score and attributes if and only if the snapshot's items have them, of
-            the same kinds.
+        items: New items. They must have an order score and attributes if and only if the snapshot's
+            items have them, of the same types.
 
     Raises:
-        CatalogueError: an item is there already, the columns differ from the snapshot's, or the
-            items do not make a trie (see `build_trie`). Record numbers count the records of
-            `items`, from 1.
+        CatalogueError: an item exists already, the columns differ from the snapshot's, or the items
+            make no trie (see `build_trie`). Record numbers count in `items`, from 1.
     """
     added = _added(snapshot, items)
     if added is snapshot:
@@ -184,15 +179,17 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
 
 def _added(snapshot: Snapshot, items: Items) -> Snapshot:
     trie = snapshot.trie
-    kept = snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
-    if not len(items) and kept.all():
+    available = (
+        snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
+    )
+    if not len(items) and available.all():
         return snapshot
-    if not kept.any():
+    if not available.any():
         return make_snapshot(items, trie.codebooks)
     if not len(items):
-        return _restricted(snapshot, kept)
+        return _restricted(snapshot, available)
     places = trie.places(items.item_ids)
-    repeated = (places >= 0) & kept[places]
+    repeated = (places >= 0) & available[places]
     if repeated.any():
         row = int(np.argmax(repeated))
         raise CatalogueError(
@@ -203,7 +200,7 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
             f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}"
         )
     _check_columns(snapshot, items)
-    base = snapshot if kept.all() else _restricted(snapshot, kept)
+    base = snapshot if available.all() else _restricted(snapshot, available)
     more = make_snapshot(items, trie.codebooks)
     merged, before = insert(base.trie, base.order, more.trie, more.order)
     order = (
@@ -225,16 +222,16 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
 
 
 def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
-    """Name items of the version; names of items that it lacks are forgotten.
+    """Add names and titles to the version, and drop the names of items that it lacks.
 
     Raises:
-        DataError: an item is named twice, or two names have one id.
+        DataError: a name occurs twice, or two names have the same id.
     """
     added = ItemNames.make(names, titles)
-    kept = snapshot.names.ids[
+    retained = snapshot.names.ids[
         (snapshot.trie.places(snapshot.names.ids) >= 0) & (added.find(snapshot.names.ids) < 0)
     ]
-    entries = snapshot.names.find(kept)
+    entries = snapshot.names.find(retained)
     table = ItemNames.make(
         [*snapshot.names.names_at(entries), *names], [*snapshot.names.titles_at(entries), *titles]
     )
@@ -258,20 +255,20 @@ def _check_columns(snapshot: Snapshot, items: Items) -> None:
             )
 
 
-def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
-    """Remove the items that are not kept. At least one is kept."""
-    order = None if snapshot.order is None else snapshot.order[kept]
-    attributes = {name: _narrowed(column[kept]) for name, column in snapshot.attributes.items()}
-    trie = restrict(snapshot.trie, kept)
+def _restricted(snapshot: Snapshot, retained: Mask) -> Snapshot:
+    """Remove all items but the retained ones, of which there must be at least one."""
+    order = None if snapshot.order is None else snapshot.order[retained]
+    attributes = {name: _narrowed(column[retained]) for name, column in snapshot.attributes.items()}
+    trie = restrict(snapshot.trie, retained)
     ids = np.fromiter(snapshot.features, np.int64)
     features = {item: snapshot.features[item] for item in ids[trie.places(ids) >= 0].tolist()}
     return _snapshot(trie, order, attributes, features)
 
 
 class Catalogue:
-    """The version that is served and the one before it. Any thread may call any method.
+    """The served version and the previous one. Thread-safe.
 
-    Readers take one reference and never wait; publishers take turns.
+    Readers take one reference and never wait; publishers wait for each other.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -280,13 +277,11 @@ class Catalogue:
         self._turn = threading.Lock()  # from the check of a new version to its publication
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Serve this version from now on, and keep the one served until now.
-
-        A version that is served stays so.
+        """Serve this version, and keep the one served before. Does nothing if it is served already.
 
         Raises:
-            CatalogueError: the version has other codebooks than the served one, which the model was
-                trained with; nothing was changed.
+            CatalogueError: the version has other codebooks than the served one, with which the
+                model was trained; nothing was changed.
         """
         with self._turn:
             if not self._published.is_empty:
@@ -303,24 +298,24 @@ class Catalogue:
         """Return the version that `rollback` would serve.
 
         Raises:
-            DataError: no earlier version is kept.
+            DataError: there is no previous version.
         """
         if (previous := self._published.previous) is None:
-            raise DataError("no earlier version of the catalogue is kept")
+            raise DataError("there is no previous version of the catalogue")
         return previous
 
     def rollback(self) -> None:
-        """Serve the kept version, and keep the one served until now: a second rollback undoes the first.
+        """Swap the served and the previous version; a second rollback undoes the first.
 
         Raises:
-            DataError: no earlier version is kept; nothing was changed.
+            DataError: there is no previous version; nothing was changed.
         """
         with self._turn:
             self._published.rollback()
 
     @contextmanager
     def pin(self) -> Iterator[Snapshot]:
-        """Hold the version that is served: it stays whole for the block, whatever is published meanwhile.
+        """Hold the served version for the block, whatever is published meanwhile.
 
         Raises:
             Unavailable: nothing has been published.
@@ -328,7 +323,7 @@ class Catalogue:
         yield self._published.current
 
     def status(self) -> CatalogueInfo:
-        """Describe the version that is served; all of it at one moment.
+        """Describe the served version, as of one instant.
 
         Raises:
             Unavailable: nothing has been published.
@@ -343,7 +338,7 @@ class Catalogue:
         )
 
     def contents(self) -> set[str]:
-        """Return `Snapshot.content` of the version that is served and of the one that is kept.
+        """Return `Snapshot.content` of the served and of the previous version.
 
         Raises:
             Unavailable: nothing has been published.
@@ -361,12 +356,12 @@ def _places(snapshot: Snapshot, item_ids: I64) -> I64:
 
 
 def _with_available(snapshot: Snapshot, available: Filter) -> Snapshot:
-    everything = bool(available.allowed.all())
+    is_all = bool(available.allowed.all())
     digest = xxhash.xxh3_128(snapshot.content.encode() + available.allowed.tobytes()).hexdigest()
     return replace(
         snapshot,
-        available=None if everything else available,
-        version=snapshot.content if everything else digest,
+        available=None if is_all else available,
+        version=snapshot.content if is_all else digest,
     )
 
 
@@ -375,7 +370,7 @@ def _columns(items: Items) -> str:
 
 
 def _narrowed(column: Column) -> Column:
-    """Store text in the narrowest type that holds it, so that equal columns have equal bytes and digests."""
+    """Convert text to the narrowest dtype, so that equal columns have equal bytes and digests."""
     if column.dtype.kind != "U":
         return column
     return column.astype(f"U{max(1, int(np.char.str_len(column).max(initial=0)))}")

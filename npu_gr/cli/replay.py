@@ -20,7 +20,7 @@ from npu_gr.core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from npu_gr.core.names import ActionNames
     from npu_gr.replay.plan import ReplayOptions
-    from npu_gr.replay.run import Progress
+    from npu_gr.replay.run import ReplayProgress
 
 
 @click.group(cls=RunByDefault, short_help="Replay a query log, compare runs, convert logs.")
@@ -188,7 +188,7 @@ def _progress() -> Iterator[Any]:
             def begin(self, name: str) -> None:
                 self._task = bars.add_task(name, total=1.0, text="")
 
-            def __call__(self, progress: Progress) -> None:
+            def __call__(self, progress: ReplayProgress) -> None:
                 text = f"{progress.num_done} answered, {progress.num_good} ranks in time"
                 bars.update(self._task, completed=progress.read_ratio, text=text)
 

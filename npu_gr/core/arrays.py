@@ -1,7 +1,7 @@
-"""Types of the arrays that requests, answers and models share, and what every request asks of its own.
+"""Types of shared arrays, and fast reductions of short arrays.
 
-A request's arrays are short, and numpy's reductions take 2 us to begin: the place of the largest
-value takes a tenth of `max`, and what stands there is the same number.
+The arrays of a request are short, and numpy's reductions have an overhead of 2 us: `argmax` takes a
+tenth of the time of `max`, and indexing it gives the same value.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def smallest(values: npt.NDArray[np.integer[Any]]) -> int:
 
 
 def holds_any(mask: npt.NDArray[np.bool_]) -> bool:
-    """Whether one of [n] is true."""
+    """Whether any of bool [n] is true."""
     return len(mask) > 0 and bool(mask[mask.argmax()])

@@ -1,7 +1,7 @@
-"""How ours call a service: whom they trust over TLS, what they show, and the headers that place a request.
+"""What our clients send to a service: TLS files, API key, and headers for routing.
 
-`npu-gr --ca FILE --cert FILE --cert-key FILE ...` writes its options into the environment, where
-the processes that a replay starts find them as well.
+`npu-gr --ca FILE --cert FILE --cert-key FILE ...` stores its options in the environment, so that
+child processes have them too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ CA = "NPU_GR_CA"
 CERTIFICATE = "NPU_GR_CERT"
 KEY = "NPU_GR_CERT_KEY"
 VARIABLES = (CA, CERTIFICATE, KEY)
-USER_HEADER = "X-User-Id"  # by which proxies place a request
+USER_HEADER = "X-User-Id"  # proxies route by it
 TENANT_HEADER = "X-Tenant-Id"
-MAX_NAME = 512  # characters of either, as proxies take them
-_IN_A_HEADER = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # as they are, beside letters and digits
+MAX_NAME = 512  # characters of either header, the limit of proxies
+_IN_A_HEADER = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # not encoded, as are letters and digits
 
 
 def calling_files() -> ClientTlsConfig:
-    """Return the files that the command line or the environment names.
+    """Return the TLS files of the command line or the environment.
 
     Raises:
         ConfigError: there is a certificate without a key, or a key without a certificate.
@@ -37,26 +37,23 @@ def calling_files() -> ClientTlsConfig:
 
 
 def calling_headers(api_key: str | None) -> dict[str, str]:
-    """Return the header that shows a key; None = there is none."""
+    """Return the header with an API key, if there is one."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def placing_headers(user: str, tenant: str = "") -> dict[str, str]:
-    """Return the headers by which proxies place a request about a user."""
+    """Return the headers by which proxies route a request of a user."""
     named = {USER_HEADER: _as_header(user)}
     return {**named, TENANT_HEADER: _as_header(tenant)} if tenant else named
 
 
 def _as_header(name: str) -> str:
-    """Percent-encode what printable ASCII lacks, a space and "%".
-
-    The beginning of a long name places as well.
-    """
+    """Percent-encode spaces, "%" and all but printable ASCII; long names are cut."""
     return quote(name, safe=_IN_A_HEADER)[:MAX_NAME]
 
 
 def calling_context() -> ssl.SSLContext:
-    """Make the context for https addresses; without files it trusts whom the system trusts.
+    """Make the TLS context of clients; without files it trusts the system's authorities.
 
     Raises:
         ConfigError: a file cannot be used.

@@ -1,7 +1,7 @@
-"""When a certificate expires: the one field of X.509 that we show, read from its DER.
+"""Read the expiry of a certificate from its DER.
 
-`ssl` verifies certificates but tells the fields of a peer's or an authority's only, and a
-dependency for one date would be the largest one that sees our keys.
+`ssl` exposes the fields of peers and authorities only, and a dependency for one date would be the
+largest one with access to our keys.
 
     Certificate ::= SEQUENCE { TBSCertificate ::= SEQUENCE { [0] version?, serial, algorithm,
     issuer,
@@ -22,14 +22,14 @@ _BEFORE_VALIDITY = 3  # serial, algorithm, issuer
 class _Element(NamedTuple):
     tag: int
     value: bytes
-    rest: bytes  # what follows it
+    rest: bytes  # the bytes after it
 
 
 def expires_at(der: bytes) -> float:
     """Return when a certificate expires, in seconds since 1970.
 
     Raises:
-        ValueError: it is no certificate.
+        ValueError: it is not a certificate.
     """
     fields = _first(_first(der).value).value
     if _first(fields).tag == _VERSION:
@@ -38,22 +38,22 @@ def expires_at(der: bytes) -> float:
         fields = _first(fields).rest
     not_after = _first(_first(_first(fields).value).rest)
     if not_after.tag not in (_UTC_TIME, _GENERALIZED_TIME):
-        raise ValueError("a certificate without an end")
+        raise ValueError("the certificate has no expiry date")
     text = not_after.value.decode("ascii")
-    if not_after.tag == _UTC_TIME:  # two digits of the year: 1950 to 2049
+    if not_after.tag == _UTC_TIME:  # the year has two digits: 1950 to 2049
         text = ("19" if text[:2] >= "50" else "20") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _first(data: bytes) -> _Element:
     if len(data) < 2:
-        raise ValueError("a certificate that ends too early")
+        raise ValueError("the certificate is truncated")
     tag, size = data[0], data[1]
     begin = 2
-    if size & 0x80:  # the length itself has so many bytes
+    if size & 0x80:  # the low bits are the number of bytes of the length
         begin += size & 0x7F
         size = int.from_bytes(data[2:begin])
     end = begin + size
     if end > len(data):
-        raise ValueError("a certificate that ends too early")
+        raise ValueError("the certificate is truncated")
     return _Element(tag, data[begin:end], data[end:])

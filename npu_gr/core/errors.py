@@ -1,4 +1,4 @@
-"""Every error the package raises on purpose, and the HTTP status of each leaf.
+"""The exceptions of the package, and the HTTP status of each leaf.
 
 NpuGrError
 ├── ConfigError            bad YAML, checkpoint or path; the process must not start   (exit 2)
@@ -6,24 +6,24 @@ NpuGrError
 ├── StoreInUse             a ConfigError: another process has the embedded history store
 ├── DataError              a file of interactions or a query log cannot be read       (exit 2)
 │   └── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
-├── RequestError           the caller's fault
+├── RequestError           the client's fault
 │   ├── BadRequest         broken body                                                (400)
 │   ├── Unauthorized       no key, or a wrong one                                     (401)
-│   ├── Forbidden          the key does not allow it, or the page that sent it            (403)
+│   ├── Forbidden          the key, or the page of origin, does not allow it          (403)
 │   ├── NotFound           no such model or version                                   (404)
-│   ├── UnknownPrefix      a delta on a prefix that is not known here: send it whole  (409)
+│   ├── UnknownPrefix      a delta on a prefix that is not cached: send the history   (409)
 │   ├── TooLarge           the body or a list is over its limit                       (413)
-│   ├── BodyTooSlow        the body did not arrive in its time                        (408)
+│   ├── BodyTooSlow        the body did not arrive within its time limit              (408)
 │   ├── UnsupportedMedia   a content type we do not read                              (415)
 │   └── Unprocessable      well-formed, but a value is out of range                   (422)
-│       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
-├── Overloaded             admission said no; retry elsewhere or later                (429)
+│       └── ColdUser       no item of the history is known: nothing to retrieve from  (422)
+├── Overloaded             rejected by admission; retry later or elsewhere            (429)
 ├── Unavailable            starting, draining, or the history store is down           (503)
-│   ├── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
-│   ├── StoreFailed        an Unavailable: the history store did not do its part      (503)
-│   └── Unreachable        an Unavailable, at a caller: nobody answered, or half an answer came
+│   ├── NotTaken           an Unavailable: not begun, another instance may take it    (503)
+│   ├── StoreFailed        an Unavailable: the history store failed                   (503)
+│   └── Unreachable        an Unavailable, in a client: no answer, or an incomplete one
 ├── DeadlineExceeded       the budget ran out before the work did                     (504)
-├── BadAnswer              at a caller: what answered is no service of ours
+├── BadAnswer              in a client: the answer is not of this service
 └── ResourceError
     ├── PoolExhausted      no pages: rank without prefix KV       (never leaves the process)
     ├── StaleEntry         a DRAM copy was overwritten: recompute (never leaves the process)
@@ -38,15 +38,15 @@ from enum import StrEnum
 class NpuGrError(Exception):
     """The root of the tree.
 
-    `status` is the HTTP status; `title` names the class of error, and does not change.
+    `status` is the HTTP status; `title` names the class of error, and is stable.
     """
 
     status = 500
     title = "internal error"
-    # of an error that a service answered, at its caller; None where it was raised in this process
-    field: str | None = None  # of the request, that the message begins with
-    request_id: str | None = None  # under which the service's log has it
-    retry_after_s: float | None = None  # that the service asks to wait
+    # in a client, from the answer of a service; None if raised in this process
+    field: str | None = None  # field of the request, with which the message begins
+    request_id: str | None = None  # as in the log of the service
+    retry_after_s: float | None = None  # requested by the service
 
 
 class ConfigError(NpuGrError):
@@ -62,7 +62,7 @@ class CheckpointError(ConfigError):
 
 
 class StoreInUse(ConfigError):
-    """Another process has the embedded history store, and a file has one owner."""
+    """Another process has opened the embedded history store, which allows one owner."""
 
 
 class DataError(NpuGrError):
@@ -74,14 +74,14 @@ class DataError(NpuGrError):
 class CatalogueError(DataError):
     """Records do not make a catalogue of semantic IDs.
 
-    The message names the record, counted from 1, and the reason.
+    The message names the record, from 1, and the reason.
     """
 
     title = "bad catalogue"
 
 
 class RequestError(NpuGrError):
-    """The caller's fault: the message names the field and the limit."""
+    """The client's fault; the message names the field and the limit."""
 
     status = 400
     title = "bad request"
@@ -99,7 +99,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The key is valid, and does not allow this request; or a page of another site sent it."""
+    """The key does not allow this request, or a page of another site sent it."""
 
     status = 403
     title = "forbidden"
@@ -113,7 +113,7 @@ class NotFound(RequestError):
 
 
 class UnknownPrefix(RequestError):
-    """A delta names a prefix that this instance does not know: send the whole history."""
+    """A delta names a prefix that is not cached here; send the complete history."""
 
     status = 409
     title = "unknown prefix"
@@ -127,7 +127,7 @@ class TooLarge(RequestError):
 
 
 class BodyTooSlow(RequestError):
-    """The body of a request did not arrive in its time."""
+    """The body of a request did not arrive within its time limit."""
 
     status = 408
     title = "request timeout"
@@ -148,21 +148,21 @@ class Unprocessable(RequestError):
 
 
 class ColdUser(Unprocessable):
-    """The catalogue knows no item of the user's history, so there is nothing to retrieve from."""
+    """No item of the user's history is in the catalogue, so retrieval has no input."""
 
 
 class Rejection(StrEnum):
-    """Why a request was rejected for load; the value of the metric label `reason`."""
+    """Why admission rejected a request; the value of the metric label `reason`."""
 
-    LATE = "late"  # it could not be answered within its objective or its budget
+    LATE = "late"  # it would miss its objective or its budget
     QUEUE = "queue"  # the device's queue is full
-    RATE = "rate"  # its API key has a rate, and was over it
-    SHARE = "share"  # its tenant signals far more than it ranks, and others share the instance
-    SHED = "shed"  # it left the device's queue to make room for a more important job
+    RATE = "rate"  # its API key exceeded its rate
+    SHARE = "share"  # its tenant exceeded its share, and other tenants need the instance
+    SHED = "shed"  # removed from the device's queue for a more important job
 
 
 class Overloaded(NpuGrError):
-    """Admission said no. `retry_after_s` goes into the Retry-After header; `reason` is counted."""
+    """Rejected by admission. `retry_after_s` is sent as Retry-After; `reason` is counted."""
 
     status = 429
     title = "overloaded"
@@ -177,7 +177,7 @@ class Overloaded(NpuGrError):
 
 
 class Unavailable(NpuGrError):
-    """Starting, draining, or a store that the request needs is down."""
+    """The instance starts or drains, or a store that the request needs is down."""
 
     status = 503
     title = "unavailable"
@@ -186,12 +186,12 @@ class Unavailable(NpuGrError):
 class NotTaken(Unavailable):
     """This instance starts, drains or has failed.
 
-    It has not begun the request, so another one may take it.
+    It has not begun the request, so another instance may take it.
     """
 
 
 class Unreachable(Unavailable):
-    """Nobody answered at the address, or the answer broke off: the caller cannot know whether the work was done."""
+    """No answer, or an incomplete one: the client cannot know whether the request took effect."""
 
 
 class StoreFault(StrEnum):
@@ -199,13 +199,13 @@ class StoreFault(StrEnum):
 
     UNAVAILABLE = "store_unavailable"  # it does not answer, or fails
     SLOW = "store_slow"  # it did not answer within its time limit
-    BUSY = "store_busy"  # too many calls of this instance wait for it
+    BUSY = "store_busy"  # too many calls of this instance are waiting
     DISK_FULL = "disk_full"
-    CORRUPT = "entry_corrupt"  # what it has of the user is damaged
+    CORRUPT = "entry_corrupt"  # the user's entry is damaged
 
 
 class StoreFailed(Unavailable):
-    """The history store did not do its part. `fault` says how."""
+    """The history store failed, as `fault` describes."""
 
     def __init__(self, message: str, fault: StoreFault = StoreFault.UNAVAILABLE) -> None:
         super().__init__(message)
@@ -213,20 +213,20 @@ class StoreFailed(Unavailable):
 
 
 class DeadlineExceeded(NpuGrError):
-    """The caller's budget ran out; every lease and slot is already released."""
+    """The budget of the request ran out; all leases and permits are released."""
 
     status = 504
     title = "deadline exceeded"
 
 
 class BadAnswer(NpuGrError):
-    """An answer that no service of ours gives, as that of a proxy or of another version."""
+    """An answer that is not of this service, as that of a proxy or of another version."""
 
     title = "bad answer"
 
 
 class ResourceError(NpuGrError):
-    """A device or memory tier could not do its part."""
+    """A device or memory tier failed."""
 
     status = 503
     title = "resource error"
@@ -235,12 +235,12 @@ class ResourceError(NpuGrError):
 class PoolExhausted(ResourceError):
     """The pool has too few free or expired pages; nothing was evicted.
 
-    The rank goes on without prefix KV.
+    The rank continues without prefix KV.
     """
 
 
 class StaleEntry(ResourceError):
-    """A DRAM copy was overwritten while it was read. The rank goes on without it."""
+    """A DRAM copy was overwritten while it was read. The rank continues without it."""
 
 
 class DeviceError(ResourceError):

@@ -1,8 +1,4 @@
-"""Users and their behaviours: how they come with a request, how they were read, how they are written to the store.
-
-`oldest_first` rejects or sorts rows of a request that run backwards in time
-(`service.unsorted_history`).
-"""
+"""Users and their behaviours (events) in requests, reports of reads, and writes to the store."""
 
 from __future__ import annotations
 
@@ -31,22 +27,22 @@ class UserKey(NamedTuple):
 class HistorySource(StrEnum):
     """Where the behaviours of a request came from; in answers, and a metric label."""
 
-    REQUEST = "request"  # the request brought them, whole or on a known prefix
+    REQUEST = "request"  # in the request, complete or as a delta on a cached prefix
     STORE = "store"
-    LAST_KNOWN = "last_known"  # the store failed: what this instance last knew of the user
-    NOTHING = "nothing"  # the store failed, and nothing was known: no behaviours
+    LAST_KNOWN = "last_known"  # the store failed; the last history that this instance had
+    NOTHING = "nothing"  # the store failed, and this instance had none
 
 
 class HistoryOrigin(NamedTuple):
-    """The source of behaviours, and the fault of the store if it should have been the source."""
+    """The source of behaviours, and the fault of the store if it failed."""
 
     source: HistorySource
     fault: StoreFault | None = None
-    sorted_events: int = 0  # of a request: how many stood later than newer ones; they were sorted
+    sorted_events: int = 0  # events of a request that were out of order and got sorted
 
     @property
     def is_degraded(self) -> bool:
-        """Whether the store should have been the source, and was not."""
+        """Whether the store failed."""
         return self.fault is not None
 
 
@@ -57,29 +53,29 @@ FROM_STORE = HistoryOrigin(HistorySource.STORE)
 
 
 class UserFeaturesSource(StrEnum):
-    """Where features of a user came from that no request brought.
+    """Where user features came from that were not in the request.
 
     In answers, and a metric label.
     """
 
     SOURCE = "source"  # fetched now
-    REMEMBERED = "remembered"  # fetched before, and still fresh
-    LAST_KNOWN = "last_known"  # the source failed: what it said before
-    NOTHING = "nothing"  # the source failed, and nothing was known: they are missing
+    REMEMBERED = "remembered"  # from the cache, still fresh
+    LAST_KNOWN = "last_known"  # the source failed; from the cache, expired
+    NOTHING = "nothing"  # the source failed, and the cache had none
 
 
 class UserFeaturesOrigin(NamedTuple):
-    """The source of a user's features, and its fault if it failed, or said what does not fit the model."""
+    """The source of user features, and its fault if it failed or returned invalid values."""
 
     source: UserFeaturesSource
     fault: StoreFault | None = None
 
 
 class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
+    """Behaviours, oldest first, with external item ids. n = number of events."""
 
     items: I64  # [n] external item ids
-    actions: I16  # [n] action ids as the model's config names them
+    actions: I16  # [n] action indices of the model
     timestamps: I64  # [n] unix seconds
     origin: HistoryOrigin = FROM_REQUEST
     features: Columns = NO_COLUMNS  # of each event
@@ -94,7 +90,7 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
         return self.take(part)
 
     def take(self, rows: Any) -> Events:
-        """Return some events: a slice, a mask, indices."""
+        """Select events by slice, mask or indices."""
         return Events(
             self.items[rows],
             self.actions[rows],
@@ -118,7 +114,7 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
         return msgspec.structs.replace(self, origin=origin)
 
     def copy(self) -> Events:
-        """Return a copy of the request's own: a slice would keep the longer history alive that it was cut from."""
+        """Copy the arrays, since a slice would keep the full history in memory."""
         arrays = self.items.copy(), self.actions.copy(), self.timestamps.copy()
         return Events(*arrays, features=self.features.copy())
 
@@ -133,25 +129,21 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
     def make(
         cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike
     ) -> Events:
-        """Copy three integer rows of the same length into arrays.
-
-        Numpy must be able to read them.
-        """
+        """Copy three integer rows of equal length into arrays."""
         return cls(
             np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64)
         )
 
     @classmethod
     def empty(cls) -> Events:
-        """Make a history without behaviours."""
+        """Make an empty history."""
         return cls.make([], [], [])
 
     def fingerprint(self, first_index: int = 0) -> str:
-        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are.
+        """Hash all events to 32 hex digits (xxh3-128).
 
         Args:
-            first_index: of the first event in the user's whole history; the same events elsewhere
-                are another history.
+            first_index: Index of the first event in the user's full history, part of the hash.
         """
         digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
         if first_index:
@@ -164,36 +156,36 @@ class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class HistoryRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """How a request names its history.
+    """The history of a request.
 
     events  base
-    given   absent   `events` are the whole history
+    given   absent   `events` are the full history
     given   given    `events` continue the prefix that `base` names
-    absent  given    the prefix that `base` names is the whole history
-    absent  absent   the history store has it
+    absent  given    the prefix that `base` names is the full history
+    absent  absent   it is in the history store
     """
 
     events: Events | None = None
-    base: str | None = None  # the fingerprint in an earlier answer
-    user_features: OneRow | None = None  # part of the prefix; None = those of the base, or none
+    base: str | None = None  # fingerprint of an earlier answer
+    user_features: OneRow | None = None  # part of the prefix; None for those of the base, if any
 
 
 class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How the behaviours of a request were read."""
 
-    # of the newest events, with those that the model lacks; the `base` of a later delta
+    # of the newest events, including unknown items; the `base` of a later delta
     fingerprint: str
-    num_tokens: int  # that the model read
-    cut_tokens: int = 0  # events of the whole history in front of the window
-    unknown_items: int = 0  # events of the window left out because the model lacks their item
-    # user.name or event.name: of the model, and nowhere in the history
+    num_tokens: int  # read by the model
+    cut_tokens: int = 0  # events older than the model's window
+    unknown_items: int = 0  # events in the window with an item unknown to the model, skipped
+    # user.name or event.name: features of the model that the history lacks
     missing_features: tuple[str, ...] = ()
     origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
-    # None = of the request, of its base, or of nobody
+    # None if they were in the request or its base, or if there are none
     user_features: UserFeaturesOrigin | None = None
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the access log says of the history: its length, and how it was degraded."""
+        """Return the access log's fields about the history."""
         source, fault, sorted_events = self.origin
         of_user = self.user_features
         return {
@@ -208,24 +200,24 @@ class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 @dataclass(slots=True)
 class StoreHealth:
-    """What a store says of itself; kept up to date by the store, read from any thread."""
+    """The state of a store; updated by the store, read by any thread."""
 
-    free_bytes: int | None = None  # that its file system has left; None = it has no file here
+    free_bytes: int | None = None  # free on its file system; None if it has no local file
     disk_bytes: int | None = None  # size of that file system
-    damaged: int | None = None  # places that the check at the start found; None = there was none
-    # unix seconds of the oldest erasure that is not overwritten yet; None = all are
+    damaged: int | None = None  # damaged places found at start; None if not checked
+    # unix seconds of the oldest erasure that is not overwritten yet, if any
     erased_at: float | None = None
-    # runs by their result: ok, held (by a reader), failed
+    # runs by result: ok, held (by a reader), failed
     overwrites: Counter[str] = field(default_factory=Counter)
 
 
 class Mode(StrEnum):
-    """What a write does with the behaviours that the store has of the user."""
+    """How a write treats the stored behaviours of the user."""
 
-    APPEND = "append"  # the new ones come behind them
-    # only those that are not there are added, in time order: a second time changes nothing
+    APPEND = "append"  # add the new ones at the end
+    # add those that are missing, in time order (idempotent)
     MERGE = "merge"
-    REPLACE = "replace"  # the new ones come in their place
+    REPLACE = "replace"  # delete the stored ones first
 
 
 class Write(NamedTuple):
@@ -238,15 +230,15 @@ class Write(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a write did."""
+    """The result of a write."""
 
-    num_events: int  # that the store now keeps of the user
-    num_added: int  # of those that came
-    num_filled: int = 0  # of those that a merge found there: how many gained features
+    num_events: int  # stored events of the user
+    num_added: int  # new events
+    num_filled: int = 0  # existing events that a merge gave features
 
     @property
     def changes(self) -> bool:
-        """Whether the store keeps another history than before."""
+        """Whether the stored history changed."""
         return bool(self.num_added or self.num_filled)
 
 
@@ -254,20 +246,19 @@ OnUnsorted = Literal["reject", "sort"]
 
 
 def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) -> Events:
-    """Refuse or sort events that run backwards; of equal times the order stays.
+    """Reject or sort events that are out of time order (`service.unsorted_history`), stably.
 
     Args:
-        events: as they came.
-        policy: what becomes of them.
-        field: their name in messages.
-        base: so many of them, at the beginning, stand in order, and were there before the request.
+        events: Events of the request, after those of its base.
+        policy: "refuse" to reject them, "sort" to sort them.
+        field: Field name in messages.
+        base: Number of events at the beginning that are those of the base, in order.
 
     Returns:
-        The events. Their origin counts those of the request that stood later than newer ones.
+        The events in order; their origin has the number of events that were out of order.
 
     Raises:
-        Unprocessable: they run backwards, and are to be rejected; the message has the index in the
-            request.
+        Unprocessable: they are out of order and rejected; the message has the index in the request.
     """
     times = events.timestamps[max(base - 1, 0) :]
     earlier = times[1:] < times[:-1]
@@ -278,9 +269,8 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
         index = at - (base > 0)
         last = "" if index else ", the last of base"
         raise Unprocessable(
-            f"{field}.timestamps: {times[at]} at index {index} is before {times[at - 1]}{last}: "
-            "send the oldest event "
-            "first, or set service.unsorted_history: sort"
+            f"{field}.timestamps: {times[at]} at index {index} is before {times[at - 1]}{last}; "
+            "send the oldest event first, or set service.unsorted_history: sort"
         )
     late = int(np.count_nonzero(times < np.maximum.accumulate(times)))
     order = np.argsort(events.timestamps, kind="stable")

@@ -1,11 +1,8 @@
-"""The one table of what an instance serves.
-
-Everything that lists the kinds of requests derives from it.
+"""The table of the request kinds of an instance, from which all other lists of kinds derive.
 
 Routes, OpenAPI, codecs, metrics, SLO rules, alerts, dashboards, the status page, the access log,
-the recorder, replay, the router and the simulator read `KINDS`; none of them keeps a list of its
-own. A new kind costs one entry here, one job (`npu_gr.handlers`), one codec
-(`npu_gr.server.schemas`), and its two runbook pages.
+the recorder, replay, the router and the simulator read `KINDS`. A new kind needs one entry here,
+one handler (`npu_gr.handlers`), one schema (`npu_gr.server.schemas`), and two runbook pages.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class Priority(IntEnum):
-    """The importance of a kind: at the door, a request waits for every request of a smaller value."""
+    """The priority of a kind in admission: smaller values go first."""
 
     RANK = 0  # the cascade waits for it
     GENERATE = 1  # retrieval has other sources
@@ -50,79 +47,79 @@ class Priority(IntEnum):
 
 
 class Scope(StrEnum):
-    """What an API key may be allowed to do."""
+    """A permission of an API key."""
 
     INFER = "infer"  # signals, ranks, generates, matches, recommends
     INGEST = "ingest"  # events, of one user and in bulk
-    ERASE = "erase"  # forget users
+    ERASE = "erase"  # erase users
     OBSERVE = "observe"  # metrics, status, models
     ADMIN = "admin"  # reload, roll back, change the catalogue, record, profile
 
 
 class Routing(StrEnum):
-    """The router's treatment of a kind: how it places a request, and whether it may send the request again."""
+    """How the router places requests of a kind, and whether it may retry them."""
 
-    SIGNAL = "signal"  # by user; chooses the instance; sent again only if no instance has begun it
-    # by user, to the instance that the signal chose; sent again if the first instance fails
+    SIGNAL = "signal"  # by user; chooses the instance; retried only if no instance has begun it
+    # by user, to the instance of the signal; retried if that fails
     FOLLOW = "follow"
-    ONCE = "once"  # by user; it changes something, so it is sent once
-    BY_LOAD = "by_load"  # about many users: to an instance with little load, and sent once
+    ONCE = "once"  # by user; a write, so never retried
+    BY_LOAD = "by_load"  # of many users: to an instance with low load, never retried
     EVERYWHERE = "everywhere"  # to every instance
 
 
 class Scored(StrEnum):
-    """The objects that the scores in an answer belong to."""
+    """The objects with scores in an answer."""
 
-    CANDIDATES = "candidates"  # one score a task for each candidate of the request
-    ITEMS = "items"  # one score for each item that the answer chose
+    CANDIDATES = "candidates"  # one score per task and candidate of the request
+    ITEMS = "items"  # one score per returned item
     NOTHING = "nothing"  # the answer has no scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind(Generic[Q, A]):
-    """One kind of request: what it is called, what it promises, and how every part of the service treats it."""
+    """One kind of request: its names, objective, and treatment by each part of the service."""
 
     name: str  # metric label, log field, configuration prefix: `slo.<name>_s`
     plural: str  # in messages: "matches are rejected"
     summary: str  # one line, for OpenAPI and the dashboards
     method: str = "POST"
-    path: str  # of the route; `{user_id}` is the rest of the path
-    status: int = 200  # of a good answer
+    path: str  # route; `{user_id}` is the rest of the path
+    status: int = 200  # of a successful answer
     request: type[Q]
     answer: type[A]
-    # of the configuration, without which an instance does not serve it; None = always
+    # section of the configuration that enables it; None = always enabled
     section: str | None = None
-    objective_s: float  # default of `slo.<name>_s`: an answer within it is in time
-    # a fast burn of its error budget pages; otherwise it opens a ticket
-    wakes_somebody: bool = True
+    objective_s: float  # default of `slo.<name>_s`, the latency objective
+    # whether a fast burn of its error budget pages; else it opens a ticket
+    pages_on_fast_burn: bool = True
     priority: Priority
-    scope: Scope = Scope.INFER  # that a key must have
+    scope: Scope = Scope.INFER  # required of the API key
     routing: Routing
-    uses_device: bool  # it waits for the device, so admission forecasts its wait
-    must_finish: bool = False  # never rejected for load and never cut short by a deadline
-    needs_ready: bool = False  # an instance that starts or drains rejects it at once
+    uses_device: bool  # it waits for the device, so admission predicts its wait
+    must_finish: bool = False  # never rejected by admission, and has no deadline
+    needs_ready: bool = False  # rejected while the instance starts or drains
     scored: Scored = Scored.NOTHING
-    takes_delta: bool = False  # its history may be a delta on a known prefix
+    takes_delta: bool = False  # its history may be a delta on a cached prefix
     is_recorded: bool = True  # the recorder writes it, and replay can send it again
-    # of its answer's `stages_s`, in order; "door" (reading, parsing, writing) is added by HTTP
+    # keys of the answer's `stages_s`, in order; HTTP adds "http" (reading, parsing, writing)
     stages: tuple[str, ...]
-    label: str | None = None  # of `npu_gr_<name>_duration_seconds`: what its answers differ by
-    # the values of `label`; each answer names its own in `label_value`
+    label: str | None = None  # extra label of `npu_gr_<name>_duration_seconds`
+    # values of `label`; that of an answer is `label_value`
     labels: tuple[str, ...] = ()
 
     @property
     def leases_prefix(self) -> bool:
-        """Whether its job leases prefix KV; then its answers differ by how they got it."""
+        """Whether its handler leases prefix KV."""
         return self.label == "outcome"
 
     @property
     def is_model(self) -> bool:
-        """Whether the Open Inference Protocol has it as a model: what it answers are scores."""
+        """Whether the Open Inference Protocol has it as a model, since its answers have scores."""
         return self.scored is not Scored.NOTHING
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The routes that serve it, with one method: its own, then those of the Open Inference Protocol."""
+        """All routes: its own, then those of the Open Inference Protocol."""
         if not self.is_model:
             return (self.path,)
         model = f"/v2/models/{self.name}"
@@ -130,7 +127,7 @@ class Kind(Generic[Q, A]):
 
     @property
     def title(self) -> str:
-        """The name as it begins a sentence or an alert."""
+        """The capitalised name."""
         return self.name.title()
 
 
@@ -143,7 +140,7 @@ SIGNAL: Kind[SignalRequest, SignalAnswer] = Kind(
     request=SignalRequest,
     answer=SignalAnswer,
     objective_s=0.02,
-    wakes_somebody=False,  # a rank does without its prefix
+    pages_on_fast_burn=False,  # a rank works without its prefix
     priority=Priority.SIGNAL,
     routing=Routing.SIGNAL,
     uses_device=False,
@@ -244,12 +241,12 @@ INGEST: Kind[IngestRequest, IngestAnswer] = Kind(
     request=IngestRequest,
     answer=IngestAnswer,
     objective_s=1.0,
-    wakes_somebody=False,  # who sends in bulk sends again
+    pages_on_fast_burn=False,  # bulk clients retry
     priority=Priority.SIGNAL,
     scope=Scope.INGEST,
     routing=Routing.BY_LOAD,
     uses_device=False,
-    # a record is about one user, so that it can be hidden when that user is erased
+    # a record has one user, so that it can be hidden after an erasure
     is_recorded=False,
     stages=("store",),
 )
@@ -267,8 +264,8 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     scope=Scope.ERASE,
     routing=Routing.EVERYWHERE,
     uses_device=False,
-    must_finish=True,  # half an erasure is none
-    # a log must not gain a line about a user because the user asked to be forgotten
+    must_finish=True,  # an erasure must be complete
+    # a recording must not gain data of a user by an erasure
     is_recorded=False,
     stages=("store", "tiers"),
 )
@@ -279,10 +276,10 @@ KINDS: dict[str, Kind[Any, Any]] = {
 
 
 def register(kind: Kind[Any, Any]) -> None:
-    """Add a kind to the table. Call it before the modules that derive from the table are imported.
+    """Add a kind; call it before importing modules that derive from the table.
 
     Raises:
-        ValueError: the name, or the method and path, are taken.
+        ValueError: another kind has the name, or the method and path.
     """
     for other in KINDS.values():
         if other.name == kind.name or (other.method, other.path) == (kind.method, kind.path):

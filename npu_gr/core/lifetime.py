@@ -1,16 +1,16 @@
-"""How long things live: a version in service, a task beside a block, a block with a deadline.
+"""Lifetimes: a published version, a background task of a block, a block with a deadline.
 
-`Published` holds one thing in service, and the one before it, read without waiting:
+`Published` has the current value and the previous one, read without locks:
 
     publish(a)      current a   previous -
     publish(b)      current b   previous a
     rollback()      current a   previous b      a second rollback undoes the first
     drop_previous() current a   previous -
 
-Readers take one reference, so they never see half of a change; whoever holds the reference keeps
-its value alive. Publishers take turns. Any thread may call any method.
+Readers get one reference, so they never see a partial change, and keep the value alive with it.
+Writers hold a lock. All methods are thread-safe.
 
-`InUse` counts who uses a version, so that it is stopped once nobody does.
+`InUse` counts the users of a version, so that it is stopped after the last one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication(Generic[T]):
-    """What is in service at one moment."""
+    """A published value with its predecessor."""
 
     current: T
-    previous: T | None  # what a rollback would serve
-    published_at: float  # instant of the clock at which `current` came into service
+    previous: T | None  # the value after a rollback
+    published_at: float  # time of the clock when `current` was published
 
 
 class Published(Generic[T]):
-    """The value in service and the one before it."""
+    """The current value and the previous one."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is published yet.
+        """Begin without a value.
 
         Args:
-            name: what the value is, in messages: "the catalogue".
-            clock: seconds that never go back.
+            name: Description in messages: "the catalogue".
+            clock: Monotonic seconds.
         """
         self._name = name
         self._clock = clock
@@ -59,7 +59,7 @@ class Published(Generic[T]):
 
     @property
     def now(self) -> Publication[T]:
-        """What is in service.
+        """The current publication.
 
         Raises:
             Unavailable: nothing has been published.
@@ -70,7 +70,7 @@ class Published(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The value in service.
+        """The current value.
 
         Raises:
             Unavailable: nothing has been published.
@@ -80,12 +80,12 @@ class Published(Generic[T]):
 
     @property
     def previous(self) -> T | None:
-        """The value before it, if it is kept."""
+        """The previous value, if any."""
         return None if self._now is None else self._now.previous
 
     @property
     def age_s(self) -> float:
-        """Seconds since the value came into service.
+        """Seconds since the value was published.
 
         Raises:
             Unavailable: nothing has been published.
@@ -93,36 +93,36 @@ class Published(Generic[T]):
         return self._clock() - self.now.published_at
 
     def publish(self, value: T) -> None:
-        """Put `value` into service and keep the one before it."""
+        """Make `value` the current one, and the current one the previous."""
         with self._turn:
             previous = None if self._now is None else self._now.current
             self._now = Publication(value, previous, self._clock())
 
     def rollback(self) -> None:
-        """Put the kept value into service, and keep the one that was in service.
+        """Swap the current and the previous value.
 
         Raises:
-            DataError: no earlier value is kept; nothing was changed.
+            DataError: there is no previous value; nothing was changed.
         """
         with self._turn:
             now = self._now
             if now is None or now.previous is None:
-                raise DataError(f"no earlier version of {self._name} is kept")
+                raise DataError(f"there is no previous version of {self._name}")
             self._now = Publication(now.previous, now.current, self._clock())
 
     def drop_previous(self) -> None:
-        """Keep the value in service alone."""
+        """Forget the previous value."""
         with self._turn:
             if self._now is not None:
                 self._now = Publication(self._now.current, None, self._now.published_at)
 
 
 class InUse:
-    """Count the open `with` blocks. Event loop only."""
+    """Counts open `with` blocks. Event loop only."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._freed: asyncio.Event | None = None  # where somebody waits
+        self._freed: asyncio.Event | None = None  # set while a task waits
 
     def __enter__(self) -> None:
         self._count += 1
@@ -143,7 +143,7 @@ class InUse:
 
 @asynccontextmanager
 async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block; cancel it at the block's end, and wait until it has ended."""
+    """Run `work` in the background of the block; cancel and await it at the end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         yield
@@ -154,12 +154,10 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def deadline(budget_s: float) -> AsyncIterator[float]:
-    """Cancel the block when its time is over.
-
-    The block gets the instant (time.monotonic) at which that is.
+    """Cancel the block after `budget_s`; yields the deadline as time.monotonic().
 
     Raises:
-        DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.
+        DeadlineExceeded: the budget ran out, and the block was cancelled.
     """
     at = time.monotonic() + budget_s
     scope = asyncio.timeout(None if budget_s == float("inf") else budget_s)

@@ -1,4 +1,4 @@
-"""The lines of a file, plain or compressed (`.gz`, `.zst`)."""
+"""Read the lines of a file, plain or compressed (`.gz`, `.zst`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Every line, without its end.
+    """Read all lines, without line ends.
 
     Raises:
-        DataError: the file cannot be opened, is damaged or was cut short; the message names it.
+        DataError: the file cannot be opened, is damaged or truncated; the message names it.
     """
     try:
         return [line.removesuffix(b"\r") for line in raw_lines(path)]
@@ -31,16 +31,15 @@ def raw_lines(
     on_progress: Callable[[float], None] = lambda _ratio: None,
     suffix: str | None = None,
 ) -> Iterator[bytes]:
-    """Read the lines of a file, unpacked, without their ends; the last line may have none.
+    """Iterate over the unpacked lines of a file, without line ends.
 
     Args:
-        path: of the file; packed if its suffix is .gz or .zst.
-        on_progress: called with the share of the file's bytes that was read.
-        suffix: says how the file is packed, where its own suffix does not.
+        path: The file; compressed if its suffix is .gz or .zst.
+        on_progress: Callback with the share of the bytes that was read.
+        suffix: Suffix that overrides the file's.
 
     Raises:
-        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before
-            were read.
+        OSError, EOFError, zlib.error: the file is damaged or truncated, after the lines so far.
     """
     size = max(path.stat().st_size, 1)
     with path.open("rb") as file:
@@ -63,7 +62,7 @@ def _unpacked(file: IO[bytes], path: Path, suffix: str) -> Iterator[bytes]:
 
 
 def zstandard(path: Path) -> Any:
-    """Import the library that packs `.zst`.
+    """Import the library for `.zst`.
 
     Raises:
         DataError: it is not installed.
@@ -75,10 +74,7 @@ def zstandard(path: Path) -> Any:
 
 
 def _unzstd(file: IO[bytes], library: Any) -> Iterator[bytes]:
-    """Every frame of the file.
-
-    The library's own reader stops silently where a frame is cut short.
-    """
+    """Decompress all frames, since the library's reader ignores a truncated frame."""
     frame = None
     while packed := file.read(_CHUNK_BYTES):
         while packed:

@@ -1,17 +1,16 @@
-"""Logging that never waits for its reader: bounded queues, a thread a stream that writes, a count of what is dropped.
+"""Non-blocking logging: bounded queues, a writer thread per stream, and a count of dropped lines.
 
     logger ─> QueuedHandler ─> queue of `MOST_LINES` ─> its thread ─> file descriptor
        └────> RecentLines, for a bundle of facts
 
-A pipe that nobody reads blocks whoever writes to it. Here it blocks one thread: the lines of that
-stream are dropped and counted once its queue is full, the other stream goes on, and the process can
-end.
+A pipe without a reader blocks its writer. Here it blocks only one thread: lines of that stream are
+dropped and counted once its queue is full, the other stream continues, and the process can end.
 
-Invariants: a caller never waits; lines of one stream keep their order; a line of at most
+Invariants: logging never waits; lines of a stream keep their order; a line of at most
 `ATOMIC_BYTES` is one write, so lines of several processes on one pipe do not mix.
 
-`Trace` is the W3C trace context (level 1) of the request in progress: its ids go to callees,
-exemplars and log lines.
+`Trace` is the W3C trace context (level 1) of the current request; its ids are in calls to other
+services, exemplars and log lines.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 ACCESS_LOG = "npu_gr.request"  # the logger whose lines go to standard output
-MOST_LINES = 4096  # that wait for the writer of a stream; at 1 kB each some 4 MB
-NUM_NEWEST = 512  # lines that `newest_lines` has
+MOST_LINES = 4096  # queued per stream, about 4 MB at 1 kB each
+NUM_NEWEST = 512  # lines of `newest_lines`
 ATOMIC_BYTES = select.PIPE_BUF  # 4096 on Linux
-GATHER_S = 0.02  # a woken writer waits for more lines: one wake-up for all of them, not one each
-CLOSE_S = 1.0  # at the end of the process: to write what is queued
+GATHER_S = 0.02  # the writer waits for more lines, to wake up once for many
+CLOSE_S = 1.0  # to write the queued lines at the end of the process
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class QueuedHandler(logging.Handler):
-    """Writes log lines to a file descriptor from a thread of its own."""
+    """Writes log lines to a file descriptor in a thread."""
 
     def __init__(
         self, stream: str, fd: int, *, formats_late: bool = False, most_lines: int = MOST_LINES
@@ -48,19 +47,19 @@ class QueuedHandler(logging.Handler):
         """Start the thread.
 
         Args:
-            stream: names the descriptor, in the metric's label.
-            fd: written to, never closed.
-            formats_late: format on the thread; only for records whose arguments never change.
-            most_lines: that may wait; the newest line is dropped when there are as many.
+            stream: Name of the descriptor, a metric label.
+            fd: Descriptor to write to; never closed.
+            formats_late: Whether to format in the thread; only for records with immutable
+                arguments.
+            most_lines: Capacity of the queue; further lines are dropped.
         """
         super().__init__()
         self.stream = stream
-        self.num_dropped = 0  # lines: no room in the queue, or nobody to write them to
+        self.num_dropped = 0  # lines, because the queue was full or writing failed
         self._fd = fd
         self._formats_late = formats_late
         self._most_lines = most_lines
-        # a SimpleQueue, because a destructor may log while the same thread is in `put`: its `put`
-        # allows that
+        # a SimpleQueue, whose `put` is reentrant: a destructor may log while its thread is in `put`
         self._queue: queue.SimpleQueue[object | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name=f"log-{stream}", daemon=True)
         self._thread.start()
@@ -73,8 +72,8 @@ class QueuedHandler(logging.Handler):
         """Queue a line, or drop and count it. Never waits.
 
         Args:
-            line: a text, a record, or anything that never changes and whose `str` is the line, made
-                on the thread.
+            line: A text, a record, or an immutable object whose `str`, called in the thread, is the
+                line.
         """
         if self._queue.qsize() >= self._most_lines:
             self.num_dropped += 1
@@ -82,7 +81,7 @@ class QueuedHandler(logging.Handler):
             self._queue.put(line)
 
     def close(self) -> None:
-        """Write what is queued, for `CLOSE_S` at most; later lines are not written."""
+        """Write the queued lines, for at most `CLOSE_S`; later lines are not written."""
         super().close()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
@@ -90,7 +89,7 @@ class QueuedHandler(logging.Handler):
     def _text(self, line: object) -> str:
         try:
             return self.format(line) if isinstance(line, logging.LogRecord) else str(line)
-        except Exception as error:  # noqa: BLE001  (what cannot be formatted must not fail who logs it)
+        except Exception as error:  # noqa: BLE001  (a formatting error must not fail the caller)
             name = line.name if isinstance(line, logging.LogRecord) else type(line).__name__
             return f"a line of {name} cannot be formatted: {type(error).__name__}: {error}"
 
@@ -107,17 +106,12 @@ class QueuedHandler(logging.Handler):
             for piece, num_lines in _pieces(lines):
                 try:
                     _write(self._fd, piece)
-                except (
-                    OSError
-                ):  # the reader is gone, or the disk is full: nobody can be told but by the count
+                except OSError:  # no reader or a full disk, which only the count can show
                     self.num_dropped += num_lines
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[tuple[bytes, int]]:
-    """Join lines to pieces of whole lines and at most `ATOMIC_BYTES`, with their counts.
-
-    A longer line is alone.
-    """
+    """Join lines to pieces of at most `ATOMIC_BYTES`, with their number; a longer line is alone."""
     piece = b""
     num_lines = 0
     for line in lines:
@@ -136,17 +130,17 @@ def _write(fd: int, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(fd, data) :]
-        except BlockingIOError:  # somebody who shares the descriptor made it non-blocking
+        except BlockingIOError:  # another process that shares the descriptor made it non-blocking
             select.select([], [fd], [])
 
 
 def log_line(logger: logging.Logger, level: int, line: object) -> None:
-    """Log a line; where one `QueuedHandler` is all that gets it, without a record, which takes longer than the line.
+    """Log a line, without the cost of a record if a `QueuedHandler` is the only handler.
 
     Args:
-        logger: whose line it is.
-        level: of `logging`.
-        line: never changes; its `str` is the line.
+        logger: Logger of the line.
+        level: Level of `logging`.
+        line: Immutable object whose `str` is the line.
     """
     if not logger.isEnabledFor(level):
         return
@@ -163,19 +157,19 @@ def log_line(logger: logging.Logger, level: int, line: object) -> None:
 
 
 class RecentLines(logging.Handler):
-    """Keeps the newest lines in memory."""
+    """Stores the newest lines in memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: deque[str] = deque(maxlen=NUM_NEWEST)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line."""
+        """Store the line."""
         self.lines.append(self.format(record))
 
 
-class SeldomLog:
-    """Warns of a cause that comes with every request once a period, and says how many warnings it left out."""
+class ThrottledLog:
+    """Logs a repeated warning at most once per period, with the number of suppressed ones."""
 
     def __init__(
         self,
@@ -183,25 +177,25 @@ class SeldomLog:
         period_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Log nothing yet.
+        """Begin without warnings.
 
         Args:
-            log: where the warnings go.
-            period_s: between two warnings of one cause.
-            clock: seconds that never go back.
+            log: Logger of the warnings.
+            period_s: Minimum time between two warnings of a cause.
+            clock: Monotonic seconds.
         """
         self._log = log
         self._period_s = period_s
         self._clock = clock
-        # cause -> when it was logged, left out since
+        # cause -> (time of the last warning, suppressed since)
         self._warned: dict[str, tuple[float, int]] = {}
 
     def warning(self, cause: str, text: str) -> None:
-        """Log the text, or count it.
+        """Log a warning, or count it.
 
         Args:
-            cause: one of few.
-            text: its details now.
+            cause: Key of the rate limit; must have few values.
+            text: Message.
         """
         now_at = self._clock()
         warned_at, num_skipped = self._warned.get(cause, (float("-inf"), 0))
@@ -214,10 +208,10 @@ class SeldomLog:
 
 
 def set_up_logs(level: str) -> None:
-    """Send every logger to standard error by a `QueuedHandler`, unless the root logger has handlers already.
+    """Send all loggers to standard error, unless the root logger has handlers already.
 
     Args:
-        level: the least that is logged.
+        level: Minimum level.
     """
     root = logging.getLogger()
     if root.handlers:
@@ -227,23 +221,23 @@ def set_up_logs(level: str) -> None:
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level)
-    # what FORMAT does not show is not looked up: it takes longer than a line of the access log
+    # skip the look-up of fields that FORMAT lacks, which is slower than an access log line
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging.captureWarnings(True)  # else Python writes them itself, and waits
+    logging.captureWarnings(True)  # else Python writes them, blocking
 
 
 def close_logs() -> None:
-    """Write what is queued, each stream for `CLOSE_S` at most.
+    """Write the queued lines, for at most `CLOSE_S` per stream.
 
-    At the end of the process `logging` does it itself.
+    `logging` calls it at the end of the process.
     """
     for handler in _queued():
         handler.close()
 
 
 def newest_lines() -> list[str]:
-    """The newest lines of this process, oldest first; none where `set_up_logs` was not called."""
+    """Return the newest lines, oldest first; none without `set_up_logs`."""
     return [
         line
         for each in logging.getLogger().handlers
@@ -253,7 +247,7 @@ def newest_lines() -> list[str]:
 
 
 def num_lines_dropped() -> dict[str, int]:
-    """Count the dropped lines of this process by stream."""
+    """Return the number of dropped lines by stream."""
     return {"stderr": 0, "stdout": 0} | {one.stream: one.num_dropped for one in _queued()}
 
 
@@ -262,11 +256,11 @@ def _queued() -> list[QueuedHandler]:
     return [one for one in handlers if isinstance(one, QueuedHandler)]
 
 
-_RANDOM = random.Random()  # noqa: S311  (ids; nobody else seeds it)
+_RANDOM = random.Random()  # noqa: S311  (ids; its own state, so other code cannot seed it)
 
 
 def random_id(num_bits: int) -> str:
-    """Make an id that no other request has, in hex, without a system call."""
+    """Make a random id in hex, without a system call."""
     return f"{_RANDOM.getrandbits(num_bits):0{num_bits // 4}x}"
 
 
@@ -276,24 +270,21 @@ _TRACEPARENT = re.compile(
 
 
 class Trace(NamedTuple):
-    """The place of one request in a trace. Ids are lower-case hex."""
+    """The trace context of a request. Ids are lower-case hex."""
 
     trace_id: str  # 32 digits
     span_id: str  # 16 digits; the span of this process
-    parent_id: str | None  # 16 digits; the span of the caller; None = the trace begins here
+    parent_id: str | None  # 16 digits; the span of the client; None if the trace begins here
     is_sampled: bool
 
     @property
     def header(self) -> str:
-        """The value of the header `traceparent`, for callees and for the answer."""
+        """The value of the header `traceparent`."""
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
 
 
 def begin(traceparent: str | None) -> Trace:
-    """Begin a span in the trace of the caller.
-
-    Without a valid header begin a new trace, as the standard asks.
-    """
+    """Begin a span in the client's trace; without a valid header, a new trace."""
     span_id = random_id(64)
     match = _TRACEPARENT.fullmatch(traceparent or "")
     # version 00 has four fields and no more
@@ -306,6 +297,6 @@ CURRENT: ContextVar[Trace | None] = ContextVar("npu_gr_trace", default=None)
 
 
 def exemplar() -> dict[str, str] | None:
-    """The labels that link a histogram bucket to the request in progress; None outside of a request."""
+    """Return the labels that link a histogram bucket to the current request, if there is one."""
     trace = CURRENT.get()
     return None if trace is None else {"trace_id": trace.trace_id}

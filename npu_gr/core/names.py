@@ -1,17 +1,16 @@
-"""Names of items and of actions.
+"""Names of items and actions, and their ids.
 
-The int64 id of an item that a company calls `"SKU-0042-C"`, or 42:
+The int64 id of an item is a function of its name:
 
     "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
-    42, "42"       42: a whole number in its plain spelling is its own id
+    42, "42"       42: a whole number is its own id
 
-The id is a function of the name alone. So no process keeps a table to read names, a model that was
-trained anew finds the histories of its predecessor, and two models of different data agree. Only
-answers need a table (`catalogue/names.py`), for a hash cannot be read backwards. Two of ten million
-names share an id with a chance of 1 to 100,000; whoever makes a table rejects such a pair.
+Therefore no process needs a table to read names, a retrained model finds the histories of its
+predecessor, and models of different data agree. Only answers need a table (`catalogue/names.py`),
+since a hash cannot be inverted. With ten million names the probability that two share an id is 1 in
+100,000; making a table rejects such a pair.
 
-The index of an action, which models and stores hold, is its place among the names of the model's
-actions.
+Models and stores hold the index of an action in the model's list of action names.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import OnUnsorted
 from npu_gr.core.text_format import cut
 
-FIRST_HASHED = 2**62  # ids below are the numbers that names are
-MAX_NAME_BYTES = 512  # of a name of an item, as UTF-8
+FIRST_HASHED = 2**62  # smaller ids are numbers
+MAX_NAME_BYTES = 512  # of an item name in UTF-8
 _NUMBER = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 
 
@@ -47,24 +46,24 @@ def item_id(name: str | int) -> int:
         if 0 <= number < FIRST_HASHED:
             return number
         if isinstance(name, int):
-            raise ValueError(f"{name} is no item: a number is 0 to 2^62 - 1")
+            raise ValueError(f"{name} is not an item id: a number must be 0 to 2^62 - 1")
     raw = name.encode()
     if not 0 < len(raw) <= MAX_NAME_BYTES:
-        raise ValueError(f"a name of {len(raw)} bytes is no item: it has 1 to {MAX_NAME_BYTES}")
+        raise ValueError(
+            f"a name of {len(raw)} bytes is not an item name: it must have 1 to {MAX_NAME_BYTES}"
+        )
     return FIRST_HASHED | (xxhash.xxh3_64_intdigest(raw) & (FIRST_HASHED - 1))
 
 
 def item_ids(names: Sequence[str | int]) -> I64:
-    """Return the ids of names: [n] -> int64 [n].
-
-    A list of plain numbers costs no more than making an array of it.
+    """Return the ids of names: [n] -> int64 [n]; numbers only are as fast as `np.array`.
 
     Raises:
-        ValueError: as `item_id`, with the place of the name.
+        ValueError: as `item_id`, with the index of the name.
     """
     try:
         return _of_numbers(names)
-    except TypeError:  # not numbers alone
+    except TypeError:  # not only numbers
         pass
     except (OverflowError, ValueError):
         _raise_first(names)
@@ -81,7 +80,7 @@ def item_ids(names: Sequence[str | int]) -> I64:
 
 
 def answered_ids(names: Sequence[str | int]) -> I64:
-    """Return the ids of items that a service answered: as `item_ids`, but where it knew no name it answered the id."""
+    """Return the ids of items in an answer: as `item_ids`, but numbers may be hashed ids."""
     ids = np.fromiter(
         (name if isinstance(name, int) else 0 for name in names), np.int64, len(names)
     )
@@ -92,17 +91,14 @@ def answered_ids(names: Sequence[str | int]) -> I64:
 
 def _of_numbers(names: Sequence[Any]) -> I64:
     ids = np.frombuffer(array("q", names), np.int64)
-    # unsigned, a negative one is beyond it, too
+    # unsigned, so that negative numbers are too large as well
     if len(ids) and largest(ids.view(np.uint64)) >= FIRST_HASHED:
         raise ValueError("a number is out of range")
     return ids
 
 
 def _of_texts(names: Sequence[Any]) -> I64:
-    """Do for many names, all of them texts, what `item_id` does for one.
-
-    The event loop waits for it.
-    """
+    """Compute `item_id` of many texts, fast, since it runs on the event loop."""
     raw = list(map(str.encode, names))
     lengths = list(map(len, raw))
     if not 0 < min(lengths, default=1) <= max(lengths, default=1) <= MAX_NAME_BYTES:
@@ -116,43 +112,37 @@ def _of_texts(names: Sequence[Any]) -> I64:
 
 
 def _raise_first(names: Sequence[str | int]) -> NoReturn:
-    """Raise the error of the first name that is no item."""
+    """Raise the error of the first invalid name."""
     for place, name in enumerate(names):
         try:
             item_id(name)
         except ValueError as error:
             raise ValueError(f"index {place}: {error}") from None
-    raise AssertionError("one of them is no item")
+    raise AssertionError("one of the names is invalid")
 
 
 def is_hashed(ids: I64) -> npt.NDArray[np.bool_]:
-    """Whether only a table knows the name of each id: int64 [n] -> bool [n]."""
+    """Whether each id is a hash of a name: int64 [n] -> bool [n]."""
     hashed: npt.NDArray[np.bool_] = ids >= FIRST_HASHED
     return hashed
 
 
 def value_name(value: float) -> str:
-    """Name the action that is a number by its plain text: 5.0 -> "5", 4.5 -> "4.5".
-
-    Two numbers never share a name.
-    """
+    """Return the name of a numeric action, unique per number: 5.0 -> "5", 4.5 -> "4.5"."""
     number = float(value)
     return str(int(number)) if number.is_integer() and abs(number) <= _MOST_WHOLE else repr(number)
 
 
-_MOST_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
+_MOST_WHOLE = 2**53  # larger floats cannot represent every whole number
 
 
 class ActionNames:
-    """The actions of a model by name.
-
-    A number stands for the name that is its plain text: 5 for "5", 4.5 for "4.5".
-    """
+    """The actions of a model by name; a number equals its decimal text (5 and "5")."""
 
     __slots__ = ("_indices", "names")
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Keep the names, distinct, in the order of the model's actions."""
+        """Store the distinct names, in the order of the model's actions."""
         self.names = tuple(names)
         self._indices: dict[str | float, int] = {name: index for index, name in enumerate(names)}
         for index, name in enumerate(names):
@@ -163,26 +153,25 @@ class ActionNames:
         """Return the index of each action: [n] -> int16 [n].
 
         Raises:
-            ValueError: the model lacks one; the message has its place, and the names that there
-                are.
+            ValueError: an action is unknown; the message has its index and the known names.
         """
         try:
             return np.fromiter(map(self._indices.__getitem__, names), np.int16, len(names))
         except KeyError as error:
             lacking = error.args[0]
             there_are = cut(", ".join(self.names), _MOST_LISTED)
-            said = f'"{cut(lacking)}"' if isinstance(lacking, str) else str(lacking)
+            shown = f'"{cut(lacking)}"' if isinstance(lacking, str) else str(lacking)
             at = list(names).index(lacking)
             raise ValueError(
-                f"{said} at index {at} is no action of the model; it has {there_are}"
+                f"{shown} at index {at} is not an action of the model; it has {there_are}"
             ) from None
 
 
-_MOST_LISTED = 200  # characters of the actions that an error lists
+_MOST_LISTED = 200  # characters of the list of actions in an error
 
 
 def _number(name: str) -> float | None:
-    """Return the number whose plain text a name is; None = it is none's."""
+    """Return the number whose `value_name` is the name, if any."""
     try:
         number = float(name)
     except ValueError:
@@ -190,9 +179,9 @@ def _number(name: str) -> float | None:
     return number if math.isfinite(number) and value_name(number) == name else None
 
 
-def difference(kept: Sequence[str], names: Sequence[str]) -> str:
-    """Say where `names` do not begin with those that are kept; "" = they do."""
-    for number, name in enumerate(kept):
+def difference(stored: Sequence[str], names: Sequence[str]) -> str:
+    """Describe where `names` do not begin with the stored names; "" if they do."""
+    for number, name in enumerate(stored):
         if number >= len(names):
             return f"action {number} is {cut(name)!r} there, and here there are only {len(names)}"
         if names[number] != name:
@@ -201,18 +190,18 @@ def difference(kept: Sequence[str], names: Sequence[str]) -> str:
 
 
 class Names(Protocol):
-    """What callers call actions and items, by the versions in service."""
+    """Names of actions, features and items in the served versions."""
 
     @property
     def unsorted_history(self) -> OnUnsorted:
-        """What becomes of a history whose rows run backwards in time."""
+        """Policy for a history that is out of time order."""
         ...
 
     def actions(self, version: str | None) -> ActionNames | None:
-        """Return the actions of a version of the ranker; None = actions have no names here.
+        """Return the actions of a version of the ranker; None if actions have no names.
 
         Args:
-            version: None = the current one.
+            version: Version of the ranker; None for the current one.
 
         Raises:
             NotFound: the version is not served.
@@ -220,7 +209,7 @@ class Names(Protocol):
         ...
 
     def features(self, version: str | None) -> ModelFeatures:
-        """Return the features of a version of the ranker; without a ranker there are none.
+        """Return the features of a version of the ranker; none without a ranker.
 
         Raises:
             NotFound: the version is not served.
@@ -228,9 +217,9 @@ class Names(Protocol):
         ...
 
     def items(self, ids: I64) -> list[str | int]:
-        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         ...
 
     def titles(self, ids: I64) -> list[str | None]:
-        """Return the title of each item: [n] -> n titles, None where it has none."""
+        """Return the title of each item: [n] -> n titles, None if it has none."""
         ...

@@ -49,5 +49,5 @@ def time_left(done: float, total: float, elapsed_s: float) -> str:
     """Estimate in words how long work still takes at the pace so far; empty = nothing is done."""
     if done <= 0 or total <= 0:
         return ""
-    left_s = elapsed_s * max(total - done, 0.0) / done
+    left_s = elapsed_s * max(0.0, total - done) / done
     return f"about {left_s:.0f} s left" if left_s < 90 else f"about {left_s / 60:.0f} min left"

@@ -1,6 +1,6 @@
-"""Names of earlier versions that still work until UNTIL: configuration keys, values, metrics, commands.
+"""Old names that work until version UNTIL: configuration keys, values, metrics, commands.
 
-Whoever uses one gets one warning that says the new name. docs/upgrading.md has the same rows.
+Each use of an old name logs one warning with the new name. docs/upgrading.md has the same rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ COMMANDS: dict[str, str] = {"consume": "kafka-ingest", "judge": "evaluate"}  # o
 
 
 def current(value: Any) -> Any:
-    """Return the new name of a value of a request, or of each of a list; other values as they are."""
+    """Return the new name of a value of a request, or of each in a list; others unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(map(current, value))
     return REQUEST_VALUES.get(value, value) if isinstance(value, str) else value
@@ -76,9 +76,9 @@ def new_path(path: str, known: Collection[str], where: str) -> str:
     """Return the new path of a configuration key, with a warning if it differs.
 
     Args:
-        path: `section.key`, by its old or its new name.
-        known: paths of the configuration.
-        where: names in the warning what has the key.
+        path: Path `section.key`, with the old or the new name.
+        known: Paths of the configuration.
+        where: Origin of the key, for the warning.
     """
     for old, new in KEYS.items():
         if f"{path}.".startswith(f"{old}.") and _counts(old, new, known):
@@ -97,15 +97,15 @@ def old_paths(known: Collection[str]) -> Iterator[str]:
 
 
 def with_new_names(table: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-    """Return a copy of what YAML gave, with the new names of keys and values.
+    """Return a copy of a configuration with the new names of keys and values.
 
     Args:
-        table: of a whole configuration.
-        known: paths of the configuration.
-        where: names the file, or whatever else the table is from, in warnings and errors.
+        table: Complete configuration, as read from YAML.
+        known: Paths of the configuration.
+        where: Origin of the table, for warnings and errors.
 
     Raises:
-        ConfigError: a key is given under both names.
+        ConfigError: both the old and the new name of a key are given.
     """
     made: dict[str, Any] = _copy(table)
     for old, new in KEYS.items():
@@ -113,12 +113,10 @@ def with_new_names(table: Mapping[str, Any], known: Collection[str], where: str)
             continue
         section, key = found
         if _section(made, new) is not None:
-            raise ConfigError(f"{where}: {old} is now {new}, and both are given: remove {old}")
+            raise ConfigError(f"{where}: {old} is now {new}, and both are given; remove {old}")
         warn(where, old, new)
         parents, _, new_key = new.rpartition(".")
-        if (
-            parents == old.rpartition(".")[0]
-        ):  # in its place: the order of `sources` means something
+        if parents == old.rpartition(".")[0]:  # keep the position, since `sources` are ordered
             items = [(new_key if name == key else name, value) for name, value in section.items()]
             section.clear()
             section.update(items)
@@ -136,7 +134,7 @@ def with_new_names(table: Mapping[str, Any], known: Collection[str], where: str)
 
 @cache
 def warn(where: str, old: str, new: str) -> None:
-    """Log that an old name was used; once for each place and name."""
+    """Log the use of an old name, once for each origin and name."""
     log.warning("%s: %s is now %s; the old name works until npu_gr %s", where, old, new, UNTIL)
 
 

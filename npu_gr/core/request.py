@@ -1,4 +1,4 @@
-"""Requests and answers of every kind, and the words in them: verdicts, outcomes, reasons."""
+"""Requests and answers of all kinds, with their enums: verdicts, outcomes, reasons."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, Writ
 
 
 class Request(Protocol):
-    """The part that every request has."""
+    """The fields of every request."""
 
     @property
     def user(self) -> UserKey:
-        """The user that the request is about."""
+        """The user of the request."""
         ...
 
 
 class Answer(Protocol):
-    """The parts that every answer has: metrics and the access log read them, whatever the kind."""
+    """The fields of every answer, for metrics and the access log."""
 
     @property
     def stages_s(self) -> Mapping[str, float]:
@@ -40,25 +40,22 @@ class Answer(Protocol):
         ...
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields that the access log writes about this answer.
-
-        A field of value None is left out.
-        """
+        """Return the access log's fields; None values are omitted."""
         ...
 
 
 class LeasedAnswer(Answer, Protocol):
-    """The answer of a kind whose job leases prefix KV (`Kind.leases_prefix`)."""
+    """The answer of a kind that leases prefix KV (`Kind.leases_prefix`)."""
 
     @property
     def reason(self) -> Reason:
-        """Why the prefix was not simply in HBM."""
+        """Why it was not an HBM hit."""
         ...
 
 
-# of a cascade
+# sources of a cascade
 SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
-OrderName = Literal["blended", "rank", "fused", "retrieval"]  # of a cascade's items
+OrderName = Literal["blended", "rank", "fused", "retrieval"]  # order of a cascade's items
 # with the names of earlier versions, in requests and logs: see `core/renamed.py`
 AnySourceName = Literal[SourceName, "trunk"]
 AnyOrderName = Literal[OrderName, "fitted"]
@@ -68,33 +65,33 @@ Normalise = Literal["vocabulary", "codebook", "valid"]
 
 
 class Verdict(StrEnum):
-    """The trigger's decision about a signal; the value of the `verdict` metric label."""
+    """The trigger's decision on a signal; the value of the metric label `verdict`."""
 
     PREINFER = "preinfer"
-    RELOAD = "reload"  # the DRAM tier has the prefix, and copying it back pays
+    RELOAD = "reload"  # copy the prefix back from the DRAM tier
     ALREADY_RESIDENT = "already_resident"
     ALREADY_RUNNING = "already_running"
-    EXTEND = "extend"  # a beginning is resident; only the later behaviours are encoded
+    EXTEND = "extend"  # a part is resident; encode only the later events
     SKIP_NOT_AT_RISK = "skip_not_at_risk"  # the rank would meet its budget without a prefill
-    SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
+    SKIP_FOOTPRINT = "skip_footprint"  # no free bytes
     SKIP_LOAD = "skip_load"  # too many pre-infers in flight
-    SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
-    # its tenant has its share of bytes, pre-infers or their rate, and others want the rest
+    SKIP_RATE = "skip_rate"  # over the pre-infers per second that the instance sustains
+    # the tenant has used its share, and other tenants need the rest
     SKIP_SHARE = "skip_share"
     SKIP_DISABLED = "skip_disabled"
 
 
 class Brownout(IntEnum):
-    """Levels of brown-out; each level gives up its own work and that of the levels before it."""
+    """Levels of brownout; each level includes the lower ones."""
 
     NONE = 0
     NO_DRAM = 1  # no reloads, no spills
-    NO_RELAY = 2  # no pre-infers; what is resident is still used
-    TRUNCATE = 3  # ranks without a prefix read only the newest part of their history
+    NO_RELAY = 2  # no pre-infers; resident prefixes are still used
+    TRUNCATE = 3  # ranks without a prefix use only the newest part of the history
 
 
 class Outcome(StrEnum):
-    """Where a rank or generate found its prefix KV; the value of the `outcome` metric label."""
+    """Where a rank or generate found its prefix KV; the value of the metric label `outcome`."""
 
     HBM_HIT = "hbm_hit"
     JOINED = "joined"
@@ -104,12 +101,12 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """The reason why a rank or generate was not an HBM hit; `NONE` for a hit."""
+    """Why a rank or generate was not an HBM hit; `NONE` for a hit."""
 
     NONE = ""
-    COMPUTE = "compute"  # joined a prefill, or adopted it and computed the rest
-    RELOAD = "reload"  # joined a reload
-    NOT_BEGUN = "not_begun"  # its prefill still waited for the device
+    COMPUTE = "compute"  # waited for a prefill, or took it over and computed the rest
+    RELOAD = "reload"  # waited for a reload
+    NOT_BEGUN = "not_begun"  # its prefill was still queued
     NO_SIGNAL = "no_signal"
     NOT_AT_RISK = "not_at_risk"
     REJECTED_FOOTPRINT = "rejected_footprint"
@@ -122,33 +119,32 @@ class Reason(StrEnum):
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     EXPIRED = "expired"
     PRODUCER_FAILED = "producer_failed"
-    # the device failed while it read the prefix; the rank was repeated without
+    # the device failed while reading the prefix; the rank was repeated without it
     READ_FAILED = "read_failed"
     DISABLED = "disabled"
-    BROWNOUT = "brownout"  # given up under overload
+    BROWNOUT = "brownout"  # disabled by overload
 
 
 class SignalRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Prefill this user's prefix while retrieval still runs."""
+    """Prefill a user's prefix while retrieval runs."""
 
     user: UserKey
     history: HistoryRef
-    num_candidates: int | None = None  # the rank will bring this many; None = as configured
+    num_candidates: int | None = None  # candidates of the coming rank; None = as configured
     model_version: str | None = None  # None = the current one
 
 
 class RankRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Score these candidates for this user."""
+    """Score candidates for a user."""
 
     user: UserKey
     candidates: I64  # [c] external item ids
     history: HistoryRef
-    timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
-    top_k: int | None = None  # also answer the best k, by the first task
-    # candidates that the ranker does not know: no score, or no answer; None = as the configuration
-    # says
+    timestamp: int | None = None  # unix seconds when candidates are shown; None = now
+    top_k: int | None = None  # also return the best k, by the first task
+    # policy for candidates unknown to the ranker: no score, or an error; None = as configured
     unknown_items: Literal["ignore", "reject"] | None = None
-    request_features: OneRow = field(default_factory=dict)  # of this request alone
+    request_features: OneRow = field(default_factory=dict)  # of the request
     cross_features: Columns = NO_COLUMNS  # of each candidate
     model_version: str | None = None
 
@@ -159,8 +155,8 @@ class SignalAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     verdict: Verdict
     model_version: str
     history: HistoryReport
-    resident_for_s: float  # how long the prefix KV is kept for a rank; 0 where none is produced
-    # of the generator's prompt; None = this instance has none
+    resident_for_s: float  # time that the prefix KV is retained for a rank; 0 if there is none
+    # of the generator's prompt; None without a generator
     generate_verdict: Verdict | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
 
@@ -180,18 +176,18 @@ class SignalAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Scores in candidate order, and how they came to be."""
+    """Scores in the order of the candidates, and how they were computed."""
 
     model_version: str
     outcome: Outcome
     reason: Reason
-    scores: dict[str, F32]  # task -> [c] logits; NaN = the catalogue lacks the item
-    # [<= top_k] external ids, best first by the first task; ties: the earlier candidate
+    scores: dict[str, F32]  # task -> [c] logits; NaN = unknown item
+    # [<= top_k] external ids, best first by the first task; ties in candidate order
     top: I64 | None
     history: HistoryReport
-    prefix_tokens: int  # of num_tokens, how many were read from cached KV
+    prefix_tokens: int  # tokens of the history that were read from cached KV
     unknown_candidates: int = 0
-    # of.name: features of the model that nothing was said of
+    # of.name: features of the model without a value
     missing_features: tuple[str, ...] = ()
     # [c] retrieval scores, for a cascade over one shared encoder; NaN as in `scores`
     retrieval: F32 | None = None
@@ -213,15 +209,15 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """The best items after this user's history."""
+    """Generate the best next items of a user."""
 
     user: UserKey
     history: HistoryRef
     num_items: int
-    beam_width: int | None = None  # None = the config's, or num_items if that is more
-    normalise: Normalise | None = None  # None = the config's
+    beam_width: int | None = None  # None = as configured, or num_items if that is larger
+    normalise: Normalise | None = None  # None = as configured
     temperature: float = 1.0
-    exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
+    exclude_seen: bool | None = None  # exclude items of the history; None = as configured
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     # name -> allowed values
@@ -231,7 +227,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Items, best first, and how they came to be. n = items, L = codes of a semantic ID."""
+    """Items, best first, and how they were found. n = items, L = codes of a semantic ID."""
 
     model_version: str
     catalogue_version: str
@@ -241,7 +237,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     item_ids: I64  # [n]
     sids: npt.NDArray[np.int32]  # [n, L]
     scores: F32  # [n] log-probabilities
-    history: HistoryReport  # in tokens of the generator: L an item
+    history: HistoryReport  # in tokens of the generator, L per item
     prefix_tokens: int  # read from cached KV
     stages_s: dict[str, float] = field(default_factory=dict)
 
@@ -262,12 +258,12 @@ class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
 
 
 class StageResult(StrEnum):
-    """The end of a stage of a cascade; the value of the `result` metric label."""
+    """The result of a stage of a cascade; the value of the metric label `result`."""
 
     OK = "ok"
     EMPTY = "empty"  # it ran and found nothing
-    COLD = "cold"  # the source knows nothing of the user
-    # the rank: the answer has items without a score, or lacks some, because it does not know them
+    COLD = "cold"  # the source has no data of the user
+    # the rank: items unknown to the ranker have no score, or were dropped
     PARTIAL = "partial"
     OVERLOADED = "overloaded"
     OUT_OF_TIME = "out_of_time"
@@ -275,74 +271,74 @@ class StageResult(StrEnum):
 
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
+    """A stage of a cascade. Retrieval stages run concurrently, the others after them."""
 
-    # shared encoder | transitions | neighbours | generate | match | popular | hook | rank
+    # a source, or popular | hook | rank
     stage: str
     result: StageResult
     began_s: float  # seconds after the cascade began
     took_s: float
-    num_items: int  # that the stage answered
+    num_items: int  # returned by the stage
 
 
 class RecommendRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Retrieve and rank items for this user, in one call."""
+    """Retrieve and rank items for a user."""
 
     user: UserKey
     history: HistoryRef
     num_items: int
-    num_candidates: int | None = None  # ranked at most; None = the config's
-    exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
-    # that the ranker does not know; None = the config's
+    num_candidates: int | None = None  # maximum to rank; None = as configured
+    exclude_seen: bool | None = None  # exclude items of the history; None = as configured
+    # policy for items unknown to the ranker; None = as configured
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: I64 | None = None  # [n] external ids
-    timestamp: int | None = None  # unix seconds the items are shown at; None = now
+    timestamp: int | None = None  # unix seconds when items are shown; None = now
     # for the hook: page, country, ...
     context: dict[str, bool | int | float | str] = field(default_factory=dict)
     request_features: OneRow = field(default_factory=dict)  # for the ranker
-    sources: tuple[str, ...] | None = None  # only these of the configured ones; None = all
-    order: OrderName | None = None  # None = the config's
+    sources: tuple[str, ...] | None = None  # subset of the configured ones; None = all
+    order: OrderName | None = None  # None = as configured
     model_version: str | None = None  # of the ranker
 
 
 class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Items, best first, and how they came to be. n = items."""
+    """Items, best first, and how they were found. n = items."""
 
     model_version: str  # of the ranker
-    # of the signal that went out before the retrieval; None = the shared encoder leased the prefix
+    # of the signal before retrieval; None if the shared encoder leased the prefix
     verdict: Verdict | None
-    # of the prefix; None = nothing was ranked, and the retrieval's order stands
+    # of the rank's prefix; None if the rank failed, and items are in the order of retrieval
     outcome: Outcome | None
     reason: Reason
-    order: OrderName  # that the items are in
+    order: OrderName  # order of the items
     item_ids: I64  # [n]
-    # [n] the fitted sums, or logits of the ranker's first task; NaN = not ranked, or unknown to the
+    # [n] blended scores, or logits of the ranker's first task; NaN = not ranked, or unknown to the
     # ranker
     scores: F32
-    # [n] the first source that had the item; `hook` where the hook added it
+    # [n] the first source with the item; `hook` if the hook added it
     origins: tuple[str, ...]
-    num_candidates: int  # that were ranked, or would have been
+    num_candidates: int  # candidates of the rank
     stages: tuple[StageReport, ...]
     history: HistoryReport
-    # source -> its items that the ranker does not know
+    # source -> number of items unknown to the ranker
     unknown: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: int = 0  # read from cached KV by the rank
-    missing_features: tuple[str, ...] = ()  # as of the rank
+    missing_features: tuple[str, ...] = ()  # of the rank
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_unknown(self) -> int:
-        """Items that were found and that the ranker does not know: the last ones, or dropped."""
+        """Number of retrieved items unknown to the ranker; they are last, or dropped."""
         return sum(self.unknown.values())
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """The stages that did not do their part."""
+        """The stages with another result than OK."""
         return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
 
     @property
     def label_value(self) -> str:
-        """Return "true" if a stage did not do its part."""
+        """Return "true" if a stage is degraded."""
         return str(bool(self.degraded)).lower()
 
     def log_fields(self) -> dict[str, Any]:
@@ -364,22 +360,21 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class Basis(StrEnum):
-    """The vector that a match searched with; the value of the `basis` metric label."""
+    """The query vector of a match; the value of the metric label `basis`."""
 
     TARGET = "target"  # the user's target vector
-    FOLDED = "folded"  # a vector folded in from target history that is newer than the training
+    FOLDED = "folded"  # folded in from target history newer than the training
     SOURCE = "source"  # no target history: the source vector
     POPULARITY = "popularity"  # no vector: the most popular items
 
 
 class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """The best items for this user by vectors trained across domains."""
+    """Find the best items for a user by cross-domain vectors."""
 
     user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    # leave out the items of the history and of the training data, and near-duplicates of the
-    # source's
+    # exclude items of the history and of the training data, and near-duplicates of source items
     exclude_seen: bool = True
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
@@ -409,18 +404,18 @@ class MatchAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
 
 
 class EventsRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Append these behaviours of the user, durably."""
+    """Append events of a user, durably."""
 
     user: UserKey
     events: Events
-    idempotency_key: str | None = None  # the same key of the same user is applied once
+    idempotency_key: str | None = None  # a key of a user is applied once
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The number of behaviours in the history store."""
+    """The result of appending events."""
 
-    num_events: int  # of the user
-    sorted_events: int = 0  # of the request: how many stood later than newer ones
+    num_events: int  # stored events of the user
+    sorted_events: int = 0  # events of the request that were out of order
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -432,32 +427,32 @@ class EventsAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class IngestRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """Write behaviours of many users of one tenant, durably."""
+    """Write events of many users of one tenant, durably."""
 
     tenant: str
-    # as they came; an error in the place of what cannot be read
+    # in the order of the request; an error instead of an invalid entry
     writes: tuple[Write | RequestError, ...]
 
     @property
     def user(self) -> UserKey:
-        """Nobody: the request is about many."""
+        """An empty user id, since the request has many users."""
         return UserKey(self.tenant, "")
 
 
 class IngestAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
-    """What became of each user."""
+    """The result of each user's write."""
 
     results: tuple[Written | NpuGrError, ...]  # in the order of the request
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_added(self) -> int:
-        """Behaviours that the store gained."""
+        """Number of new events."""
         return sum(one.num_added for one in self.results if isinstance(one, Written))
 
     @property
     def num_failed(self) -> int:
-        """Users of whom nothing was written."""
+        """Number of users whose write failed."""
         return sum(isinstance(one, NpuGrError) for one in self.results)
 
     @property
@@ -473,22 +468,22 @@ class IngestAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
 
 
 class EraseRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Forget this user: stored behaviours, known prefixes, KV in every tier, running prefills too."""
+    """Erase a user: stored events, cached prefixes, KV in all tiers, running prefills."""
 
     user: UserKey
 
 
-# Places that may hold something of an erased user for a while.
+# Places that may have data of an erased user for some time.
 STORE = "store"
 RECORDINGS = "recordings"
-# until they are made without the user: a file of the operator's, which still answers matches
+# a file of the operator, until it is made again without the user
 VECTORS = "vectors"
 
 
 class EraseAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The confirmation that nothing finds the user any more."""
+    """Confirms that no request finds data of the user any more."""
 
-    pending: tuple[str, ...] = ()  # places that still hold something of the user
+    pending: tuple[str, ...] = ()  # places that still have data of the user
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property

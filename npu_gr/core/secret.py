@@ -1,14 +1,12 @@
-"""Settings that hold a secret: they show `***` wherever they are shown.
+"""Secret settings, which are shown as `***`; only `reveal` returns the text.
 
-Only `reveal` gives the text.
-
-In a configuration file such a setting is the text itself, or says where the text is:
+In a configuration file such a setting is the text itself, or refers to it:
 
     url: redis://redis:6379/0
     url: {file: /run/secrets/redis-url}   # without the line end
     url: {env: REDIS_URL}
 
-`redacted` takes credentials out of other texts that leave the process, as in the URL of a store.
+`redacted` removes credentials from other texts, as in the URL of a store.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ SHOWN = "***"
 
 
 class Secret:
-    """A text that nobody reads off a dump, a log line or an error."""
+    """A text that does not appear in dumps, log lines or errors."""
 
     __slots__ = ("_text",)
 
@@ -42,11 +40,11 @@ class Secret:
 
     @classmethod
     def read(cls, given: object) -> Self:
-        """Make it of what a configuration file has.
+        """Parse a value of a configuration file.
 
         Raises:
-            ValueError: it is none of the three forms, or is not where it should be. The message has
-                nothing of it.
+            ValueError: it has none of the three forms, or the file or variable does not exist; the
+                message has no part of the secret.
         """
         match given:
             case str():
@@ -61,7 +59,7 @@ class Secret:
                 return cls(text.rstrip("\r\n"))
             case {"env": str(name), **others} if not others:
                 if (found := os.environ.get(name)) is None:
-                    raise ValueError(f"env {name}: there is no such variable")
+                    raise ValueError(f"env {name}: the variable is not set")
                 return cls(found)
         raise ValueError("expected a text, {file: PATH} or {env: NAME}")
 
@@ -83,7 +81,7 @@ class Secret:
 
 
 class SecretUrl(Secret):
-    """A URL that may hold a user and a password. It shows the rest, which operators look for."""
+    """A URL that may have user and password; the rest of it is shown."""
 
     __slots__ = ()
 
@@ -91,22 +89,22 @@ class SecretUrl(Secret):
         scheme, mark, rest = self._text.partition("://")
         if not mark:
             return redacted(self._text) if "@" not in self._text else SHOWN
-        # a password may hold any character, so everything before the last @ is taken for one
+        # a password may have any character, so everything before the last @ is hidden
         user, at, place = rest.rpartition("@")
         return redacted(f"{scheme}://{SHOWN if at or user else ''}{at}{place}")
 
     def without_user(self) -> tuple[str, str | None]:
-        """Return the URL without user and password, and the value of `Authorization` that stands for them.
+        """Split off user and password, as a value of the header `Authorization`.
 
         Raises:
-            ValueError: it cannot be parsed. The message has nothing of it.
+            ValueError: the URL is invalid; the message has no part of it.
         """
         try:
             parts = urlsplit(self._text)
             name, password = unquote(parts.username or ""), unquote(parts.password or "")
         except ValueError:
             raise ValueError(
-                "not a URL; what a password has of / ? # @ : must be percent-encoded"
+                "not a URL; percent-encode the characters / ? # @ : of the password"
             ) from None
         if not name and not password:
             return self._text, None

@@ -1,4 +1,4 @@
-"""What an instance serves: its models, its catalogue and its vectors, and changes of the catalogue."""
+"""Descriptions of the served models, catalogue and vectors, and changes of the catalogue."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class NewItem:
     """An item to add to the catalogue."""
 
     item_id: int
-    name: str = ""  # that the id was made of; "" = the id itself
+    name: str = ""  # from which the id was computed; "" for the id itself
     title: str = ""
-    sid: tuple[int, ...] = ()  # none = one is made of its features
+    sid: tuple[int, ...] = ()  # semantic ID; empty to derive it from the features
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
-    # by name, what the ranker knows of the item beside its codes
+    # item features of the ranker, by name
     features: dict[str, str | int | float | list[str | int | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatalogueChange:
-    """Changes that make a new version of the catalogue; applied in this order."""
+    """Changes that make a new version of the catalogue, in this order."""
 
     add: tuple[NewItem, ...] = ()
     withdraw: I64 | None = None  # [n] external ids
@@ -34,43 +34,43 @@ class CatalogueChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorsInfo:
-    """The version of the vectors that is served."""
+    """The served version of the vectors."""
 
     version: str
     num_users: int
     num_items: int
     num_bytes: int
     age_s: float
-    previous: str | None  # what a rollback would serve
+    previous: str | None  # version after a rollback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueInfo:
-    """The version of the semantic-ID catalogue that is served."""
+    """The served version of the semantic-ID catalogue."""
 
     version: str
     num_items: int
     num_bytes: int
     age_s: float
-    previous: str | None  # what a rollback would serve
-    # that the change made, by the item's name
+    previous: str | None  # version after a rollback
+    # semantic IDs that the change created, by item name
     sids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWay:
-    """A way of computing a ranker's attention that the warm-up tried."""
+    """An implementation of a ranker's attention that the warm-up tried."""
 
     name: str
-    prefill_ms: float | None = None  # the last chunk of the longest history; None = rejected
-    rank_ms: float | None = None  # the most candidates behind it
-    # largest difference of a logit from plain torch ops', in the logits' deviations
+    prefill_ms: float | None = None  # last chunk of the longest history; None if rejected
+    rank_ms: float | None = None  # most candidates after that history
+    # largest difference from the logits of plain torch ops, in standard deviations
     drift: float | None = None
-    rejected: str = ""  # why it is not used; "" = it could be
+    rejected: str = ""  # why it is not usable; "" if it is
 
     @property
     def total_ms(self) -> float:
-        """What the ways are compared by; infinite where it is rejected."""
+        """Time for comparing implementations; infinite if rejected."""
         if self.prefill_ms is None or self.rank_ms is None:
             return float("inf")
         return self.prefill_ms + self.rank_ms
@@ -86,14 +86,14 @@ class ModelInfo:
     actions: tuple[str, ...]
     num_items: int
     max_history_tokens: int
-    features: tuple[Feature, ...] = ()  # that it reads beside items, actions and times
+    features: tuple[Feature, ...] = ()  # inputs other than items, actions and times
     device: str
     dtype: str
-    # what runs the hot ops: torch, or the instruction set of the native kernels
+    # implementation of the hot ops: torch, or the instruction set of the native kernels
     kernels: str = "torch"
-    # an op that has more than one implementation -> the one used
+    # op -> used implementation, for ops with several
     ops: Mapping[str, str] = field(default_factory=dict)
-    # what was tried for it, in order; () = there was one way, not measured
+    # the tried implementations of attention, in order; empty if there was only one
     attention: tuple[AttentionWay, ...] = ()
-    # replaced: only requests that name its version get it, for `relay.t_life_s`
+    # replaced; serves only requests that name its version, for `relay.t_life_s`
     is_draining: bool = False

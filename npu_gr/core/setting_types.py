@@ -1,7 +1,7 @@
-"""What a settings Struct takes: its keys by path, sizes and times with units, a rejection in words of YAML.
+"""Types of settings: keys by path, sizes and times with units, validation errors in terms of YAML.
 
-Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A
-setting whose type names a unit takes them beside plain numbers; inside it is the number.
+Sizes and times may have units: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A setting whose
+type has a unit accepts such texts and plain numbers; its value is the number.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from msgspec import inspect
 from npu_gr.core.secret import redacted
 from npu_gr.core.text_format import near, quoted
 
-UNIT = "x-unit"  # in the JSON schema of a type, which is where msgspec carries it
+UNIT = "x-unit"  # key in the JSON schema of a type, where msgspec stores the unit
 
 
 class Unit(NamedTuple):
-    """What a number counts, and the words that may follow it."""
+    """A unit of numbers, and the suffixes of its texts."""
 
     noun: str
     forms: str  # examples, for messages and for the reference
-    factors: dict[str, Fraction]  # word -> how many of the noun
+    factors: dict[str, Fraction]  # suffix -> factor
 
     @property
     def pattern(self) -> str:
-        """A regular expression (of Python and of JSON Schema) that texts with such a word match."""
+        """Regular expression (Python and JSON Schema) of a number with a suffix."""
         return rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(self.factors)})\s*$"
 
 
@@ -47,28 +47,28 @@ SECONDS = Unit("seconds", "50ms, 2s, 10min, 1h", _SECONDS_OF)
 UNITS = {unit.noun: unit for unit in (BYTES, SECONDS)}
 IN_BYTES, IN_SECONDS = ({UNIT: noun} for noun in UNITS)  # Meta(extra_json_schema=IN_BYTES)
 
-# What YAML 1.1 takes for a text, because the point or the sign is missing: 1e-5, 1.0e5.
+# Numbers that YAML 1.1 reads as texts, since the point or the sign is missing: 1e-5, 1.0e5.
 _SCIENTIFIC = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]{1,3}")
-_SWITCHES = {True: ("on", "yes"), False: ("off", "no")}  # which YAML 1.1 reads as true and false
+_SWITCHES = {True: ("on", "yes"), False: ("off", "no")}  # words that YAML 1.1 reads as booleans
 _NUMBERS = (inspect.IntType, inspect.FloatType)
 _SECTIONS = (inspect.StructType, inspect.DataclassType)
 _Section = inspect.StructType | inspect.DataclassType
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.SetType, inspect.FrozenSetType)
-_UNKNOWN = object()  # a value that msgspec's path does not lead to
+_UNKNOWN = object()  # a value that cannot be found by msgspec's path
 
 
 class Setting(NamedTuple):
     """One key of a Struct, at any depth."""
 
-    path: str  # section.key; an element of a list has the list's path
+    path: str  # section.key; elements of a list have the list's path
     field: inspect.Field
-    section: _Section | None  # holds keys of its own, which follow
-    in_list: bool  # one of a section that stands in a list, once for each element
+    section: _Section | None  # if it is a section, whose keys follow
+    in_list: bool  # whether its section is an element of a list
 
 
 @cache
 def settings_of(cls: type[msgspec.Struct]) -> dict[str, Setting]:
-    """All keys of a Struct by path: each section before what is in it."""
+    """Return all keys of a Struct by path, sections before their keys."""
     return {setting.path: setting for setting in _walk(_section(inspect.type_info(cls)), "", False)}
 
 
@@ -81,7 +81,7 @@ def _walk(struct: _Section | None, at: str, in_list: bool) -> Iterator[Setting]:
 
 
 def options(kind: inspect.Type) -> list[inspect.Type]:
-    """The types that a value may have, without annotations: more than one where it may be null."""
+    """Return the alternatives of a type, without annotations."""
     if isinstance(kind, inspect.Metadata):
         return options(kind.type)
     if isinstance(kind, inspect.UnionType):
@@ -90,7 +90,7 @@ def options(kind: inspect.Type) -> list[inspect.Type]:
 
 
 def unit_of(kind: inspect.Type) -> Unit | None:
-    """The unit in which a value is counted, if its type names one."""
+    """Return the unit of a type, if it has one."""
     if isinstance(kind, inspect.Metadata):
         name = (kind.extra_json_schema or {}).get(UNIT)
         return UNITS[name] if name else unit_of(kind.type)
@@ -100,7 +100,7 @@ def unit_of(kind: inspect.Type) -> Unit | None:
 
 
 def choices(kind: inspect.Type) -> list[str]:
-    """The values of an enumeration, as YAML has them; empty: it is none."""
+    """Return the values of an enumeration as in YAML; empty for other types."""
     found: list[str] = []
     for one in options(kind):
         if isinstance(one, inspect.LiteralType):
@@ -111,7 +111,7 @@ def choices(kind: inspect.Type) -> list[str]:
 
 
 def _section(kind: inspect.Type) -> _Section | None:
-    """The Struct that is in a value: it itself, or each element of a list."""
+    """Return the Struct of a value, or of the elements of a list."""
     for one in options(kind):
         if isinstance(one, _SECTIONS):
             return one
@@ -125,15 +125,15 @@ def _is_text(kind: inspect.Type) -> bool:
 
 
 def number(text: str, unit: Unit | None, whole: bool) -> int | float | None:
-    """Read a number that YAML gives as a text.
+    """Parse a number that YAML reads as a text.
 
     Args:
-        text: `1e-5`, or a number with a word of the unit behind it.
-        unit: of the setting, if it has one.
-        whole: the setting takes whole numbers alone.
+        text: `1e-5`, or a number with a suffix of the unit.
+        unit: Unit of the setting, if it has one.
+        whole: Whether only whole numbers are accepted.
 
     Returns:
-        The number in the setting's unit; None: it is no such text, or no whole number.
+        The number in the setting's unit; None if the text is not such a number.
     """
     if len(text) > 40:
         return None
@@ -152,9 +152,9 @@ def number(text: str, unit: Unit | None, whole: bool) -> int | float | None:
 
 
 def plain(value: Any, kind: inspect.Type) -> Any:
-    """Return a copy with plain numbers where a text means one, and with texts where YAML saw a switch.
+    """Return a copy with texts of numbers converted, and booleans that mean a word restored.
 
-    What is no such text stays as it is, to be rejected later.
+    Invalid values are unchanged, to be rejected later.
     """
     for one in options(kind):
         match value:
@@ -176,15 +176,15 @@ def plain(value: Any, kind: inspect.Type) -> Any:
 
 
 def explain(message: str, table: Any, kind: inspect.Type) -> str:
-    """Say what msgspec rejected: path, what was expected in words of YAML, what is there.
+    """Translate a validation error to path, expected type in terms of YAML, and value.
 
     Args:
-        message: of a `msgspec.ValidationError`.
-        table: that was rejected.
-        kind: for what.
+        message: Message of a `msgspec.ValidationError`.
+        table: The rejected table.
+        kind: Type that the table should have.
     """
     text, _, path = message.partition(" - at `")
-    is_of_key = path.startswith("key` in `")  # of a table
+    is_of_key = path.startswith("key` in `")  # the error is about a key of a table
     path = path.removeprefix("key` in `").rstrip("`")
     at = path.removeprefix("$").lstrip(".")
     kind, value = _look_up(path, kind, table)
@@ -197,10 +197,9 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
             for name in choices(one.key_type)
         ]
         if known and (named := re.match(r"Invalid enum value '(.+)'", text)):
-            return (
-                f"{before}{quoted(named[1])} is none of {', '.join(known)}{near(named[1], known)}"
-            )
-        return f"{before}every key must be a text: write a number in quotes"
+            hint = near(named[1], known)
+            return f"{before}{quoted(named[1])} must be one of {', '.join(known)}{hint}"
+        return f"{before}every key must be a text; write numbers in quotes"
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
         struct = _section(kind)
         keys = [field.encode_name for field in struct.fields] if struct else []
@@ -213,7 +212,7 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
 
 
 def _look_up(path: str, kind: inspect.Type, value: Any) -> tuple[inspect.Type, Any]:
-    """Follow msgspec's path: `[...]` is a value of a table, where it does not say which key it was."""
+    """Follow msgspec's path; `[...]` is a value of a table with an unknown key."""
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
         inner = _inner(kind, key, value)
         if inner is None:
@@ -243,9 +242,9 @@ def _rejection(text: str, kind: inspect.Type, value: Any) -> str:
         return f"expected {expected(kind)}{f', {limit}' if limit else ''}"
     if values := choices(kind):
         hint = "; write it in quotes" if str(value) in values else near(str(value), values)
-        return f"{_shown(value)} is none of {', '.join(values)}{hint}"
+        return f"{_shown(value)} must be one of {', '.join(values)}{hint}"
     if isinstance(value, str) and _is_text(kind):
-        # too long, or not of the pattern; what a text of the caller's holds is not shown
+        # too long, or not of the pattern; the text itself is not shown
         return text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if limit and is_number and ", got" not in text:
@@ -277,7 +276,7 @@ def _shown(value: Any) -> str:
 
 
 def expected(kind: inspect.Type) -> str:
-    """Say in words of YAML what a value of this type looks like."""
+    """Describe the values of a type in terms of YAML."""
     if values := choices(kind):
         return " | ".join(values)
     unit = unit_of(kind)
@@ -320,7 +319,7 @@ def _noun(kind: inspect.Type) -> str:
 
 
 def bounds(kind: inspect.Type) -> str:
-    """Say the limits of a number, e.g. `>= 1, <= 65535`; empty: it has none."""
+    """Describe the limits of a number, e.g. `>= 1, <= 65535`; empty if it has none."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     return ", ".join(
         f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"

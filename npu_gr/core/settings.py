@@ -1,17 +1,13 @@
-"""YAML -> a frozen, typed, validated msgspec Struct; errors name the file, the field and the limit.
+"""Read YAML into validated msgspec Structs; errors name the file, the field and the limit.
 
-A value comes from the file, from a variable of the environment, or from `--set`; the later one
-wins. Sizes and times may have a unit (`1GiB`, `50ms`), and inside are plain numbers. A repeated key
-and an unknown key are errors.
+A value comes from the file, an environment variable, or `--set`; the later one wins. Sizes and
+times may have a unit (`1GiB`, `50ms`). Repeated and unknown keys are errors.
 
-`NPU_GR_SERVER__PORT=9000` is `server.port: 9000`: a section, two underscores, a key; the value is
-YAML. A key outside of sections stands alone: `NPU_GR_BACKEND=npu`. Which variables are settings:
-  two underscores, or the exact name of a key outside of sections     one; unknown = an error with the nearest name
-  anything else that begins with NPU_GR_                              none: NPU_GR_API_KEY, what Kubernetes writes for a
-                                                                      Service named npu-gr-..., or
-                                                                      another program's; a name that
-                                                                      is nearly one of ours is a
-                                                                      warning
+`NPU_GR_SERVER__PORT=9000` is `server.port: 9000`: section, two underscores, key; the value is YAML.
+A key outside of sections has only its name: `NPU_GR_BACKEND=npu`. Variables that are settings:
+  two underscores, or the exact name of a key outside of sections: yes; an unknown one is an error
+  other names that begin with NPU_GR_: no (NPU_GR_API_KEY, variables that Kubernetes sets for a
+      Service named npu-gr-..., other programs); a name that resembles a setting causes a warning
 """
 
 from __future__ import annotations
@@ -38,9 +34,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "NPU_GR_"
 BETWEEN = "__"
-# of commands that call an instance
+# variables of commands that call an instance
 OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")
-# What Kubernetes writes for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://...,
+# Variables that Kubernetes sets for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://...,
 # NPU_GR_SERVICE_HOST.
 _OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
 _NAMED_BY_KUBERNETES = re.compile(
@@ -57,72 +53,71 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
-# Keys that went, by path (an element of a list has the list's path) -> what takes their place.
-# docs/upgrading.md has the same rows with more words. A section that went whole has one row.
+# Removed keys, by path (elements of a list have the list's path) -> what to do instead.
+# docs/upgrading.md has the same rows in more words. A removed section has one row.
 GONE: dict[str, str] = {
     # the router (`npu-gr route`), which is HAProxy
-    "tenant_header": "nothing: users are placed by name alone, and instances read the tenant "
-    "themselves",
-    "default_budget_s": "nothing: the instance has server.default_budget_s",
-    "connect_timeout_s": "nothing: it is 250 ms",
-    "instance_idle_s": "nothing: HAProxy keeps idle connections for 5 s",
-    "health.path": "nothing: it is /readyz",
-    "health.panic_ratio": "nothing: without an instance that is up the answer is 503",
-    "breaker": "health.failures and health.slow_start_s; instances are not compared by speed",
-    "retry": "nothing: a rank without an answer after 5 times its objective goes to another "
+    "tenant_header": "users are placed by name alone, and instances read the tenant themselves",
+    "default_budget_s": "the instance has server.default_budget_s",
+    "connect_timeout_s": "it is 250 ms",
+    "instance_idle_s": "HAProxy keeps idle connections for 5 s",
+    "health.path": "it is /readyz",
+    "health.panic_ratio": "without an instance that is up the answer is 503",
+    "breaker": "use health.failures and health.slow_start_s; instances are not compared by speed",
+    "retry": "a rank without an answer after 5 times its objective goes to another "
     "instance, at most twice",
-    "limits.max_inflight": "limits.instance_queue and limits.instance_inflight, of each instance",
-    "limits.instance_idle": "nothing: HAProxy decides",
-    "limits.max_kept_bytes": "limits.buffer_bytes, of each connection",
-    "limits.stream_over_bytes": "limits.buffer_bytes",
-    "limits.max_header_bytes": "limits.buffer_bytes",
-    "limits.max_headers": "nothing: HAProxy takes 101",
+    "limits.max_inflight": "use limits.instance_queue and limits.instance_inflight",
+    "limits.instance_idle": "HAProxy decides",
+    "limits.max_kept_bytes": "use limits.buffer_bytes, of each connection",
+    "limits.stream_over_bytes": "use limits.buffer_bytes",
+    "limits.max_header_bytes": "use limits.buffer_bytes",
+    "limits.max_headers": "HAProxy takes 101",
     "server.workers": "the process with the models serves HTTP; more cores: more instances behind "
     "`npu-gr route`",
-    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of "
+    "server.max_connections": "use the limit of a proxy: `npu-gr route`, or the system's limit of "
     "open files",
     "server.header_timeout_s": "the proxy closes connections that send their headers slowly "
     "(`npu-gr route`)",
     "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr "
     "route`)",
     # `npu-gr train match`
-    "users": "nothing: each domain has user embeddings of its own",
-    "initialise": "nothing: the target's users start at their source vectors",
-    "aligned": "schedule: initialised has no inter-domain loss, separated has both",
-    "neighbour": "schedule: initialised has no inter-domain loss, separated has both",
-    "prior": "nothing: each item's popularity is added to its logits",
-    "encoder": "nothing: it is GraphSAGE, which starts as LightGCN",
-    "norm": "nothing: neighbours count by the roots of both degrees",
-    "activation": "nothing: the encoder is linear",
-    "negative_power": "nothing: negatives are drawn evenly",
-    "export": "nothing: what is served joins the joint SVD, SCCDR and popularity",
+    "users": "each domain has user embeddings of its own",
+    "initialise": "the target's users start at their source vectors",
+    "aligned": "use schedule: initialised has no inter-domain loss, separated has both",
+    "neighbour": "use schedule: initialised has no inter-domain loss, separated has both",
+    "prior": "each item's popularity is added to its logits",
+    "encoder": "it is GraphSAGE, which starts as LightGCN",
+    "norm": "neighbours count by the roots of both degrees",
+    "activation": "the encoder is linear",
+    "negative_power": "negatives are drawn evenly",
+    "export": "what is served joins the joint SVD, SCCDR and popularity",
 }
 
 
 class LiveConfig(Generic[S]):
-    """The configuration in force: a reload replaces it, and whatever shows a setting reads it here."""
+    """The current configuration, which a reload replaces."""
 
     def __init__(self, config: S) -> None:
         self.config = config
 
 
 class Gathered(NamedTuple):
-    """The values that a process is started with, before they are validated."""
+    """The values of all origins, before validation."""
 
     table: dict[str, Any]
-    origins: dict[str, str]  # where each value came from, by path: the file, a variable, `--set`
+    origins: dict[str, str]  # path -> origin of the value: the file, a variable, `--set`
 
 
-# What PyYAML raises for a value that is not of the type that it looks like or claims: too deep, a
-# key that is a list, the day 2027-13-45, `!!int x`, `!!bool x`, `!!timestamp x`.
+# Errors of PyYAML for invalid values: too deep, a key that is a list, the day 2027-13-45, `!!int
+# x`, `!!bool x`, `!!timestamp x`.
 _OF_VALUES = (RecursionError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without silent repetition."""
+    """A YAML loader that rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; a repeated key is an error."""
+        """Build a mapping without repeated keys."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -143,14 +138,14 @@ def load(
     """Read a settings file.
 
     Args:
-        path: YAML.
-        cls: what it holds.
-        overrides: `section.key=value` with a YAML value, later ones win.
-        variables: of the environment, which win over the file (`npu_gr.core.environment`); None =
-            none.
+        path: YAML file.
+        cls: Type of the settings.
+        overrides: Settings as `section.key=value` with a YAML value; later ones win.
+        variables: Environment variables, which override the file.
 
     Raises:
-        ConfigError: names the file, the field and the limit or the nearest known key.
+        ConfigError: a value is invalid; the message names the file, the field, and the limit or
+            the nearest known key.
     """
     return from_table(gather(path, cls, overrides, variables).table, cls, f"config {path}")
 
@@ -161,10 +156,10 @@ def gather(
     overrides: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Gathered:
-    """Read what `load` reads, and say where each value came from.
+    """Collect values as `load` does, with the origin of each, without validation.
 
     Raises:
-        ConfigError: as `load`, but for what only validation finds.
+        ConfigError: the file, a variable or an override cannot be parsed.
     """
     known = settings_of(cls)
     table = renamed.with_new_names(read_table(path), known, f"config {path}")
@@ -183,30 +178,30 @@ def gather(
 
 
 def variable(path: str) -> str:
-    """Return the name of a setting's variable."""
+    """Return the name of the environment variable of a setting."""
     return PREFIX + path.replace(".", BETWEEN).upper()
 
 
 def read_environment(
     variables: Mapping[str, str], cls: type[msgspec.Struct]
 ) -> list[tuple[str, str, str]]:
-    """Find the settings in an environment: outer ones first, because a whole section may be given as YAML.
+    """Find the settings in an environment, sections before their keys.
 
     Args:
-        variables: by name.
-        cls: what may be set.
+        variables: Environment variables by name.
+        cls: Type of the settings.
 
     Returns:
-        Path, value (YAML) and name of each.
+        (path, YAML value, name of the variable) of each setting.
 
     Raises:
-        ConfigError: a name is that of a setting, and there is no such setting. It names the
-            nearest, or what takes its place.
+        ConfigError: a variable names an unknown or removed setting; the message has the nearest
+            name, or the replacement.
     """
     paths = {path for path, setting in settings_of(cls).items() if not setting.in_list}
     known = {variable(path): path for path in paths}
     before = {variable(path): path for path in renamed.old_paths(paths)}
-    went = {variable(path): now for path, now in GONE.items()}
+    removed = {variable(path): now for path, now in GONE.items()}
     single = {name.replace(BETWEEN, "_"): name for name in known}
     found = []
     for name, value in variables.items():
@@ -222,25 +217,28 @@ def read_environment(
                 )
             found.append((path, value, name))
         elif now := next(
-            (now for one, now in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""
+            (now for one, now in removed.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)),
+            "",
         ):
-            raise ConfigError(f"environment: {name} went: {now}")
+            raise ConfigError(f"environment: {name} was removed: {now}")
         elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
-            raise ConfigError(f"environment: {name} is no setting{near(name, known)}")
+            raise ConfigError(f"environment: {name} is not a setting{near(name, known)}")
         elif name in OTHERS or _NAMED_BY_KUBERNETES.fullmatch(name):
             continue
         elif meant := difflib.get_close_matches(name, single, n=1, cutoff=0.9):
             log.warning(
-                "environment: %s is no setting, and is ignored; %s is one", name, single[meant[0]]
+                "environment: %s is not a setting and is ignored; did you mean %s?",
+                name,
+                single[meant[0]],
             )
     return sorted(found, key=lambda one: one[0].count("."))
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a settings file without checking what is in it.
+    """Read a settings file without validation.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML mapping.
+        ConfigError: the file cannot be read, or is not a YAML mapping.
     """
     where = f"config {path}"
     try:
@@ -252,15 +250,16 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, cls: type[S], where: str) -> S:
-    """Read settings from text.
+    """Read settings from a text.
 
     Args:
         text: YAML.
-        cls: what it holds.
-        where: names the text in errors.
+        cls: Type of the settings.
+        where: Description of the text in errors.
 
     Raises:
-        ConfigError: names the field and the limit or the nearest known key.
+        ConfigError: a value is invalid; the message names the field, and the limit or the nearest
+            known key.
     """
     return from_table(_table(text, where), cls, where)
 
@@ -269,39 +268,41 @@ def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = yaml.load(text, _StrictLoader)  # it is a SafeLoader  # noqa: S506  # nosec B506
     except (yaml.YAMLError, *_OF_VALUES) as error:
-        # it quotes the line
-        raise ConfigError(redacted(f"{where}: not YAML that we read: {error}")) from None
+        # redacted, since the error quotes the line
+        raise ConfigError(redacted(f"{where}: invalid YAML: {error}")) from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{where}: needs `key: value` lines, got {type(table).__name__}")
+        raise ConfigError(f"{where}: expected `key: value` lines, got {type(table).__name__}")
     return table
 
 
 def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
-    """Validate what YAML gave.
+    """Validate a table.
 
     Raises:
-        ConfigError: names the field and the limit or the nearest known key.
+        ConfigError: a value is invalid; the message names the field, and the limit or the nearest
+            known key.
     """
     known = settings_of(cls)
     table = renamed.with_new_names(table, known, where)
     try:
         return msgspec.convert(plain(table, inspect.type_info(cls)), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        went = [
-            f"{path} went: {now}"
+        known = settings_of(cls)
+        removed = [
+            f"{path} was removed: {now}"
             for path, now in GONE.items()
             if path not in known and _has(table, path)
         ]
-        wrong = "; ".join(went) or explain(str(error), table, inspect.type_info(cls))
+        wrong = "; ".join(removed) or explain(str(error), table, inspect.type_info(cls))
         raise ConfigError(f"{where}: {wrong}") from error
 
 
 def override(preset: S, overrides: Sequence[str]) -> S:
-    """Replace some values of a preset.
+    """Replace values of a preset.
 
     Args:
-        preset: whose other values stay.
-        overrides: `key=value` with a YAML value, later ones win.
+        preset: Settings with the other values.
+        overrides: Settings as `key=value` with a YAML value; later ones win.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is out of range.
@@ -315,7 +316,7 @@ def override(preset: S, overrides: Sequence[str]) -> S:
 
 
 def to_table(settings: msgspec.Struct) -> dict[str, Any]:
-    """All of it as plain types, to be shown: a secret is what it shows of itself."""
+    """Convert settings to plain types for display, with secrets hidden."""
     table: dict[str, Any] = msgspec.to_builtins(settings, enc_hook=_encoded)
     return table
 
@@ -323,13 +324,13 @@ def to_table(settings: msgspec.Struct) -> dict[str, Any]:
 def _decoded(cls: type[Any], given: object) -> Any:
     if issubclass(cls, Secret):
         return cls.read(given)
-    raise NotImplementedError(f"{cls.__name__} is no type of a setting")
+    raise NotImplementedError(f"{cls.__name__} is not a type of settings")
 
 
 def _encoded(value: object) -> str:
     if isinstance(value, Secret):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} is no type of a setting")
+    raise NotImplementedError(f"{type(value).__name__} is not a type of settings")
 
 
 def _parted(text: str) -> tuple[str, str]:
@@ -350,7 +351,7 @@ def _put(table: dict[str, Any], name: str, value: Any, origin: str) -> None:
     *sections, key = name.split(".")
     for section in sections:
         inner = table.setdefault(section, {})
-        if inner is None:  # `section:` without a line, or a section that may be absent
+        if inner is None:  # `section:` without a value, or an absent section
             inner = table[section] = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{origin} {name}: {section} is not a section")
@@ -366,7 +367,7 @@ def _at(table: dict[str, Any], name: str) -> Any:
 
 
 def _leaves(value: Any, at: str = "") -> list[str]:
-    """Paths of all values that are no sections."""
+    """Return the paths of all values that are not sections."""
     if not isinstance(value, dict):
         return [at]
     return [
@@ -377,7 +378,7 @@ def _leaves(value: Any, at: str = "") -> list[str]:
 
 
 def _has(value: object, path: str) -> bool:
-    """Whether a key is given, in a section or in any section of a list."""
+    """Whether a table has a key, also in a section of a list."""
     if isinstance(value, list):
         return any(_has(one, path) for one in value if isinstance(one, dict))
     key, _, inner = path.partition(".")

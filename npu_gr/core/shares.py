@@ -1,12 +1,11 @@
-"""Shares of one resource: what each tenant holds, and what it may hold while others want some too.
+"""Fair shares of a resource among tenants, by weight.
 
-A tenant *wants* the resource for `WANTS_S` after it last asked. The share of a tenant that wants is
-in proportion to its weight among all that want; that of any other tenant is nothing. So a tenant
-alone may have everything, and what a tenant left behind goes to those that came after it.
+A tenant is active for `WANTS_S` after its last request. The share of an active tenant is its weight
+divided by the weights of all active tenants; that of another tenant is 0. Therefore a single tenant
+may use everything, and the share of an inactive tenant goes to the others.
 
-Invariant: at most `MAX_TENANTS` tenants, and those that have a weight by name, have an account of
-their own; all others share one. So invented tenants cost no memory, and together they get what one
-tenant gets.
+Invariant: at most `MAX_TENANTS` tenants, and those with a configured weight, have an own account;
+all others share one. Therefore invented tenant names take no memory, and together get one share.
 
 `TokenBucket` limits a rate.
 """
@@ -18,17 +17,16 @@ from collections.abc import Callable, Mapping, ValuesView
 from functools import cached_property
 from typing import Generic, TypeVar
 
-# that have an account at a time; those beyond share one, if they have no weight by name
+# with an own account at a time; further ones without a configured weight share one
 MAX_TENANTS = 64
-OTHERS = "\0others"  # the name of what they share; no tenant can have it
-WANTS_S = 60.0  # a tenant wants a resource for so long after it last asked
-# between two looks for accounts that nobody needs; with many tenants every request would look at
-# all
+OTHERS = "\0others"  # name of the shared account; no tenant can have it
+WANTS_S = 60.0  # time after its last request for which a tenant is active
+# minimum time between two removals of unused accounts, each of which scans all accounts
 TIDY_S = 1.0
 
 
 class Account:
-    """One tenant's part of one resource."""
+    """The account of one tenant for one resource."""
 
     __slots__ = ("asked_at", "held", "name")
 
@@ -42,30 +40,27 @@ A = TypeVar("A", bound=Account)
 
 
 def name_of(tenant: str, named: Mapping[str, object], known: Mapping[str, object]) -> str:
-    """Say under which name a tenant is kept: its own, as long as there is room, or `OTHERS`.
+    """Return the account name of a tenant: its own while there is room, else `OTHERS`.
 
     Args:
-        tenant: any.
-        named: always have their own.
-        known: that have an entry now.
+        tenant: Name of the tenant.
+        named: Tenants that always have an own account.
+        known: Tenants with an account.
     """
     return tenant if tenant in known or tenant in named or len(known) < MAX_TENANTS else OTHERS
 
 
 class Shares(Generic[A]):
-    """The accounts of the tenants of one resource.
-
-    Every method takes at most one look at each account.
-    """
+    """The accounts of the tenants of one resource; methods take O(accounts)."""
 
     def __init__(self, make: Callable[[str], A], clock: Callable[[], float]) -> None:
-        """No tenant has asked yet.
+        """Begin without accounts.
 
         Args:
-            make: an account, by its name.
-            clock: seconds that never go back.
+            make: Constructor of an account from its name.
+            clock: Monotonic seconds.
         """
-        self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
+        self.weights: Mapping[str, float] = {}  # by tenant; the default is 1
         self._make = make
         self._clock = clock
         self._accounts: dict[str, A] = {}
@@ -73,16 +68,16 @@ class Shares(Generic[A]):
 
     @cached_property
     def own_work(self) -> A:
-        """The account of the instance's own work: it has no share, and no tenant's share is smaller for it."""
+        """The account of the instance's own work, which does not affect shares."""
         return self._make("")
 
     @property
     def accounts(self) -> ValuesView[A]:
-        """The accounts of all that want or hold something, and maybe of some that did."""
+        """All accounts, also of tenants that were active before."""
         return self._accounts.values()
 
     def asking(self, tenant: str) -> A:
-        """Return the account of a tenant that asks for some now."""
+        """Return the account of a tenant with a new request."""
         now_at = self._clock()
         is_full = len(self._accounts) >= MAX_TENANTS and tenant not in self._accounts
         if is_full and now_at - self._tidied_at >= TIDY_S:
@@ -100,15 +95,15 @@ class Shares(Generic[A]):
         return account
 
     def asked(self, account: A) -> None:
-        """Note that a tenant uses what it holds: it wants it."""
+        """Mark a tenant as active."""
         account.asked_at = self._clock()
 
     def weight(self, account: A) -> float:
-        """Weigh a tenant."""
+        """Return the weight of a tenant."""
         return self.weights.get(account.name, 1.0)
 
     def ratios(self) -> dict[A, float]:
-        """Compute the share of every tenant that wants, as a part of 1. A tenant that is not there has none."""
+        """Compute the share (0 to 1) of each active tenant."""
         now_at = self._clock()
         weights = {
             account: self.weight(account)
@@ -119,7 +114,7 @@ class Shares(Generic[A]):
         return {account: weight / total for account, weight in weights.items()}
 
     def is_over(self, account: A, ratios: dict[A, float], capacity: int) -> bool:
-        """Whether a tenant holds more than its share of so much."""
+        """Whether a tenant holds more than its share of a capacity."""
         return account.held > ratios.get(account, 0.0) * capacity
 
     @staticmethod
@@ -128,14 +123,14 @@ class Shares(Generic[A]):
 
 
 class TokenBucket:
-    """Limits a rate to `rate_per_s` takes a second, of which `burst` may come at once."""
+    """Limits a rate to `rate_per_s`, with bursts of up to `burst`."""
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
-        """Begin full.
+        """Begin with a full bucket.
 
         Args:
-            rate_per_s: tokens that come in.
-            burst: tokens that it holds at most; less than 1 is 1, else nobody could ever take one.
+            rate_per_s: Tokens added per second.
+            burst: Capacity, at least 1.
         """
         self.rate_per_s = rate_per_s
         self.burst = max(burst, 1.0)
@@ -143,10 +138,7 @@ class TokenBucket:
         self._filled_at = -math.inf  # no take yet
 
     def take(self, now_at: float) -> bool:
-        """Take one token at an instant of any clock that never goes back.
-
-        Returns False if there is none.
-        """
+        """Take a token, at a time of any monotonic clock; False if there is none."""
         if self._filled_at > -math.inf:
             self._level = min(
                 self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s

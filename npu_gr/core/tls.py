@@ -1,9 +1,9 @@
-"""TLS of an address that listens and of calls to other processes; both follow their files.
+"""TLS of servers and clients, reloaded when the files change.
 
-    a file changes                    new connections have what is in it within LOOK_S; the old ones stay
-    what is in the files is no pair   what was in force stays; `is_stale` and the log say so
+    a file changes            new connections use it within LOOK_S; existing ones are unchanged
+    the files are invalid     the previous context is used; `is_stale` and the log report it
 
-Certificates are PEM, as cert-manager writes them: `tls.crt` with the intermediate ones behind,
+Certificates are PEM, as cert-manager writes them: `tls.crt` (with intermediate certificates),
 `tls.key`, `ca.crt`.
 """
 
@@ -27,27 +27,27 @@ from npu_gr.core.lifetime import running
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at the files
-# of TLS 1.2: forward secrecy and authenticated encryption only; TLS 1.3 has nothing else
+LOOK_S = 1.0  # interval of checking the files
+# for TLS 1.2: only forward secrecy and authenticated encryption, as TLS 1.3 always has
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class ServerTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The certificate of an address that listens, and whose certificates its callers need."""
+    """The certificate of a server, and the authority of client certificates."""
 
-    certificate: str  # PEM file: the certificate, then the intermediate ones
+    certificate: str  # PEM file: the certificate, then intermediate ones
     key: str  # PEM file, without a password
-    # PEM file; callers need a certificate that one of these authorities signed
+    # PEM file; clients need a certificate of one of these authorities
     client_ca: str | None = None
     min_version: Literal["1.2", "1.3"] = "1.2"  # with client_ca always 1.3
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a connection over TLS believes, and the certificate that it shows."""
+    """The trusted authorities of a client, and its certificate."""
 
-    ca: str | None = None  # PEM file; None = the authorities that the system trusts
-    certificate: str | None = None  # PEM file, for a server that wants to know who calls
+    ca: str | None = None  # PEM file; None = the system's authorities
+    certificate: str | None = None  # PEM file, for servers that require one
     key: str | None = None  # PEM file, without a password
 
     def __post_init__(self) -> None:
@@ -56,14 +56,14 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ClientTlsConfig(TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a client believes over TLS, and the certificate that it shows."""
+    """The trusted authorities of a client, its certificate, and the server's name."""
 
-    # that the server's certificate must have; None = the name in its address
+    # expected name in the server's certificate; None = the host of its address
     server_name: str | None = None
 
 
 class FollowedContext:
-    """The context of some files, made again when their content changes."""
+    """A TLS context that is made again when its files change."""
 
     def __init__(
         self, where: str, files: tuple[str | None, ...], make: Callable[[], ssl.SSLContext]
@@ -71,20 +71,20 @@ class FollowedContext:
         """Make the context.
 
         Args:
-            where: the section of the configuration, for errors.
-            files: what `make` reads; the first one holds the certificate that is shown. None =
-                there is no such file.
-            make: reads the files.
+            where: Section of the configuration, for errors.
+            files: Files that `make` reads; the first one is the own certificate. None for an absent
+                one.
+            make: Function that makes the context from the files.
 
         Raises:
-            ConfigError: a file cannot be read, or they do not belong together.
+            ConfigError: a file cannot be read, or the files do not match.
         """
         self._where = where
         self._files = files
         self._make = make
         self._read = b""
-        self._trouble = ""  # why the files cannot be used; what is in force is older
-        self._expires_at = float("inf")  # of the first of the certificates that are shown
+        self._trouble = ""  # why the files cannot be used
+        self._expires_at = float("inf")  # earliest expiry in the own certificate file
         self.context = self._use(self._content())
 
     def _content(self) -> dict[str, bytes]:
@@ -98,8 +98,7 @@ class FollowedContext:
 
     def _use(self, content: dict[str, bytes]) -> ssl.SSLContext:
         try:
-            # not from `content`, because ssl reads files only; if one changed in between, the next
-            # look sees it
+            # not from `content`, since ssl reads only files; the next check sees changes in between
             context = self._make()
             shown = (
                 []
@@ -119,10 +118,7 @@ class FollowedContext:
         return context
 
     def reload_if_changed(self) -> None:
-        """Read the files again; other content is in force at once.
-
-        Files that cannot be used change nothing.
-        """
+        """Use the files if their content changed; invalid files change nothing."""
         try:
             content = self._content()
             if _digest(content) == self._read:
@@ -130,24 +126,24 @@ class FollowedContext:
             self.context = self._use(content)
         except ConfigError as error:
             if str(error) != self._trouble:
-                log.error("the old certificate stays in force: %s", error)
+                log.error("the previous certificate is still used: %s", error)
             self._trouble = str(error)
             self._read = b""
         else:
             self._trouble = ""
-            log.info("%s: a new certificate is in force", self._where)
+            log.info("%s: a new certificate is used", self._where)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the files cannot be used, so that what is in force is older."""
+        """Whether the files are invalid, so that the previous context is used."""
         return bool(self._trouble)
 
     def expiry(self) -> float:
-        """Return when the certificate in force expires, in seconds since 1970."""
+        """Return when the current certificate expires, in unix seconds."""
         return self._expires_at
 
     async def follow(self) -> None:
-        """Look once a second whether the files have changed, in a thread, until cancelled."""
+        """Check the files every `LOOK_S` in a thread, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await asyncio.to_thread(self.reload_if_changed)
@@ -155,7 +151,7 @@ class FollowedContext:
 
 @asynccontextmanager
 async def following(*contexts: FollowedContext | None) -> AsyncIterator[None]:
-    """Follow the files of some contexts while the block runs."""
+    """Follow the files of contexts during the block."""
     async with AsyncExitStack() as stack:
         for one in contexts:
             if one is not None:
@@ -164,32 +160,31 @@ async def following(*contexts: FollowedContext | None) -> AsyncIterator[None]:
 
 
 class ServerTls(FollowedContext):
-    """TLS of the addresses that listen.
+    """TLS of listening addresses.
 
-    Theirs stay the same, and each new connection gets what is in force.
+    Their contexts stay, and each new connection switches to the current one.
     """
 
     def __init__(self, config: ServerTlsConfig, where: str, protocol: str = "http/1.1") -> None:
         """Read the files.
 
         Args:
-            config: names them.
-            where: the section of the configuration, for errors.
-            protocol: that is spoken over it, as ALPN names it.
+            config: Configuration of the files.
+            where: Section of the configuration, for errors.
+            protocol: ALPN name of the protocol.
 
         Raises:
-            ConfigError: a file cannot be read, or they do not belong together.
+            ConfigError: a file cannot be read, or the files do not match.
         """
         warn_of_wide_key(config.key, where)
         files = (config.certificate, config.key, config.client_ca)
         super().__init__(where, files, lambda: _server_context(config, protocol))
-        # asks callers for a certificate where `client_ca` says so
+        # requires a client certificate if `client_ca` is set
         self.public = _server_context(config, protocol)
-        # never does: kubelets and Prometheus have keys at most
+        # never requires one, since kubelets and Prometheus have none
         self.admin = _server_context(msgspec.structs.replace(config, client_ca=None), protocol)
-        # OpenSSL asks before it chooses the certificate, also where the caller names no server.
-        # What is swapped is the certificate and the authorities; whether a caller needs one stays
-        # with the connection.
+        # OpenSSL calls it before choosing the certificate, also if the client names no server. It
+        # swaps certificate and authorities; whether a client certificate is required stays.
         self.public.sni_callback = self.admin.sni_callback = self._swap
 
     def _swap(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -197,13 +192,13 @@ class ServerTls(FollowedContext):
 
 
 class ClientTls(FollowedContext):
-    """TLS of calls to other processes: `context` is for new connections."""
+    """TLS of outgoing calls; use `context` for new connections."""
 
     def __init__(self, config: ClientTlsConfig, where: str) -> None:
         """Read the files.
 
         Raises:
-            ConfigError: a file cannot be read, or they do not belong together.
+            ConfigError: a file cannot be read, or the files do not match.
         """
         if config.key is not None:
             warn_of_wide_key(config.key, where)
@@ -219,24 +214,24 @@ def _server_context(config: ServerTlsConfig, protocol: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3 if needs_newest else ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
-    # or OpenSSL asks the terminal for one
+    # else OpenSSL prompts on the terminal
     context.load_cert_chain(config.certificate, config.key, password="")
     context.set_alpn_protocols([protocol])
     if config.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(config.client_ca)
-        # A resumed session is not verified again: an authority that was taken out of the file would
-        # live on in it. TLS 1.3 without tickets has none; those of TLS 1.2 have a cache as well,
-        # which Python cannot switch off.
+        # A resumed session is not verified again, so a removed authority would still be accepted.
+        # TLS 1.3 without tickets has no resumption; TLS 1.2 also has a session cache, which Python
+        # cannot disable.
         context.num_tickets = 0
     return context
 
 
 def client_context(config: ClientTlsConfig) -> ssl.SSLContext:
-    """Make the context of a client; certificate and name of the server are always checked.
+    """Make the context of a client, which always verifies certificate and name of the server.
 
     Raises:
-        OSError: a file cannot be read, or they do not belong together.
+        OSError: a file cannot be read, or the files do not match.
     """
     context = ssl.create_default_context(cafile=config.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -246,17 +241,17 @@ def client_context(config: ClientTlsConfig) -> ssl.SSLContext:
 
 
 def warn_of_wide_key(path: str, where: str) -> None:
-    """Log a warning if others may read a key.
-
-    The group may: Kubernetes gives it to the pod's own by fsGroup.
-    """
+    """Warn if other users may read a key; the group may, as with fsGroup in Kubernetes."""
     try:
         mode = Path(path).stat().st_mode & 0o777
     except OSError:
-        return  # reading it says why
+        return  # reading it raises the error
     if mode & 0o037:
         log.warning(
-            "%s.key: %s has mode %04o: others may read the key; chmod 600", where, path, mode
+            "%s.key: %s has mode %04o, so other users may read the key; chmod 600 it",
+            where,
+            path,
+            mode,
         )
 
 

@@ -1,9 +1,9 @@
-"""Datasets: what `npu-gr prepare` makes of a company's log, and what training and loading read.
+"""Datasets: `npu-gr prepare` makes one from a company's log; training and `npu-gr load` read it.
 
     from npu_gr.dataset import PrepareOptions, prepare, read_dataset
 
-Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by
-whoever uses a dataset.
+Names are imported on first use, so DuckDB and pyarrow (extra `parquet`) are needed only where a
+dataset is read or made.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def __getattr__(name: str) -> Any:
 
 
 def read_log(path: Path, *, value_column: str = "rating") -> Interactions:
-    """Read all events, in time order, of what a user names as a log: a dataset, or a file that needs no preparation.
+    """Read all events, in time order, of a dataset or of a file that needs no preparation.
 
     Args:
-        path: the folder of a dataset; or a file, as `read_interactions` has it.
-        value_column: of a file; a dataset knows its actions.
+        path: Folder of a dataset, or a file in a format of `read_interactions`.
+        value_column: Column of a file that holds the value; unused for a dataset.
 
     Raises:
-        DataError: it cannot be read; the message names the file, the line and the reason.
+        DataError: the log cannot be read; the message names the file, the line and the reason.
     """
     from npu_gr.core.errors import DataError
     from npu_gr.history_store.interactions import read_interactions

@@ -1,12 +1,12 @@
-"""What a user did, as few named actions: event types, ratings, or ranges of a continuous value.
+"""The actions of a dataset: event types, ratings, or ranges of a continuous value.
 
     events   a column of event types: each is an action, in alphabetical order
     ratings  at most `MAX_RATINGS` distinct numbers: each is an action, ascending
-    buckets  more distinct numbers, such as dwell times: ranges with equally many rows ("dwell<=3.2")
+    buckets  more distinct numbers (dwell times): ranges with equally many rows ("dwell<=3.2")
     event    neither: every row is the action "event"
 
-Models and histories hold the place of an action in the list. So the list of a dataset that is
-prepared again keeps its order (and buckets keep their edges), and new actions come at its end.
+Models and histories store the index of an action in the list. Therefore a dataset that is prepared
+again keeps the order of its list (and the edges of its buckets), and new actions are appended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldActions:
-    """The actions of the dataset that a new one takes the place of."""
+    """The actions of the dataset that the new one replaces."""
 
     folder: str = ""
     kind: str = ""  # "" = there is no such dataset
@@ -53,52 +53,54 @@ class OldActions:
         """Check that new actions are of the same kind.
 
         Raises:
-            DataError: they are not, so the old ones could not keep their places.
+            DataError: they are not, so the old actions could not keep their indices.
         """
         if self.kind not in ("", kind):
             raise DataError(
-                f"{self.folder}: holds a dataset whose actions are of the kind {self.kind}, and "
-                f"these would be {kind}: "
-                "histories and models of it would mean something else; choose another --out, or "
-                "delete the folder"
+                f"{self.folder}: the dataset there has actions of the kind {self.kind}, the new "
+                f"one would have {kind}, so its models and histories would be misread; choose "
+                "another --out, or delete the folder"
             )
 
 
 class ValueSample:
-    """Distinct values while they are few, and a uniform sample of all: memory does not grow with the rows."""
+    """The distinct values while they are few, and a uniform sample of at most `SAMPLE` values."""
 
     def __init__(self, seed: int = 0) -> None:
         self.distinct: set[float] = set()
-        self._kept = np.empty(SAMPLE)
+        self._sample = np.empty(SAMPLE)
         self._seen = 0
         self._random = np.random.default_rng(seed)
 
     def add(self, values: F64) -> None:
-        """Take the values of some rows: float64 [n], finite."""
+        """Add the values of some rows: float64 [n], finite."""
         if len(self.distinct) <= MAX_RATINGS:
             self.distinct.update(np.unique(values).tolist())
         free = values[: max(0, SAMPLE - self._seen)]
-        self._kept[self._seen : self._seen + len(free)] = free
+        self._sample[self._seen : self._seen + len(free)] = free
         rest = values[len(free) :]
-        # Vitter's algorithm R: value number k replaces a kept one with a chance of SAMPLE / k.
+        # Vitter's algorithm R: value number k replaces a sampled one with probability SAMPLE / k.
         numbers = np.arange(self._seen + len(free), self._seen + len(values)) + 1
         places = (self._random.random(len(rest)) * numbers).astype(np.int64)
-        is_kept = places < SAMPLE
-        self._kept[places[is_kept]] = rest[is_kept]
+        is_sampled = places < SAMPLE
+        self._sample[places[is_sampled]] = rest[is_sampled]
         self._seen += len(values)
 
     @property
     def is_few(self) -> bool:
-        """Whether the distinct values are so few that each is an action."""
+        """Whether there are at most `MAX_RATINGS` distinct values, so that each is an action."""
         return len(self.distinct) <= MAX_RATINGS
 
     def edges(self, num_buckets: int) -> list[float]:
-        """Upper edges of the buckets but the last: ascending, each the largest value of its bucket."""
-        return bucket_edges(self._kept[: self._seen], num_buckets)
+        """Return the upper edges of all buckets but the last: ascending, inclusive."""
+        return bucket_edges(self._sample[: self._seen], num_buckets)
 
 
 def bucket_edges(values: F64, num_buckets: int) -> list[float]:
-    """Find the upper edges of buckets with equally many values, but the last: [n], n > 0 -> ascending, distinct."""
+    """Find the upper edges of buckets with equally many values, without the last one's.
+
+    float64 [n], n > 0 -> ascending, distinct.
+    """
     values = np.sort(values)
     at = np.ceil(np.arange(1, num_buckets) * len(values) / num_buckets).astype(np.int64) - 1
     edges = np.unique(values[at.clip(min=0)])
@@ -106,7 +108,7 @@ def bucket_edges(values: F64, num_buckets: int) -> list[float]:
 
 
 def bucket_names(column: str, edges: Sequence[float]) -> list[str]:
-    """Name buckets by their upper edges; the last one has none."""
+    """Name the buckets: `column<=edge`, and `column>edge` for the last one."""
     for digits in range(3, 18):
         texts = [f"{edge:.{digits}g}" for edge in edges]
         if len(set(texts)) == len(texts):
@@ -123,16 +125,16 @@ def bucket_of(values: F64, edges: Sequence[float]) -> I64:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """The actions of a dataset, and how a row's action is found."""
+    """The actions of a dataset, and the rule that maps a row to its action."""
 
     kind: ActionKind
     names: list[str]
-    edges: list[float]  # of buckets
-    places: I64  # of event types: code of a row -> place in names
-    notes: list[str]  # what a person should know
+    edges: list[float]  # upper edges of buckets; else empty
+    places: I64  # of event types: code of the type -> index in `names`
+    notes: list[str]  # for the user of `npu-gr prepare`
 
     def of(self, rows: Mapping[str, npt.NDArray[Any]]) -> I64:
-        """Find the action of each row: [n] -> int64 [n], places in `names`."""
+        """Find the action of each row: [n] -> int64 [n], indices in `names`."""
         match self.kind:
             case ActionKind.EVENTS:
                 found: I64 = self.places[rows["action"]]
@@ -148,14 +150,13 @@ class Actions:
 
 
 def of_events(events: Sequence[str], old: OldActions) -> Actions:
-    """Make actions of event types: those of the dataset before as they were, then new ones by the alphabet.
+    """Make actions of event types: the previous dataset's in their order, then new ones sorted.
 
     Args:
-        events: names by the code that rows have.
-        old: of the dataset before.
+        events: Event types; the index of one is its code in the rows.
 
     Raises:
-        DataError: its actions were of another kind.
+        DataError: the previous dataset had actions of another kind.
     """
     old.check(ActionKind.EVENTS)
     names = [*old.names, *sorted(set(events) - set(old.names))]
@@ -167,24 +168,18 @@ def of_events(events: Sequence[str], old: OldActions) -> Actions:
 
 
 def of_values(column: str, values: ValueSample, num_buckets: int, old: OldActions) -> Actions:
-    """Make actions of numbers: ratings if they are few, else ranges.
-
-    One action if the number is always the same.
+    """Make actions of numbers: one if all are equal, ratings if they are few, else ranges.
 
     Args:
-        column: its name, for messages and names of ranges.
-        values: of all rows.
-        num_buckets: ranges of continuous values.
-        old: of the dataset before.
+        column: Name of the column; ranges are named after it.
+        num_buckets: Number of ranges of a continuous value.
 
     Raises:
-        DataError: its actions were of another kind.
+        DataError: the previous dataset had actions of another kind.
     """
     if values.is_few and len(values.distinct) == 1 and old.kind in ("", ActionKind.ONE):
         only = value_name(next(iter(values.distinct)))
-        return one_action(
-            old, [f"{quoted(column)} is {only} in every row and says nothing; it is left out"]
-        )
+        return one_action(old, [f"{quoted(column)} is {only} in every row, so it is not used"])
     if values.is_few and old.kind != ActionKind.BUCKETS:
         old.check(ActionKind.RATINGS)
         known = {float(name) for name in old.names}
@@ -192,28 +187,28 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
         notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
         if names[: len(old.names)] != old.names:
             notes.append(
-                "warning: ratings that are new stand between those of the dataset before; a "
-                "service rejects to reload "
-                "a model of it. Prepare into a new folder, and load the histories anew"
+                "warning: new ratings lie between those of the previous dataset, so a running "
+                "service rejects a reload of a model of this one; prepare into a new folder and "
+                "load the histories anew"
             )
         return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)
     old.check(ActionKind.BUCKETS)
     edges = old.edges if old.kind else values.edges(num_buckets)
     names = old.names if old.kind else bucket_names(column, edges)
-    kept = "kept from the dataset before" if old.kind else "equally many rows in each"
+    origin = "those of the previous dataset" if old.kind else "equally many rows in each"
     note = (
         f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): "
         f"{len(names)} ranges are the "
-        f"actions ({kept}); --buckets N makes others, --value none takes none"
+        f"actions ({origin}); --buckets N changes their number, --value none drops the column"
     )
     return Actions(kind=ActionKind.BUCKETS, names=names, edges=edges, places=_NONE, notes=[note])
 
 
 def one_action(old: OldActions, notes: Sequence[str] = ()) -> Actions:
-    """Make the only action of a log that says who met what, and no more.
+    """Make the one action of a log without event types and values.
 
     Raises:
-        DataError: the dataset before had actions of another kind.
+        DataError: the previous dataset had actions of another kind.
     """
     old.check(ActionKind.ONE)
     return Actions(kind=ActionKind.ONE, names=[ONE], edges=[], places=_NONE, notes=list(notes))

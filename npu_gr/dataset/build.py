@@ -1,11 +1,12 @@
-"""Make a dataset of a company's log: `npu-gr prepare`, and `npu_gr.dataset.prepare` in Python.
+"""Make a dataset of a log: `npu-gr prepare`, and `npu_gr.dataset.prepare` in Python.
 
-    read     by DuckDB into a table beside `out`: names as texts, times in microseconds, and why a row cannot be used
-    sort     names become codes; by user and time, without exact duplicates, into events.parquet
-    publish  the finished folder takes the place of `out`
+    read     DuckDB reads the log into a temporary table: names as texts, times in microseconds, and
+             the reason why a row is rejected
+    sort     rows by user and time, without exact duplicates, into events.parquet
+    publish  the finished folder replaces `out`
 
-Memory is bounded (`PrepareOptions.memory_mb`) but for the names of users and items and the files
-beside the log.
+Memory is bounded by `PrepareOptions.memory_mb`, except for the names of users and items and the
+files of items and users, which are held in memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.file_permissions import make_private
 from npu_gr.core.text_format import counted, cut, quoted
 from npu_gr.dataset.actions import Actions, OldActions
-from npu_gr.dataset.engine import memory_for, opened, told
+from npu_gr.dataset.engine import duckdb_errors, memory_for, opened
 from npu_gr.dataset.files import (
+    DECLARED_KIND,
     EVENTS,
     FORMAT,
     ITEMS,
@@ -34,7 +36,7 @@ from npu_gr.dataset.files import (
     Dataset,
     is_dataset,
     read_dataset,
-    written_aside,
+    replaced_folder,
 )
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.logs import Log, LogFeature
@@ -46,7 +48,7 @@ from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_it
 
 FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
 OnStage = Callable[[str, float], None]
-"""Called with what is being done, and the share of it that is done."""
+"""Called with the name of the stage and its progress, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,12 +60,12 @@ class PreparedDataset:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest, as the folder has it; its `notes` say what a person should know."""
+        """The content of manifest.json; its `notes` are for the user."""
         return dict(self.dataset.manifest)
 
 
 def ignore_stage(stage: str, ratio: float) -> None:
-    """Take a progress and do nothing."""
+    """Ignore the progress."""
 
 
 def prepare(
@@ -78,18 +80,18 @@ def prepare(
     """Make a dataset.
 
     Args:
-        log: a file (CSV, TSV, Parquet, JSON, RecBole's atomic files, also packed), or a frame of
-            pandas or polars.
-        out: folder of the dataset. One that is there is replaced at the end, and its actions keep
-            their places.
-        options: what is told rather than guessed.
-        items: a file or frame with titles and features of items.
-        users: a file or frame with features of users.
-        on_stage: called with the progress.
+        log: A file, folder or pattern (CSV, TSV, Parquet, JSON, RecBole's atomic files, also
+            packed), or a frame of pandas or polars.
+        out: Folder of the dataset. An existing dataset is replaced at the end, and its actions
+            keep their indices.
+        options: Settings that are otherwise guessed from the log.
+        items: A file or frame with titles and features of items.
+        users: A file or frame with features of users.
+        on_stage: Callback for the progress.
 
     Raises:
         DataError: the log cannot be read or understood; the message names the row or the option.
-            What stood in `out` before still does.
+            `out` is unchanged.
     """
     out = Path(out)
     options = options or PrepareOptions()
@@ -100,7 +102,7 @@ def prepare(
     for one in (source, item_source, user_source):
         if one is not None:
             one.memory_mb = memory_mb
-    with written_aside(out, is_dataset, FILES) as folder:
+    with replaced_folder(out, is_dataset, FILES) as folder:
         old = OldActions()
         if is_dataset(out):
             before = read_dataset(out).manifest["actions"]
@@ -110,7 +112,10 @@ def prepare(
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
             build = _Build(source, item_source, user_source, options, rejected)
-            with opened(folder / "spill", memory_mb) as con, told(source.name, memory_mb, OTHERS):
+            with (
+                opened(folder / "spill", memory_mb) as con,
+                duckdb_errors(source.name, memory_mb, OTHERS),
+            ):
                 manifest = build.run(con, folder, old, on_stage)
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -118,7 +123,7 @@ def prepare(
 
 
 class _Build:
-    """One run: the columns of the log are chosen when it is made, `run` does the rest."""
+    """One run: the constructor chooses the columns of the log, `run` does the rest."""
 
     def __init__(
         self,
@@ -144,9 +149,9 @@ class _Build:
         return sum(rejects.total for rejects in every if rejects)
 
     def run(self, con: Any, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
-        """Write all files but the manifest, which is returned."""
+        """Write all files except the manifest, and return that."""
         log = self._log
-        # first, because it is the shorter one: an error in it comes early
+        # the short files first, so that an error in them comes early
         table = self._read_items(con, on_stage)
         users = self._read_users(con, on_stage)
         _check_names(
@@ -171,14 +176,14 @@ class _Build:
             notes += notes_of("item", item_names, table.rows, table.num_again)
         if users is not None:
             notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
-        told_of = self._manifest(actions, table, counts, items, notes)
-        return told_of | {"users": len(names)} | self._features(users, num_without)
+        manifest = self._manifest(actions, table, counts, items, notes)
+        return manifest | {"users": len(names)} | self._features(users, num_without)
 
     def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None or self._item_rejects is None:
             return None
         options = self._options
-        told_columns = {
+        named_columns = {
             role: name
             for role, name in (("item", options.items_key), ("title", options.title))
             if name
@@ -186,7 +191,7 @@ class _Build:
         return read_items(
             con,
             self._item_source,
-            told_columns,
+            named_columns,
             self._log.columns.item.name,
             options.features,
             self._item_rejects,
@@ -198,8 +203,8 @@ class _Build:
         if self._user_source is None or self._user_rejects is None:
             if options.user_features or options.users_key:
                 raise DataError(
-                    "--user-features, --users-key: they name columns of a file of "
-                    "users; --users names it"
+                    "--user-features and --users-key name columns of the users' file; give it "
+                    "with --users"
                 )
             return None
         return read_users(
@@ -213,14 +218,15 @@ class _Build:
         )
 
     def _features(self, users: UserTable | None, num_without: int) -> dict[str, Any]:
-        """The manifest's keys of features of users and of the log."""
+        """Build the manifest's keys of features of users and of the log."""
         of_users = users.features if users else []
         return {
             "user_features": [
-                {"name": one.name, "kind": one.kind, "told": one.told} for one in of_users
+                {"name": one.name, "kind": one.kind, DECLARED_KIND: one.declared}
+                for one in of_users
             ],
             "log_features": [
-                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told}
+                {"name": one.name, "of": one.of, "kind": one.kind, DECLARED_KIND: one.declared}
                 for one in self._log.features
             ],
             "users_without_row": num_without,
@@ -260,7 +266,7 @@ class _Build:
             },
             "times": time_kind.words
             if time_kind
-            else "none: the place of a row in the log is its time",
+            else "none: the row number in the log is its time",
             "first_time": counts.first_time,
             "last_time": counts.last_time,
             "actions": {
@@ -284,26 +290,26 @@ class _Build:
 
 
 def _check_names(found: Sequence[LogFeature], users: Sequence[str], items: Sequence[str]) -> None:
-    """Check that no two features have one name, whatever they are of.
+    """Check that no two features have the same name.
 
     Raises:
-        DataError: two have.
+        DataError: two features do.
     """
     seen: set[str] = set()
     for name in (*(one.name for one in found), *users, *items):
         if name in seen:
             raise DataError(
-                f"two features have the name {quoted(name)}; rename a column, or leave one out"
+                f"two features have the name {quoted(name)}; rename a column, or drop one of them"
             )
         seen.add(name)
 
 
-MAX_ACTIONS = 20  # named one by one
+MAX_ACTIONS = 20  # that the summary lists
 _OF = {"event": "of the event", "request": "of the request", "cross": "of both"}
 
 
 def summary(manifest: Mapping[str, Any], out: Path) -> str:
-    """Say what was taken and why, and what was left out."""
+    """Say which columns were chosen and why, and what was rejected."""
     return "\n".join(_lines(manifest, out))
 
 
@@ -323,12 +329,13 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     for feature in manifest["user_features"]:
         yield (
-            f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+            f"  {'of the user':14} {quoted(feature['name'])} "
+            f"({feature[DECLARED_KIND] or feature['kind']})"
         )
     for feature in manifest["log_features"]:
         yield (
             f"  {_OF[feature['of']]:14} {quoted(feature['name'])} "
-            f"({feature['told'] or feature['kind']})"
+            f"({feature[DECLARED_KIND] or feature['kind']})"
         )
     for name, why in manifest["skipped_users"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"

@@ -1,6 +1,6 @@
-"""What the cells of a column hold: by Arrow for the first rows, which guesses are made of, and in SQL for all of them.
+"""Read the cells of a column: with Arrow for the first rows (to guess), in SQL for all rows.
 
-A column of DuckDB has one of few types here: texts, numbers, times, and lists of these.
+A column of DuckDB is a text, a number, a time, or a list of these.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["duckdb", "pa", "pc", "pq"]
 
 Cells = Literal["list", "blanks", "bars", "number", "text"]
 MISSING = frozenset({"", "NULL", "null", "None", "none", "NaN", "nan", "\\N"})
-"""Texts that tools write where they have none."""
+"""Texts that tools write for a missing value."""
 NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-MAX_CELL_CHARS = 4096  # of a text that is looked at; nothing that is used is so long
-JOINT = "\x1f"  # between the values of a list
+MAX_CELL_CHARS = 4096  # the rest of a longer text is ignored; no name or value is that long
+JOINT = "\x1f"  # separates the values of a list
 _LONGEST_MISSING = max(map(len, MISSING))
 _MISSING_PATTERN = "|".join(map(re.escape, sorted(MISSING)))
 _WHOLE_WITH_POINT = r"^(-?\d+)\.0*$"
-_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
+_WHOLE = 2**53  # larger floats cannot represent every whole number
 _FLOATS = ("FLOAT", "DOUBLE")
 _INTEGERS = tuple(
     f"{sign}{size}"
@@ -44,20 +44,20 @@ _INTEGERS = tuple(
 
 
 def is_text(array: Any) -> bool:
-    """Whether the cells are texts: they may hold numbers and times all the same."""
+    """Whether the type is text; the texts may still be numbers or times."""
     return bool(pa.types.is_string(array.type))
 
 
 def is_instant(array: Any) -> bool:
-    """Whether the cells are timestamps or dates by their type."""
+    """Whether the type is a timestamp or a date."""
     return bool(pa.types.is_timestamp(array.type) or pa.types.is_date(array.type))
 
 
 def as_text(array: Any) -> Any:
     """Write cells as texts: an array of any type but lists -> an array of strings.
 
-    A float that is a whole number loses its point: 42.0 is what a tool writes whose column of
-    integers had gaps.
+    A float that is a whole number loses its point: pandas writes 42.0 where a column of integers
+    has missing cells.
     """
     if pa.types.is_floating(array.type):
         wide = pc.cast(array, pa.float64())
@@ -69,12 +69,12 @@ def as_text(array: Any) -> Any:
 
 
 def without_point(array: Any) -> Any:
-    """Take `.0` from texts that are whole numbers."""
+    """Remove `.0` from texts that are whole numbers."""
     return pc.replace_substring_regex(array, _WHOLE_WITH_POINT, r"\1")
 
 
 def has_point(array: Any) -> bool:
-    """Whether a column of texts holds whole numbers written as 42.0: what pandas makes of integers with gaps."""
+    """Whether all texts are whole numbers written as 42.0, as pandas does with missing cells."""
     if not is_text(array):
         return False
     texts = pc.drop_null(array)
@@ -83,7 +83,7 @@ def has_point(array: Any) -> bool:
 
 
 def number_of(cell: Any) -> float | None:
-    """Read a cell as a finite number; None = it is none."""
+    """Read a cell as a finite number; None if it is not one."""
     try:
         number = float(cell)
     except (TypeError, ValueError):
@@ -92,7 +92,7 @@ def number_of(cell: Any) -> float | None:
 
 
 def values_of(cell: Any, cells: Cells) -> list[str]:
-    """List the texts in a cell, each once; none where it is empty."""
+    """List the distinct texts in a cell; an empty cell has none."""
     if cell is None:
         return []
     if isinstance(cell, list):
@@ -121,27 +121,25 @@ def plain_text(cell: Any) -> str:
 
 
 def literal(text: str) -> str:
-    """Write a text in SQL."""
+    """Quote a text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def identifier(name: str) -> str:
-    """Write the name of a column in SQL."""
+    """Quote the name of a column as an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def is_list_type(kind: str) -> bool:
-    """Whether a type of DuckDB is a list, or an array of a fixed length."""
+    """Whether a DuckDB type is a list or an array of fixed length."""
     return kind.endswith("]")
 
 
 def plain_sql(column: str, kind: str, *, has_uuids: bool = False) -> str:
-    """Give cells one of the few types: categories, bytes and UUIDs become texts, and a text has an end.
+    """Convert cells to one of our types: categories, bytes and UUIDs to texts, cut at a limit.
 
     Args:
-        column: an expression.
-        kind: its type.
-        has_uuids: its bytes are UUIDs; others are UTF-8, and null where they are not.
+        has_uuids: Whether bytes are UUIDs; else they are UTF-8, null where invalid.
     """
     if kind == "BLOB":
         uuid = (
@@ -163,7 +161,7 @@ _UUID_PARTS = ("1:8", "9:12", "13:16", "17:20", "21:32")
 
 
 def text_sql(column: str, kind: str) -> str:
-    """Write cells as texts, as `as_text` does; a list of one cell counts as that cell."""
+    """Convert cells to texts, as `as_text` does; a list of one cell counts as that cell."""
     if is_list_type(kind):
         inner = text_sql(f"{column}[1]", kind.rpartition("[")[0])
         return f"CASE WHEN len({column}) = 1 THEN {inner} END"
@@ -171,19 +169,16 @@ def text_sql(column: str, kind: str) -> str:
         is_whole = f"{column} = floor({column}) AND abs({column}) < {_WHOLE}"
         return (
             f"CASE WHEN isnan({column}) THEN NULL WHEN {is_whole} THEN CAST(CAST({column} AS "
-            "BIGINT) AS VARCHAR) "
-            f"ELSE CAST({column} AS VARCHAR) END"
+            f"BIGINT) AS VARCHAR) ELSE CAST({column} AS VARCHAR) END"
         )
     return column if kind == "VARCHAR" else f"CAST({column} AS VARCHAR)"
 
 
 def name_sql(column: str, kind: str, *, with_point: bool = False) -> str:
-    """Write names as texts, null where one is missing.
+    """Convert names to texts, null where one is missing.
 
     Args:
-        column: an expression.
-        kind: its type.
-        with_point: whole numbers are written as 42.0 and mean 42.
+        with_point: Whether whole numbers are written as 42.0.
     """
     text = text_sql(column, kind)
     if with_point:
@@ -197,13 +192,13 @@ def name_sql(column: str, kind: str, *, with_point: bool = False) -> str:
 def _is_missing_text(text: str) -> str:
     """Whether a text is one of MISSING.
 
-    Not by `IN`: DuckDB makes a join of that, after which rows lose their order.
+    Not with `IN`: DuckDB turns that into a join, which does not keep the order of rows.
     """
     return f"regexp_full_match({text}, '{_MISSING_PATTERN}')"
 
 
 def number_sql(column: str, kind: str) -> str:
-    """Read cells as DOUBLE, null where they are no finite numbers."""
+    """Convert cells to DOUBLE, null where they are not finite numbers."""
     if kind == "VARCHAR":
         number = (
             f"CASE WHEN regexp_matches({column}, '{NUMBER}') THEN TRY_CAST(trim({column}) AS "
@@ -222,12 +217,12 @@ def is_missing_sql(column: str, kind: str) -> str:
 
 
 def is_integer_type(kind: str) -> bool:
-    """Whether a type of DuckDB has whole numbers alone."""
+    """Whether a DuckDB type is an integer."""
     return kind in _INTEGERS
 
 
 def values_sql(column: str) -> str:
-    """Join the values of a list, each once, in their order; '' where it has none."""
+    """Join the distinct values of a list in their order; '' if it has none."""
     texts = f"CAST({column} AS VARCHAR[])"
     is_once = f"NOT {_is_missing_text('text')} AND list_position({texts}, text) = place"
     once = f"list_filter({texts}, lambda text, place: {is_once})"

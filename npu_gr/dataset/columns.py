@@ -1,6 +1,6 @@
-"""Which column of a log is what: guessed by name and by type, or told.
+"""Choose the columns of a log: as the options say, else by name and type.
 
-Two that fit are a question, never a choice.
+If two columns fit a role, it is an error that names both and the option that decides.
 """
 
 from __future__ import annotations
@@ -15,48 +15,42 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
 
-NONE = "none"  # told instead of a name: the log has no such column
+NONE = "none"  # as the name in an option: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
-_MOST = 0.9  # share of the cells that must fit: the others may be garbage
-_MOST_ONE = 0.5  # share of lists of one cell among lists that stand for their cells
+_MOST = 0.9  # share of the cells that must match a kind
+_MOST_ONE = 0.5  # if more of the lists have one cell, the column is one of cells
 MAX_EVENT_TYPES = 100
 
-# Names without anything but letters and digits. Of a line, each before the semicolon comes before
-# all after it.
+# Names of columns, letters and digits only: strong ones, then weak ones, which count if no column
+# has a strong one.
 _NAMES: dict[str, tuple[str, str]] = {
     "user": (
-        "userid user uid customerid customer customerno customernumber visitorid visitor memberid "
-        "member accountid "
-        "clientid client reviewerid buyerid subscriberid shopperid profileid userpseudoid userkey "
-        "useruuid personid",
+        "userid user uid customerid customer customerno customernumber visitorid visitor "
+        "memberid member accountid clientid client reviewerid buyerid subscriberid shopperid "
+        "profileid userpseudoid userkey useruuid personid",
         "anonymousid fullvisitorid cookieid deviceid sessionid session",
     ),
     "item": (
         "itemid item iid sku skuid productid product asin articleid article movieid contentid "
-        "trackid songid videoid "
-        "bookid isbn listingid offerid newsid postid adid documentid docid stockcode productcode "
-        "productsku itemsku "
-        "recipeid gameid filmid businessid",
+        "trackid songid videoid bookid isbn listingid offerid newsid postid adid documentid "
+        "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid",
         "parentasin productkey itemkey variantid",
     ),
     "time": (
         "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime "
-        "timestampms "
-        "timestampus timestampns timems eventts eventtimems",
+        "timestampms timestampus timestampns timems eventts eventtimems",
         "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
         "reviewtime day",
     ),
     "event": (
-        "event eventtype eventname action actiontype behavior behaviour behaviortype behaviourtype "
-        "interaction "
-        "interactiontype activity",
+        "event eventtype eventname action actiontype behavior behaviour behaviortype "
+        "behaviourtype interaction interactiontype activity",
         "type verb",
     ),
     "value": (
         "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds "
-        "watchtime watchratio "
-        "playtime listeningtime engagement",
+        "watchtime watchratio playtime listeningtime engagement",
         "duration preference label",
     ),
     "title": (
@@ -75,7 +69,7 @@ _IS_A = {
 
 
 class CellKind(StrEnum):
-    """What the cells of a column are."""
+    """The kind of a column's cells."""
 
     EMPTY = "empty"
     TEXT = "text"
@@ -87,30 +81,30 @@ class CellKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that was taken."""
+    """A chosen column."""
 
     name: str
-    why: str  # for a person
+    why: str  # the reason, for the summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogColumns:
-    """The columns of a log that count."""
+    """The columns of a log that have a role."""
 
     user: Column
     item: Column
-    time: Column | None  # None: the place of a row is its time
+    time: Column | None  # None: the row number is the time
     event: Column | None
-    value: Column | None  # never beside an event
+    value: Column | None  # None if there is an event
 
     def names(self) -> list[str]:
-        """Names of those that are there."""
+        """Return the names of the columns, each once."""
         taken = (self.user, self.item, self.time, self.event, self.value)
         return list(dict.fromkeys(one.name for one in taken if one is not None))
 
 
 def kind_of(array: Any) -> CellKind:
-    """Find out what cells are: of texts, what most of them look like."""
+    """Find the kind of cells; of texts, the kind that at least 90 % of them match."""
     kind = array.type
     if array.null_count == len(array):
         return CellKind.EMPTY
@@ -139,12 +133,11 @@ def kind_of(array: Any) -> CellKind:
 
 
 def cells_of(name: str, array: Any, declared: Mapping[str, str]) -> Cells:
-    """Find out how the first cells of a column hold values.
+    """Find how the cells of a column hold values.
 
     Args:
-        name: of the column.
-        array: the cells.
-        declared: types that the header of an atomic file names.
+        array: The first cells of the column.
+        declared: Types in the header of a RecBole atomic file, by column.
     """
     kind = declared.get(name, "")
     if kind == "token_seq":
@@ -161,90 +154,88 @@ def cells_of(name: str, array: Any, declared: Mapping[str, str]) -> Cells:
 
 
 def choose_log_columns(
-    columns: Mapping[str, Any], told: Mapping[str, str], *, has_time: bool = True, source: str
+    columns: Mapping[str, Any], named: Mapping[str, str], *, has_time: bool = True, source: str
 ) -> LogColumns:
     """Choose the columns of a log.
 
     Args:
-        columns: the first cells of all columns.
-        told: role ("user", "item", "time", "event", "value") -> name, or NONE; roles that are
-            missing are guessed.
-        has_time: False: rows are in time order, and no column says when.
-        source: for messages.
+        columns: The first cells of all columns, by name.
+        named: Role ("user", "item", "time", "event", "value") -> name of the column, or NONE;
+            missing roles are guessed.
+        has_time: False if no column is the time and rows are in time order.
 
     Raises:
-        DataError: nothing fits a role that must be there, or more than one column does; it names
-            them and the option.
+        DataError: no column fits a required role, or more than one does; the message names them
+            and the option.
     """
     kinds = {name: kind_of(array) for name, array in columns.items()}
-    user = _required("user", columns, kinds, told, source)
-    item = _required("item", columns, kinds, told, source)
+    user = _required("user", columns, kinds, named, source)
+    item = _required("item", columns, kinds, named, source)
     if user.name == item.name:
         raise DataError(
-            f"{source}: {quoted(user.name)} is both user and item; --user or --item "
-            "names another column"
+            f"{source}: {quoted(user.name)} is both user and item; name another column with "
+            "--user or --item"
         )
-    time = _time(columns, kinds, told, source) if has_time else None
+    time = _time(columns, kinds, named, source) if has_time else None
     taken = {one.name for one in (user, item, time) if one is not None}
-    event = _optional("event", columns, kinds, told, source, taken)
-    if event is not None and told.get("value", NONE) != NONE:
+    event = _optional("event", columns, kinds, named, source, taken)
+    if event is not None and named.get("value", NONE) != NONE:
         raise DataError(
-            f"{source}: an event has one action: --event {event.name} and --value {told['value']} "
-            "exclude each other; "
-            f"--event {NONE} or --value {NONE}"
+            f"{source}: --event {event.name} and --value {named['value']} exclude each other, "
+            f"since an event has one action; give --event {NONE} or --value {NONE}"
         )
-    if event is not None and "event" not in told and "value" not in told:
-        rival = _optional("value", columns, kinds, told, source, taken)
+    if event is not None and "event" not in named and "value" not in named:
+        rival = _optional("value", columns, kinds, named, source, taken)
         why = (
-            (f"{event.why}; {quoted(rival.name)} is left out (--event {NONE} takes it)")
+            (f"{event.why}; {quoted(rival.name)} is not used (--event {NONE} uses it)")
             if rival
             else event.why
         )
         event = Column(event.name, why)
-    value = None if event is not None else _optional("value", columns, kinds, told, source, taken)
+    value = None if event is not None else _optional("value", columns, kinds, named, source, taken)
     return LogColumns(user=user, item=item, time=time, event=event, value=value)
 
 
 def choose_item_columns(
-    columns: Mapping[str, Any], told: Mapping[str, str], log_item: str, source: str
+    columns: Mapping[str, Any], named: Mapping[str, str], log_item: str, source: str
 ) -> tuple[Column, Column | None]:
-    """Choose the item and the title of a file of items.
+    """Choose the item and title columns of a file of items.
 
     Args:
-        columns: the first cells of all columns.
-        told: "item" and "title" -> name, or NONE; roles that are missing are guessed.
-        log_item: name of the log's column of items: the same name is taken first.
-        source: for messages.
+        columns: The first cells of all columns, by name.
+        named: "item" and "title" -> name of the column, or NONE; missing roles are guessed.
+        log_item: Name of the item column in the log; the same name has priority.
 
     Raises:
         DataError: as `choose_log_columns`.
     """
     kinds = {name: kind_of(array) for name, array in columns.items()}
-    if "item" not in told and log_item in columns:
-        item = Column(log_item, "the log has it under this name")
-    elif "item" not in told and not _candidates("item", kinds) and "id" in map(_plain, columns):
+    if "item" not in named and log_item in columns:
+        item = Column(log_item, "its name in the log")
+    elif "item" not in named and not _candidates("item", kinds) and "id" in map(_plain, columns):
         item = Column(next(name for name in columns if _plain(name) == "id"), "its name")
     else:
-        item = _required("item", columns, kinds, told, source, option="--items-key")
-    return item, _optional("title", columns, kinds, told, source, {item.name})
+        item = _required("item", columns, kinds, named, source, option="--items-key")
+    return item, _optional("title", columns, kinds, named, source, {item.name})
 
 
-def choose_user_column(columns: Mapping[str, Any], told: str, log_user: str, source: str) -> Column:
-    """Choose the user of a file of users.
+def choose_user_column(
+    columns: Mapping[str, Any], named: str, log_user: str, source: str
+) -> Column:
+    """Choose the user column of a file of users.
 
     Args:
-        columns: the first cells of all columns.
-        told: its name; "" = it is guessed.
-        log_user: name of the log's column of users: the same name is taken first.
-        source: for messages.
+        columns: The first cells of all columns, by name.
+        named: Name of the column; "" to guess.
+        log_user: Name of the user column in the log; the same name has priority.
 
     Raises:
         DataError: as `choose_log_columns`.
     """
-    if told:
-        return _told(told, columns, source, "--users-key")
+    if named:
+        return _named(named, columns, source, "--users-key")
     if log_user in columns:
-        return Column(log_user, "the log has it under this name")
+        return Column(log_user, "its name in the log")
     kinds = {name: kind_of(array) for name, array in columns.items()}
     if not _candidates("user", kinds) and "id" in map(_plain, columns):
         return Column(next(name for name in columns if _plain(name) == "id"), "its name")
@@ -255,22 +246,21 @@ def _required(
     role: str,
     columns: Mapping[str, Any],
     kinds: Mapping[str, CellKind],
-    told: Mapping[str, str],
+    named: Mapping[str, str],
     source: str,
     option: str = "",
 ) -> Column:
     option = option or f"--{role}"
-    if role in told:
-        return _told(told[role], columns, source, option)
+    if role in named:
+        return _named(named[role], columns, source, option)
     found = _candidates(role, kinds)
     if len(found) == 1:
         return Column(found[0], "its name")
     if found:
         raise _ambiguous(role, found, source, option)
     raise DataError(
-        f"{source}: no column looks like the {role} ({_IS_A[role]}); {option} NAME says which: "
-        f"{_listed(columns)}. "
-        "Has the file no header? --columns a,b,... names the columns"
+        f"{source}: no column looks like the {role} ({_IS_A[role]}); name it with {option}: "
+        f"{_listed(columns)}. If the file has no header, name the columns with --columns a,b,..."
     )
 
 
@@ -278,14 +268,14 @@ def _optional(
     role: str,
     columns: Mapping[str, Any],
     kinds: Mapping[str, CellKind],
-    told: Mapping[str, str],
+    named: Mapping[str, str],
     source: str,
     taken: set[str],
 ) -> Column | None:
-    if told.get(role) == NONE:
+    if named.get(role) == NONE:
         return None
-    if role in told:
-        return _told(told[role], columns, source, f"--{role}")
+    if role in named:
+        return _named(named[role], columns, source, f"--{role}")
     found = [name for name in _candidates(role, kinds) if name not in taken]
     if role == "event":
         found = [
@@ -299,10 +289,10 @@ def _optional(
 
 
 def _time(
-    columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mapping[str, str], source: str
+    columns: Mapping[str, Any], kinds: Mapping[str, CellKind], named: Mapping[str, str], source: str
 ) -> Column:
-    if "time" in told:
-        return _told(told["time"], columns, source, "--time")
+    if "time" in named:
+        return _named(named["time"], columns, source, "--time")
     found = _candidates("time", kinds)
     if len(found) == 1:
         return Column(found[0], "its name")
@@ -314,13 +304,12 @@ def _time(
     if typed:
         raise _ambiguous("time", typed, source, "--time")
     raise DataError(
-        f"{source}: no column looks like the time (when); --time NAME says which: "
-        f"{_listed(columns)}. "
-        "--no-time if there is none and the rows are in time order"
+        f"{source}: no column looks like the time (when); name it with --time: {_listed(columns)}. "
+        "Give --no-time if there is none and the rows are in time order"
     )
 
 
-def _told(name: str, columns: Mapping[str, Any], source: str, option: str) -> Column:
+def _named(name: str, columns: Mapping[str, Any], source: str, option: str) -> Column:
     if name not in columns:
         raise DataError(
             f"{source}: {option} {name}: there is no such column; there are {_listed(columns)}"
@@ -329,7 +318,7 @@ def _told(name: str, columns: Mapping[str, Any], source: str, option: str) -> Co
 
 
 def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
-    """Columns whose name and kind fit a role: those with a strong name, or else those with a weak one."""
+    """Find the columns whose name and kind fit a role: by strong names, else by weak ones."""
     for names in _NAMES[role]:
         known = set(names.split())
         if found := [
@@ -360,7 +349,7 @@ def _fits(role: str, kind: CellKind) -> bool:
 
 
 def _plain(name: str) -> str:
-    """The last part of a dotted name, letters and digits only."""
+    """Return the last part of a dotted name, letters and digits only."""
     return re.sub(r"[^a-z0-9]", "", name.lower().rpartition(".")[2])
 
 

@@ -1,4 +1,4 @@
-"""DuckDB as `prepare` runs it: what it may use, its errors in our words, and a table of what was read."""
+"""DuckDB connections for `prepare`: limits, and errors as `DataError`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.text_format import cut
 from npu_gr.dataset.cells import duckdb
 
-# of memory for DuckDB, a third of the logs between them; what does not fit goes to disk
+# DuckDB gets a third of the log's size within these limits; the rest spills to disk
 LEAST_MB, MOST_MB = 100, 512
-PACKED_RATIO = 5  # of the bytes of a packed file to what is in it
+PACKED_RATIO = 5  # assumed compression ratio of packed files
 MAX_THREADS = 4
 _CONFIG: dict[str, Any] = {
     "threads": min(MAX_THREADS, os.cpu_count() or 1),
@@ -27,17 +27,17 @@ _CONFIG: dict[str, Any] = {
 
 
 def memory_for(num_bytes: int) -> int:
-    """MB of memory for what is read, by its size as far as it is known."""
+    """Return the MB of memory for reading a log of this size."""
     return min(MOST_MB, max(LEAST_MB, num_bytes // 3_000_000))
 
 
 @contextmanager
 def opened(folder: Path, memory_mb: int) -> Iterator[Any]:
-    """Yield a connection whose tables go to a folder where they are large: its owner's alone, deleted in the end.
+    """Yield a connection that spills large tables to a folder, deleted at the end.
 
     Args:
-        folder: made.
-        memory_mb: that DuckDB may use.
+        folder: Created with mode 0700.
+        memory_mb: Memory limit of DuckDB.
     """
     folder.mkdir(mode=0o700)
     try:
@@ -49,7 +49,7 @@ def opened(folder: Path, memory_mb: int) -> Iterator[Any]:
 
 @contextmanager
 def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator[Any]:
-    """Yield a connection for a first look; or one that may write into a folder."""
+    """Yield a connection without files, or one that may spill into a folder."""
     limits = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(folder or "")}
     with duckdb.connect(config=_CONFIG | limits) as con:
         for setting in (
@@ -57,17 +57,19 @@ def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator
             "enable_progress_bar = true",
             "enable_progress_bar_print = false",
         ):
-            con.execute(f"SET {setting}")  # without a bar there is no `query_progress`
+            con.execute(
+                f"SET {setting}"
+            )  # `query_progress` works only with the progress bar enabled
         yield con
 
 
 @contextmanager
-def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
-    """Say an error of DuckDB's in our words.
+def duckdb_errors(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
+    """Translate errors of DuckDB.
 
     Raises:
-        DataError: what is read is broken. OSError: the disk is full. KeyboardInterrupt: it was
-            interrupted.
+        DataError: the source is broken or too large. OSError: the disk is full.
+            KeyboardInterrupt: the query was interrupted.
     """
     try:
         yield
@@ -75,9 +77,8 @@ def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
         raise KeyboardInterrupt from error
     except duckdb.OutOfMemoryException as error:
         raise DataError(
-            f"{name}: to read it takes over {memory_mb} MB, DuckDB's limit here; --memory raises "
-            "it (in MB), "
-            "or prepare it in parts"
+            f"{name}: reading it needs more than DuckDB's limit of {memory_mb} MB; raise it with "
+            "--memory (in MB), or prepare the log in parts"
         ) from error
     except duckdb.Error as error:
         raise_if_full(error)
@@ -88,6 +89,6 @@ def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
 
 
 def raise_if_full(error: Exception) -> None:
-    """Raise an error of DuckDB's as OSError if the disk is full."""
+    """Raise OSError if an error of DuckDB says that the disk is full."""
     if os.strerror(errno.ENOSPC) in str(error):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error

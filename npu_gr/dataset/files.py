@@ -1,20 +1,21 @@
-"""The folder of a dataset: what it holds, and how it is read.
+"""The folder of a dataset: its files, and how to read them.
 
-    manifest.json    what was taken and why, the actions, counts; `"kind": "npu_gr dataset"` says what the folder is
-    events.parquet   user int32 (row of users.parquet), item int64, action int16, value float64 of ratings and ranges,
-                     time int64 (unix seconds); by user, oldest first and `feature.X` of each
-                     feature X of the log: a number, a text, or a list of texts
+    manifest.json    chosen columns and why, actions, counts; `"kind": "npu_gr dataset"`
+    events.parquet   by user, oldest first: user int32 (row of users.parquet), item int64,
+                     action int16, value float64 (of ratings and ranges), time int64 (unix
+                     seconds), and `feature.X` of each feature X of the log: a number, a text,
+                     or a list of texts
     users.parquet    name, and `feature.X` of each feature X of users
-    items.parquet    id int64, name, title, and `feature.X` of each feature X: a text, or a list of texts
-    rejected.jsonl   the first rows that could not be used, each with its reason
+    items.parquet    id int64, name, title, and `feature.X`: a text, or a list of texts
+    rejected.jsonl   the first rejected rows, each with its reason
 
-events, users and rejected hold data of users: only their owner may read them.
+events, users and rejected hold personal data: only their owner may read them (mode 0600).
 
-It is written beside its place and then put there, so that an interrupted run leaves what stood
-there before:
+A dataset is written to a temporary sibling folder and then renamed, so that an interrupted run
+leaves the previous one:
 
-    .data.new   what is being written; deleted when the run ends, or by the next one
-    .data.old   what stood there, for the moment between two renames; the next run puts it back
+    .data.new   the folder being written; deleted when the run ends, or by the next run
+    .data.old   the previous dataset between two renames; the next run puts it back
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.cells import pa, pc, pq
 from npu_gr.history_store.interactions import (
+    DeclaredKind,
     FeatureColumn,
     Interactions,
     ItemValues,
     LogFeatureOf,
-    ToldKind,
 )
 
 KIND = "npu_gr dataset"
@@ -51,27 +52,28 @@ EVENTS = "events.parquet"
 USERS = "users.parquet"
 ITEMS = "items.parquet"
 REJECTED = "rejected.jsonl"
-FEATURE = "feature."  # begins the name of a feature's column
-NUMBER = "number."  # begins that of the numbers whose ranges are the feature
+FEATURE = "feature."  # prefix of a feature's column
+NUMBER = "number."  # prefix of the column of numbers whose ranges are the feature
+DECLARED_KIND = "told"  # key of the manifest: the kind that --...-features NAME:KIND gave
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A dataset, whose parts are read when they are asked for."""
+    """A dataset; its files are read on demand."""
 
     folder: Path
     manifest: Mapping[str, Any]
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Names of the actions by index; of ratings, the numbers."""
+        """Names of the actions by index; ratings are named by their number."""
         return tuple(self.manifest["actions"]["names"])
 
     def interactions(self) -> Interactions:
         """Read all events, in time order (of equal times: by user, then as the log has them).
 
-        A value is the index of the event's action; or the rating itself, where ratings are the
-        actions.
+        A value is the index of the event's action, or the rating itself if the actions are
+        ratings.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -106,13 +108,13 @@ class Dataset:
         )
 
     def _features(self, key: str) -> list[dict[str, Any]]:
-        """What the manifest says of features; one that is older than they are says nothing."""
+        """Read a list of features from the manifest; older manifests have none."""
         found: list[dict[str, Any]] = self.manifest.get(key, [])
         return found
 
     @staticmethod
     def _column(one: Mapping[str, Any], of: LogFeatureOf, table: Any) -> FeatureColumn:
-        return _feature_column(one["name"], of, one["told"], table[FEATURE + one["name"]])
+        return _feature_column(one["name"], of, one[DECLARED_KIND], table[FEATURE + one["name"]])
 
     def item_features(self) -> list[ItemValues]:
         """Read the features of items.
@@ -136,7 +138,7 @@ class Dataset:
 
     @cached_property
     def names(self) -> ItemNames:
-        """Names and titles of all items, of the log and of the items' file.
+        """Names and titles of all items of the log and of the items' file.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -160,7 +162,7 @@ class Dataset:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder says that it is a dataset."""
+    """Whether the manifest of a folder says that it is a dataset."""
     try:
         return bool(json.loads((folder / MANIFEST).read_bytes()).get("kind") == KIND)
     except (OSError, ValueError, AttributeError):
@@ -171,7 +173,7 @@ def read_dataset(folder: Path | str) -> Dataset:
     """Open a dataset.
 
     Raises:
-        DataError: the folder is none; the message has the command that makes it.
+        DataError: the folder is not a dataset; the message has the command that makes one.
     """
     folder = Path(folder)
     if not is_dataset(folder):
@@ -179,14 +181,14 @@ def read_dataset(folder: Path | str) -> Dataset:
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if manifest["format"] != FORMAT:
         raise DataError(
-            f"{folder}: a dataset of format {manifest['format']}, this version reads {FORMAT}; "
+            f"{folder}: the dataset has format {manifest['format']}, this version reads {FORMAT}; "
             "prepare it anew"
         )
     return Dataset(folder=folder, manifest=manifest)
 
 
 def _values(name: str, ids: list[int], column: Any) -> ItemValues:
-    """Read one feature: a column of texts or of lists of texts, null or empty where an item has no value."""
+    """Read one feature: texts or lists of texts, null or empty where an item has no value."""
     if pa.types.is_list(column.type):
         encoded = pc.list_flatten(column).dictionary_encode()
         counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
@@ -201,32 +203,34 @@ def _values(name: str, ids: list[int], column: Any) -> ItemValues:
     return ItemValues(name, encoded.dictionary.to_pylist(), of_item)
 
 
-def _feature_column(name: str, of: LogFeatureOf, told: ToldKind, column: Any) -> FeatureColumn:
+def _feature_column(
+    name: str, of: LogFeatureOf, declared: DeclaredKind, column: Any
+) -> FeatureColumn:
     """Read a feature of the log or of users: numbers, texts, or lists of texts."""
-    whole = column.combine_chunks()
-    if pa.types.is_floating(whole.type):
-        values = pc.fill_null(whole, np.nan).to_numpy(zero_copy_only=False)
+    joined = column.combine_chunks()
+    if pa.types.is_floating(joined.type):
+        values = pc.fill_null(joined, np.nan).to_numpy(zero_copy_only=False)
     else:
-        values = np.fromiter(whole.to_pylist(), np.object_, len(whole))
-    return FeatureColumn(name=name, of=of, values=values, kind=told)
+        values = np.fromiter(joined.to_pylist(), np.object_, len(joined))
+    return FeatureColumn(name=name, of=of, values=values, kind=declared)
 
 
 @contextmanager
-def written_aside(
+def replaced_folder(
     out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]
 ) -> Iterator[Path]:
-    """Yield an empty folder, which takes the place of `out` at the end of the block.
+    """Yield an empty temporary folder that replaces `out` at the end of the block.
 
     Args:
-        out: the folder; it is missing, empty, or one that we wrote.
-        is_ours: whether a folder is one that we wrote.
-        files: all names that such a folder may hold.
+        out: The folder; it is missing, empty, or one that we wrote.
+        is_ours: Function that returns whether we wrote a folder.
+        files: All file names that such a folder may have.
 
     Raises:
-        DataError: `out` holds something else, another process writes it, or it cannot be written;
-            it stays as it is.
+        DataError: `out` holds other files, another process writes it, or it cannot be written; it
+            is unchanged.
     """
-    out = out.resolve()  # of a link, the folder that it leads to
+    out = out.resolve()  # replaces the target of a link, not the link
     new, old = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +259,7 @@ def written_aside(
         except OSError as error:
             raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
         finally:
-            # another run's folder may be there as soon as ours is in its place
+            # after our rename, `new` may be another run's folder
             if _is_held(held, new):
                 shutil.rmtree(new, ignore_errors=True)
     finally:
@@ -263,9 +267,9 @@ def written_aside(
 
 
 def _lock(held: int, new: Path, out: Path) -> None:
-    """Hold the folder while the process lives.
+    """Lock the folder while the process lives.
 
-    It may have been another run's, which has just put it into its place.
+    It is not ours if another run has just renamed it to `out`.
     """
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,7 +278,7 @@ def _lock(held: int, new: Path, out: Path) -> None:
         is_ours = False
     if not is_ours:
         raise DataError(
-            f"{out}: another npu-gr prepare writes it; run this one again when that has ended"
+            f"{out}: another npu-gr prepare is writing it; run this one again when that has ended"
         )
 
 
@@ -289,12 +293,12 @@ def _check(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]) -
     if not out.exists():
         return
     if not out.is_dir():
-        raise DataError(f"{out}: a file; --out names a folder")
+        raise DataError(f"{out}: a file; --out must name a folder")
     others = sorted(path.name for path in out.iterdir() if path.name not in files)
     if others or (any(out.iterdir()) and not is_ours(out)):
-        what = f"holds {others[0]}, which is no part of a dataset" if others else "holds no dataset"
+        what = f"holds {others[0]}, which is no file of a dataset" if others else "holds no dataset"
         raise DataError(
-            f"{out}: {what}; --out names a new folder, or one that npu-gr prepare wrote"
+            f"{out}: {what}; --out must name a new folder, or one that npu-gr prepare wrote"
         )
 
 

@@ -1,14 +1,11 @@
-"""A source of rows as DuckDB reads it: a relation of cells.
+"""Sources of rows that DuckDB reads as a relation of cells: text files (others: `sources.py`).
 
-Here are text files of lines; `sources.py` has the others.
+    c0, c1, ...   cells of the requested columns, null where missing
+    state         0: a row; else one of CODES, SKIPPED (no row) or UNSURE (Python parses it)
+    line          the text of the row, for rejected.jsonl
 
-    c0, c1, ...   the cells of the columns that are wanted, missing ones null
-    state         0 = a row; else one of CODES, or SKIPPED (no row) or UNSURE (Python looks at it, see lines.py)
-    line          the row as its file has it, for a person
-
-Of a text file every line is a row of the relation, blank ones too. So a row's place in the table
-that is made of it is its number in the file, and one broken line never takes its neighbours with
-it.
+Every line of a text file, blank ones too, is a row of the relation. Therefore the index of a row
+is its number in the file, and a broken line never affects its neighbours.
 """
 
 from __future__ import annotations
@@ -45,26 +42,26 @@ from npu_gr.dataset.lines import (
 )
 from npu_gr.dataset.rejects import CODES, SKIPPED, UNSURE, RejectReason
 
-SAMPLE_ROWS = 10_000  # that columns and times are guessed from
-LINE_BYTES = 1 << 20  # of a line that DuckDB reads; a longer one is Python's
-MAX_COLUMNS = 1000  # of JSON: keys that are ids of something are no columns
+SAMPLE_ROWS = 10_000  # from which columns and times are guessed
+LINE_BYTES = 1 << 20  # the longest line that DuckDB reads; Python reads longer ones
+MAX_COLUMNS = 1000  # of JSON objects, whose keys may be ids
 _DELIMITERS = ",;\t|"
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
 class Relation(NamedTuple):
-    """Cells in SQL."""
+    """A query that yields cells."""
 
     sql: str
-    failed: Sequence[Exception] = ()  # of what Python feeds it with
+    failed: Sequence[Exception] = ()  # errors of the Python reader that feeds it
 
 
 class Mended(NamedTuple):
-    """What Python found in a row that DuckDB was unsure of."""
+    """What Python parsed from a row that DuckDB was unsure of."""
 
-    number: int  # of the row in its file
-    num_more: int  # rows of the relation that are parts of it
-    cells: list[Any] | None  # of all columns; None: there is a reason
+    number: int  # row number in the file
+    num_more: int  # following rows of the relation that belong to it
+    cells: list[Any] | None  # of all columns; None if rejected
     reason: RejectReason | None
     text: str
 
@@ -72,21 +69,21 @@ class Mended(NamedTuple):
 class Source:
     """Files of one kind, or a frame. Each kind has a class below."""
 
-    place = "row"  # what the numbers of rows count: "line" or "row"
-    format = ""  # for a person: "cells separated by ','"
-    first_number = 1  # of the first row of the relation in its file
-    memory_mb = LEAST_MB  # that DuckDB may use to read it
+    place = "row"  # what a row number counts: "line" or "row"
+    format = ""  # for the summary: "cells separated by ','"
+    first_number = 1  # number in the file of the first row of the relation
+    memory_mb = LEAST_MB  # memory limit of DuckDB for reading
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self.name = name  # in messages: what was named, or "the frame"
+        self.name = name  # for messages: the path, or "the frame"
         self.paths = list(paths)
-        # types of columns that the header declares, as atomic files do
+        # types that the header of an atomic file declares
         self.types: dict[str, str] = {}
         self._sample: dict[str, Any] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files, unpacked as a guess; 0 of a frame."""
+        """Estimated unpacked bytes of the files; 0 for a frame."""
         sizes = (
             (path.stat().st_size, path.suffix in (*PACKED, ".parquet", ".pq"))
             for path in self.paths
@@ -106,26 +103,26 @@ class Source:
         return self._sample
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
-        """Types of DuckDB that the cells of columns have in the relation."""
+        """Return the DuckDB types of columns in the relation."""
         return [
             "VARCHAR[]" if pa.types.is_list(self.sample[name].type) else "VARCHAR"
             for name in columns
         ]
 
     def line_sql(self, columns: Sequence[str]) -> str:
-        """The row for a person, of what the relation has."""
+        """Return the SQL of a row's text."""
         return "line"
 
     def relations(
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
     ) -> Iterator[Relation]:
-        """Write the relation of a file in SQL; where DuckDB rejects one, the next one may do."""
+        """Yield relations of a file: if DuckDB fails to read one, the next is tried."""
         raise NotImplementedError
 
     def mend(
         self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
     ) -> Iterator[Mended]:
-        """Look at rows that DuckDB was unsure of: number and line of each, ascending."""
+        """Parse rows that DuckDB was unsure of: (number, line), ascending."""
         return iter(())
 
     def _read_sample(self) -> dict[str, Any]:
@@ -140,7 +137,7 @@ class LineSource(Source):
     def relations(
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
     ) -> Iterator[Relation]:
-        """Read lines with DuckDB, or else with Python."""
+        """Read lines with DuckDB, else with Python."""
         packed = {"": "none", ".gz": "gzip", ".zst": "zstd"}.get(
             path.suffix if path.suffix in PACKED else ""
         )
@@ -148,12 +145,9 @@ class LineSource(Source):
         if packed is not None and has_like_ends(path):
             lines = (
                 f"(SELECT line, 0 AS state FROM read_csv({file_sql(path)}, columns = {{'line': "
-                f"'VARCHAR'}}, "
-                "delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = false, auto_detect "
-                "= false, "
-                f"skip = {num_skipped}, max_line_size = {LINE_BYTES}, buffer_size = "
-                f"{4 * LINE_BYTES}, "
-                f"compression = '{packed}'))"
+                "'VARCHAR'}, delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = "
+                f"false, auto_detect = false, skip = {num_skipped}, max_line_size = {LINE_BYTES}, "
+                f"buffer_size = {4 * LINE_BYTES}, compression = '{packed}'))"
             )
             yield Relation(self._cells_sql(lines, columns))
         schema = pa.schema([("line", pa.string()), ("state", pa.int8())])
@@ -165,7 +159,7 @@ class LineSource(Source):
 
 
 class DelimitedSource(LineSource):
-    """CSV, TSV and RecBole's atomic files: the first line names the columns, and every cell is a text."""
+    """CSV, TSV and RecBole's atomic files: the first line names the columns, cells are texts."""
 
     def __init__(
         self, name: str, paths: Sequence[Path], delimiter: str = "", columns: Sequence[str] = ()
@@ -173,14 +167,11 @@ class DelimitedSource(LineSource):
         """Read the header.
 
         Args:
-            name: for messages.
-            paths: of the files.
-            delimiter: between cells; "" = what the first line has most of.
-            columns: names of the columns of a file without a header.
+            delimiter: Separator of cells; "" for the most frequent one of the first line.
+            columns: Column names, if the file has no header.
 
         Raises:
-            DataError: a file is empty, its header names a column twice, or two files have two
-                headers.
+            DataError: a file is empty, its header names a column twice, or headers differ.
         """
         super().__init__(name, paths)
         path, line = self.paths[0], _first_line(self.paths[0])
@@ -196,27 +187,30 @@ class DelimitedSource(LineSource):
         if len(self.columns) != len(cells):
             names = ", ".join(self.columns)
             raise DataError(
-                f"{path}, line 1: {len(cells)} cells, but {len(self.columns)} names: {names}"
+                f"{path}, line 1: {len(cells)} cells, but --columns has {len(self.columns)}: "
+                f"{names}"
             )
         reject_twice(self.columns, f"{path}, line 1")
         for other in self.paths[1:] if not columns else ():
             if self._header(other, _first_line(other)) != cells:
                 raise DataError(
-                    f"{other}, line 1: other columns than those of {path}; prepare logs of one "
-                    "kind together"
+                    f"{other}, line 1: the columns differ from those of {path}; prepare only logs "
+                    "with the same columns together"
                 )
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
-        """Texts."""
+        """Return VARCHAR for every column."""
         return ["VARCHAR"] * len(columns)
 
     def _header(self, path: Path, line: str) -> list[str]:
         try:
             return [cell.strip() for cell in parse(line, self._delimiter, '"')]
         except csv.Error as error:
-            raise DataError(f"{path}, line 1: {error}; it must name the columns") from error
+            raise DataError(
+                f"{path}, line 1: {error}; the first line must name the columns"
+            ) from error
 
     def _read_sample(self) -> dict[str, Any]:
         rows = chain.from_iterable(
@@ -235,12 +229,12 @@ class DelimitedSource(LineSource):
         if not cells:
             if not num_rejected and self.first_number > 1:
                 raise DataError(
-                    f"{self.name}: no row stands below the first line, which names the columns"
+                    f"{self.name}: no row follows the first line, which names the columns"
                 )
             raise DataError(
                 f"{self.name}: no row has the {len(self.columns)} cells of the first line "
                 f"({self.format}); "
-                "--columns a,b,... names the columns of a file without a header"
+                "if the file has no header, name its columns with --columns a,b,..."
             )
         columns = zip(*cells, strict=True)
         return {
@@ -260,17 +254,23 @@ class DelimitedSource(LineSource):
                 f"WHEN len(cells) <> {len(self.columns)} THEN {wrong} ELSE 0 END AS state, line "
                 f"FROM (SELECT *, {plain} AS cells FROM {lines})"
             )
-        # A delimiter between two quotes is none: of the pieces around quotes each second one is
-        # between two.
+        # A delimiter inside quotes separates nothing: of the pieces between quotes every second one
+        # is inside.
         outside = f"replace(piece, {delimiter}, chr(31))"
-        pieces = f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
+        pieces = (
+            f"""list_transform(string_split(line, '"'), """
+            f"""lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
+        )
         quoted_cells = f"""string_split(array_to_string({pieces}, '"'), chr(31))"""
         is_odd = (
             """(length(line) - length(replace(line, '"', ''))) % 2 = 1 OR contains(line, chr(31))"""
         )
         is_broken = """contains(cell, '"') AND NOT regexp_full_match(cell, '(?s)"([^"]|"")*"')"""
         broken = f"len(list_filter(cells, lambda cell: {is_broken}))"
-        unquoted = """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        unquoted = (
+            """CASE WHEN starts_with({0}, '"') """
+            """THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        )
         cells = ", ".join(
             f"nullif({unquoted.format(f'cells[{at}]')}, '') AS c{n}" for n, at in enumerate(places)
         )
@@ -285,7 +285,7 @@ class DelimitedSource(LineSource):
     def mend(
         self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
     ) -> Iterator[Mended]:
-        """Parse rows whose quotes are not plain; one may go on over lines that follow."""
+        """Parse rows with unusual quotes; a row may span several lines."""
         places = [self.columns.index(name) for name in columns]
         only = (number for number, _ in unsure)
         for row in read_rows(path, self._delimiter, self._quote, len(self.columns), only=only):
@@ -294,9 +294,9 @@ class DelimitedSource(LineSource):
 
 
 class JsonLinesSource(LineSource):
-    """A JSON object a line; cells inside of objects have names with dots."""
+    """One JSON object per line; cells of nested objects have dotted names."""
 
-    format = "a JSON object a line"
+    format = "one JSON object per line"
 
     def _read_sample(self) -> dict[str, Any]:
         rows: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ class JsonLinesSource(LineSource):
     def mend(
         self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
     ) -> Iterator[Mended]:
-        """Parse rows that are JSON to one parser only."""
+        """Parse rows that only one of the JSON parsers accepts."""
         return mended_json(unsure, columns)
 
 
@@ -326,34 +326,35 @@ def _first_line(path: Path) -> str:
     try:
         line = first[0].decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line 1: not UTF-8; iconv converts it") from error
+        raise DataError(f"{path}, line 1: not UTF-8; convert the file with iconv") from error
     if not line.strip():
         raise DataError(f"{path}: the first line is empty; it must name the columns")
     return line
 
 
 def reject_twice(names: Sequence[str], where: str) -> None:
-    """Raise DataError if two columns have one name."""
+    """Raise DataError if two columns have the same name."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise DataError(
-                f"{where}: the column {quoted(name)} stands there twice; rename one of them"
-            )
+            raise DataError(f"{where}: two columns are named {quoted(name)}; rename one of them")
 
 
 def file_sql(path: Path) -> str:
-    """Write a path in SQL: it is no pattern."""
+    """Quote a path as an SQL literal, with the characters of patterns escaped."""
     return literal(re.sub(r"([*?\[])", r"[\1]", str(path)))
 
 
 def json_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make Arrow columns of JSON objects."""
+    """Convert JSON objects to Arrow columns."""
     names = list(islice(dict.fromkeys(chain.from_iterable(rows)), MAX_COLUMNS))
     return {name: json_column([row.get(name) for row in rows]) for name in names}
 
 
 def json_sql(lines: str, columns: Sequence[str], kinds: Sequence[str]) -> str:
-    """Write the relation of JSON objects. What another parser reads otherwise is left to Python."""
+    """Return the relation of JSON objects.
+
+    Lines that DuckDB and Python parse differently are UNSURE.
+    """
     pointers = list(dict.fromkeys(chain.from_iterable(map(_pointers, columns))))
     listed = ", ".join(map(literal, pointers))
     cells = []
@@ -376,7 +377,7 @@ def json_sql(lines: str, columns: Sequence[str], kinds: Sequence[str]) -> str:
 
 
 def _pointers(name: str) -> list[str]:
-    """JSON pointers of a cell: of its name, and where that has dots, from object to object."""
+    """Return the JSON pointers of a cell: its name as one key, its dotted parts as nested keys."""
     escaped = name.replace("~", "~0").replace("/", "~1")
     return list(dict.fromkeys(("/" + escaped, "/" + escaped.replace(".", "/"))))
 
@@ -385,10 +386,8 @@ def _json_cell_sql(value: str, *, is_list: bool) -> str:
     whole = text_sql(f"CAST({value} AS DOUBLE)", "DOUBLE")
     text = (
         f"CASE json_type({value}) WHEN 'OBJECT' THEN NULL WHEN 'NULL' THEN NULL WHEN 'DOUBLE' THEN "
-        f"{whole} "
-        f"WHEN 'ARRAY' THEN (CASE WHEN json_array_length({value}) = 1 THEN "
-        f"json_extract_string({value}, '/0') END) "
-        f"ELSE json_extract_string({value}, '$') END"
+        f"{whole} WHEN 'ARRAY' THEN (CASE WHEN json_array_length({value}) = 1 THEN "
+        f"json_extract_string({value}, '/0') END) ELSE json_extract_string({value}, '$') END"
     )
     if not is_list:
         return text
@@ -403,7 +402,7 @@ def _json_cell_sql(value: str, *, is_list: bool) -> str:
 
 
 def mended_json(unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
-    """Parse objects of which DuckDB was unsure."""
+    """Parse objects that DuckDB was unsure of."""
     for number, line in unsure:
         row = json_object(line.removeprefix("\ufeff"))
         cells = None if row is None else [json_cell(row, name) for name in columns]
@@ -411,9 +410,9 @@ def mended_json(unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> It
 
 
 def fed(con: Any, schema: Any, batches: Iterator[Any]) -> list[Exception]:
-    """Let DuckDB read what Python reads, under the name `fed`.
+    """Register batches that Python reads as the DuckDB view `fed`.
 
-    Returns where an error of Python's will stand.
+    Returns a list to which the error of a failing batch is appended.
     """
     failed: list[Exception] = []
 

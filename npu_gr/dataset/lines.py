@@ -1,8 +1,8 @@
-"""The lines of a text file one by one, in Python: for a first look, and for what DuckDB will not read.
+"""Read the lines of a text file in Python: for the sample, and where DuckDB fails.
 
-DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return,
-another end than the lines before, over `line_sources.LINE_BYTES`) the whole file is fed to it from
-here; and rows whose quotes are not plain are parsed here.
+DuckDB reads files whose lines are all well-formed. If one is not (not UTF-8, a bare carriage
+return, mixed line ends, longer than `line_sources.LINE_BYTES`), this module reads the file and
+feeds DuckDB. It also parses rows with unusual quotes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from npu_gr.dataset.cells import pa
 from npu_gr.dataset.rejects import CODES, UNSURE, RejectReason
 
 OnProgress = Callable[[float], None]
-"""Called with the share of the source that was read, 0 to 1."""
+"""Called with the share of the source that has been read, 0 to 1."""
 
 BLOCK_BYTES = 4 << 20
-# over which the cells of a row may go; a quote that is open for longer is a stray one
+# that one row may span; a quote that stays open longer is a stray one
 MAX_ROW_LINES = 100
 MAX_LINE_BYTES = 64 << 20
-MAX_MEMBER_BYTES = 64 << 20  # of a user and the items in a nested file
+MAX_MEMBER_BYTES = 64 << 20  # of one user with the items, in a nested file
 BATCH_EVENTS = 50_000  # of a nested file
 NESTED = ("user_id", "item_id", "place")  # columns of a nested file
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-MAX_DEPTH = 8  # of objects in objects that are looked into
+MAX_DEPTH = 8  # of nested objects that become columns
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _MEMBER = re.compile(
@@ -44,14 +44,14 @@ _MEMBER = re.compile(
 
 
 def ignore_progress(ratio: float) -> None:
-    """Take a progress and do nothing."""
+    """Ignore the progress."""
 
 
 def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterator[bytes]:
-    """Read a file from its beginning, unpacked as its suffix says.
+    """Read a file in chunks, unpacked according to its suffix.
 
     Raises:
-        DataError: it cannot be read, is damaged, was cut short, or is not UTF-8 by its first bytes.
+        DataError: the file cannot be read, is damaged or truncated, or begins as UTF-16.
     """
     packed = PACKED.get(path.suffix)
     num_bytes = 0
@@ -62,8 +62,8 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
             while chunk := stream.read(BLOCK_BYTES):
                 if not num_bytes and chunk.startswith(_UTF16_MARKS):
                     raise DataError(
-                        f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > "
-                        "NEW converts it"
+                        f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {path} > "
+                        "NEW"
                     )
                 yield chunk if num_bytes else chunk.removeprefix(_UTF8_MARK)
                 num_bytes += len(chunk)
@@ -72,13 +72,13 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
         if packed is None or error.strerror:
             raise DataError(f"{path}: {error.strerror or error}") from error
         raise DataError(
-            f"{path}: damaged or cut short as a {packed} file, after {counted(num_bytes, 'byte')} "
-            f"unpacked: {error}"
+            f"{path}: the {packed} file is damaged or truncated after "
+            f"{counted(num_bytes, 'byte')} of content: {error}"
         ) from error
 
 
 def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterator[list[bytes]]:
-    """Read a file's lines, without their ends, some at a time.
+    """Read a file's lines in batches, without their line ends.
 
     Raises:
         DataError: as `read_chunks`; or a line is too long for a text log.
@@ -90,8 +90,8 @@ def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterato
         num_lines += len(lines)
         if len(rest) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path}, line {num_lines + 1}: over {MAX_LINE_BYTES >> 20} MiB, so this is no log "
-                "of lines"
+                f"{path}, line {num_lines + 1}: longer than {MAX_LINE_BYTES >> 20} MiB, so this is "
+                "not a text log"
             )
         if lines:
             yield [line.rstrip(b"\r") for line in lines]
@@ -100,11 +100,11 @@ def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterato
 
 
 def has_like_ends(path: Path) -> bool:
-    r"""Whether all lines of a file end alike, in \n or in \r\n, and no carriage return stands elsewhere.
+    r"""Whether all lines end in \n, or all in \r\n, and no other carriage return occurs.
 
-    Only then DuckDB counts the same lines: to it a bare carriage return, or an end unlike the first
-    one, may be a line of its own, without an error where it is the first byte of what a thread
-    reads.
+    Only then DuckDB counts the same lines: it may take a bare carriage return, or a line end unlike
+    the first one, as a line of its own, and reports no error where it is the first byte of a
+    thread's block.
 
     Raises:
         DataError: as `read_chunks`.
@@ -122,7 +122,7 @@ def has_like_ends(path: Path) -> bool:
 
 
 def line_batches(path: Path, num_skipped: int, on_progress: OnProgress) -> Iterator[Any]:
-    """Read a file's lines as DuckDB would: Arrow batches of `line`, null where it is empty, and `state`."""
+    """Read a file's lines as DuckDB would: Arrow batches of `line` (null if empty) and `state`."""
     for lines in read_lines(path, on_progress):
         texts = [line.decode(errors="replace") or None for line in lines[num_skipped:]]
         states = list(map(_state, lines[num_skipped:]))
@@ -141,12 +141,12 @@ def _state(line: bytes) -> int:
 
 
 class ParsedRow(NamedTuple):
-    """A row of a text file, or what is none."""
+    """A row of a text file, or a rejected one."""
 
-    number: int  # of its first line, counted from 1
-    num_more: int  # lines that it goes on over
-    text: str  # its first line, for a person
-    cells: list[str] | None  # None: there is a reason
+    number: int  # of its first line, from 1
+    num_more: int  # further lines that it spans
+    text: str  # its first line, for rejected.jsonl
+    cells: list[str] | None  # None if rejected
     reason: RejectReason | None
 
 
@@ -158,15 +158,12 @@ def read_rows(
     first: int = 1,
     only: Iterator[int] | None = None,
 ) -> Iterator[ParsedRow]:
-    """Parse a file of cells line by line.
+    """Parse a delimited file row by row.
 
     Args:
-        path: of the file.
-        delimiter: between cells.
-        quote: around cells; "" = there is none.
-        num_columns: cells of a row.
-        first: number of the first line that may be wanted.
-        only: numbers of the lines that are wanted, ascending; None = all that are not empty.
+        quote: Quote character; "" for none.
+        first: Number of the first line to parse.
+        only: Numbers of the lines to parse, ascending; None for all that are not empty.
     """
     lines = (line for some in read_lines(path) for line in some)
     following = deque(islice(lines, MAX_ROW_LINES + 1))
@@ -208,10 +205,10 @@ def _row(
 def _parsed(
     line: bytes, following: Iterator[bytes], delimiter: str, quote: str, num_columns: int
 ) -> tuple[list[str], int]:
-    """Parse a row, which may go on over following lines if a quote is open: its cells, and how many lines more.
+    """Parse a row, which may span following lines: its cells, and the number of further lines.
 
     Raises:
-        UnicodeError, csv.Error: the line is no row, and no beginning of one.
+        UnicodeError, csv.Error: no row begins at the line.
     """
     text = line.decode()
     if not quote or (quote not in text and "\r" not in text):
@@ -245,10 +242,10 @@ def _is_open(text: str, delimiter: str, quote: str) -> bool:
 
 
 def parse(text: str, delimiter: str, quote: str) -> list[str]:
-    """Part a row into its cells.
+    """Split a row into its cells.
 
     Raises:
-        csv.Error: quotes are not where they may be.
+        csv.Error: a quote is misplaced.
     """
     if not quote:
         return text.split(delimiter)
@@ -262,7 +259,7 @@ def parse(text: str, delimiter: str, quote: str) -> list[str]:
 
 
 def json_object(line: bytes | str) -> dict[str, Any] | None:
-    """Read a JSON object; None = the line is none."""
+    """Read a JSON object; None if the line is not one."""
     try:
         row = orjson.loads(line)
     except (orjson.JSONDecodeError, RecursionError):
@@ -271,7 +268,7 @@ def json_object(line: bytes | str) -> dict[str, Any] | None:
 
 
 def flat(row: dict[str, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
-    """Name the cells inside of objects with dots: `{"properties": {"sku": ...}}` has `properties.sku`."""
+    """Flatten nested objects: `{"properties": {"sku": ...}}` has the cell `properties.sku`."""
     found: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict) and depth < MAX_DEPTH:
@@ -282,7 +279,7 @@ def flat(row: dict[str, Any], prefix: str = "", depth: int = 1) -> dict[str, Any
 
 
 def json_cell(row: dict[str, Any], name: str) -> Any:
-    """Take a cell out of a row: by its name, or from object to object where the name has dots."""
+    """Find a cell of a row: by its name, else through nested objects where the name has dots."""
     if name in row:
         return row[name]
     cell: Any = row
@@ -294,13 +291,12 @@ def json_cell(row: dict[str, Any], name: str) -> Any:
 
 
 def json_column(cells: Sequence[Any], *, is_list: bool | None = None) -> Any:
-    """Make an array of JSON values: strings, or lists of strings as soon as one is a list.
+    """Convert JSON values to an array: strings, or lists of strings if any value is a list.
 
-    An object is no value.
+    Objects become null.
 
     Args:
-        cells: as they were read.
-        is_list: what to make; None = as the cells say.
+        is_list: Whether to make lists; None to decide by the cells.
     """
     cells = [None if type(cell) is dict else cell for cell in cells]
     if is_list is None:
@@ -330,10 +326,12 @@ def _text(cell: Any) -> str:
 
 
 def nested_batches(path: Path, on_progress: OnProgress) -> Iterator[Any]:
-    """Read {"user": [item, ...]}, oldest first, as Arrow batches of `NESTED`: an item's place is its time.
+    """Read {"user": [item, ...]}, oldest first, as Arrow batches of `NESTED`.
+
+    The index of an item is its time.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file has another structure.
     """
     rows: list[tuple[str, Any, int]] = []
     for user, items in _members(path, on_progress):

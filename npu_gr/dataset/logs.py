@@ -1,7 +1,7 @@
-"""A log in DuckDB: what counts of each row, why it cannot be used, and codes for its names.
+"""A log in DuckDB: the needed cells of each row, why it is rejected, and integer codes of names.
 
-log           a row of the log: reason, user, item, time_us, and event or value, and f0, f1, ... of its features
-users, items, events, feature_0, ...   each distinct text: its code, by the first row that has it
+log    a row of the log: reason, user, item, time_us, event or value, and features f0, f1, ...
+users, items, events, feature_0, ...    each distinct text and its code, by first occurrence
 """
 
 from __future__ import annotations
@@ -51,68 +51,65 @@ from npu_gr.dataset.rejects import (
 from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.history_store.interactions import LogFeatureOf, ToldKind
+from npu_gr.history_store.interactions import DeclaredKind, LogFeatureOf
 
-MAX_VALUE_BYTES = 512  # of a cell that is a feature; longer ones are descriptions
+MAX_VALUE_BYTES = 512  # of a feature's cell; longer ones are descriptions
 BATCH_ROWS = 1 << 17
-# users stand in the order of their codes modulo this one, as they always have: digests stay
+# users are sorted by code modulo this; the digest of a dataset depends on it
 NUM_PARTS = 64
-# a name of which a tool made a number, as spreadsheets do: its last digits are lost
+# a name that a spreadsheet turned into a rounded number: its last digits are lost
 ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"
-_TOLD = tuple(kind for kind in get_args(ToldKind) if kind)
+_KINDS = tuple(kind for kind in get_args(DeclaredKind) if kind)
 Rows = Mapping[str, npt.NDArray[Any]]
-"""Columns of some rows: user, item, time_us; action of events, or value.
-
-F0, f1, ... of features.
-"""
+"""Columns of some rows: user, item, time_us, action or value, and f0, f1, ... of features."""
 
 
-def split_kind(text: str) -> tuple[str, ToldKind]:
-    """Read `NAME` or `NAME:KIND`; a name with a colon and no kind after it is a name."""
+def split_kind(text: str) -> tuple[str, DeclaredKind]:
+    """Split `NAME:KIND`; without a known kind after the last colon, the text is the name."""
     name, _, kind = text.rpartition(":")
-    return (name, kind) if name and kind in _TOLD else (text, "")  # type: ignore[return-value]
+    return (name, kind) if name and kind in _KINDS else (text, "")  # type: ignore[return-value]
 
 
 def kind_word(cells: Cells) -> str:
-    """Say what the values are: "number", "one" or "many"; in the manifest."""
+    """Return the kind of the values as in the manifest: "number", "one" or "many"."""
     return {"number": "number", "text": "one"}.get(cells, "many")
 
 
-def told_cells(name: str, told: ToldKind, array: Any, source: Source) -> Cells:
-    """Find out how cells hold values, as their owner or their looks say."""
-    if told == "number":
+def declared_cells(name: str, declared: DeclaredKind, array: Any, source: Source) -> Cells:
+    """Find how cells hold values: by the declared kind, else by the first cells."""
+    if declared == "number":
         return "number"
     found = cells_of(name, array, source.types)
-    return "text" if told and found == "number" else found
+    return "text" if declared and found == "number" else found
 
 
 class LogFeature:
-    """A column of the log that is a feature: of what happened, of the request, or of the user and the item together.
+    """A column of the log that is a feature of the event, the request, or the user-item pair.
 
-    On its way a number is a float64 with NaN where it is missing; a text is the code of what its
-    cell says, -1 where it is missing.
+    Until it is written, a number is a float64 (NaN if missing) and a text is its code (-1 if
+    missing).
     """
 
-    def __init__(self, name: str, of: LogFeatureOf, told: ToldKind, cells: Cells) -> None:
+    def __init__(self, name: str, of: LogFeatureOf, declared: DeclaredKind, cells: Cells) -> None:
         self.name = name
         self.of = of
-        self.told = told
+        self.declared = declared
         self.cells = cells
 
     @property
     def kind(self) -> str:
-        """What the values are: "number", "one" or "many"."""
+        """Kind of the values: "number", "one" or "many"."""
         return kind_word(self.cells)
 
     @property
     def arrow_type(self) -> Any:
-        """Of the column in the dataset."""
+        """Arrow type of the column in the dataset."""
         return {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}[
             self.kind
         ]
 
     def sql(self, column: str, kind: str) -> str:
-        """Write how cells of a type are read."""
+        """Return the SQL that reads cells of a DuckDB type."""
         if self.cells == "number":
             return number_sql(column, kind)
         if self.cells == "list" and is_list_type(kind):
@@ -120,7 +117,7 @@ class LogFeature:
         return name_sql(column, kind)
 
     def values(self, texts: Sequence[str]) -> Any:
-        """The column's values by code, as the dataset holds them.
+        """Return the values by code, as an Arrow array of the dataset's type.
 
         Raises:
             DataError: a cell is too long.
@@ -128,8 +125,7 @@ class LogFeature:
         if long := [text for text in texts if len(text.encode()) > MAX_VALUE_BYTES]:
             raise DataError(
                 f"feature {quoted(self.name)}: {quoted(long[0], 40)} has {len(long[0].encode()):,} "
-                "bytes, the limit is "
-                f"{MAX_VALUE_BYTES}: it describes rather than names"
+                f"bytes, the limit is {MAX_VALUE_BYTES}; drop the column from the features"
             )
         if self.kind == "one":
             return pa.array(texts, pa.string())
@@ -140,7 +136,7 @@ class LogFeature:
         return pa.array(lists, pa.list_(pa.string()))
 
     def column(self, codes: npt.NDArray[Any], values: Any) -> Any:
-        """Translate what rows hold into a column of the dataset, null where it is missing."""
+        """Convert codes or numbers of rows to a column of the dataset, null where missing."""
         if self.cells == "number":
             return pa.array(codes, pa.float64(), from_pandas=True)
         return pc.take(values, pa.array(codes, pa.int32(), mask=codes < 0))
@@ -149,20 +145,20 @@ class LogFeature:
 def log_features(
     columns: Mapping[str, Any], wanted: Mapping[LogFeatureOf, Sequence[str]], source: Source
 ) -> tuple[LogFeature, ...]:
-    """Choose the columns that are features.
+    """Find the columns that are features.
 
     Args:
         columns: the first cells of all columns.
-        wanted: what each feature is of -> `NAME` or `NAME:KIND` of each.
-        source: the log.
+        wanted: "event", "request" or "cross" -> `NAME` or `NAME:KIND` of each column.
+        source: The log.
 
     Raises:
-        DataError: there is no such column, or a name stands twice.
+        DataError: there is no such column, or a name is given twice.
     """
     found: list[LogFeature] = []
     for of, names in wanted.items():
         for text in names:
-            name, told = split_kind(text)
+            name, declared = split_kind(text)
             option = f"{source.name}: --{of}-features {name}"
             if name not in columns:
                 raise DataError(
@@ -170,15 +166,19 @@ def log_features(
                 )
             if name in (one.name for one in found):
                 raise DataError(
-                    f"{option}: it is a feature already; a column is one of the event, "
-                    "request or cross"
+                    f"{option}: it is a feature already; give a column to only one of "
+                    "event, request and cross"
                 )
-            found.append(LogFeature(name, of, told, told_cells(name, told, columns[name], source)))
+            found.append(
+                LogFeature(
+                    name, of, declared, declared_cells(name, declared, columns[name], source)
+                )
+            )
     return tuple(found)
 
 
 class Log:
-    """Knows the columns of a log, reads it, and finds every name in it."""
+    """Reads a log into DuckDB: its chosen columns, features and names."""
 
     def __init__(self, source: Source, options: PrepareOptions) -> None:
         """Choose the columns, from the first rows.
@@ -201,15 +201,15 @@ class Log:
             dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)])
         )
         self._con: Any = None
-        self.num_rows = 0  # that can be used
-        self.feature_values: list[Any] = []  # of each feature by code; None of numbers
+        self.num_rows = 0  # without the rejected ones
+        self.feature_values: list[Any] = []  # of each feature, by code; None for numbers
 
     def load(self, con: Any, rejects: Rejects, show: OnProgress) -> None:
-        """Read the log into DuckDB, and give its names their codes.
+        """Read the log into DuckDB, and assign codes to names.
 
         Raises:
-            DataError: it cannot be read to its end, too much of it cannot be used, or an event has
-                too many types.
+            DataError: the log cannot be read to its end, too many rows are rejected, or there are
+                too many event types.
         """
         self._con = con
         table = SourceTable(con, "log", self._source, self._names, self._wrap)
@@ -234,7 +234,7 @@ class Log:
                 self.feature_values.append(one.values(self._texts(f"feature_{place}")))
 
     def user_names(self) -> Any:
-        """The names of users by code, as an Arrow array."""
+        """Return the names of users by code, as an Arrow array."""
         return (
             self._con.sql("SELECT name FROM users ORDER BY code")
             .to_arrow_table()["name"]
@@ -242,14 +242,14 @@ class Log:
         )
 
     def item_names(self) -> list[str]:
-        """The names of items, in the order in which they came."""
+        """Return the names of items by code."""
         return self._texts("items")
 
     def actions(self, old: OldActions) -> Actions:
         """Make the actions.
 
         Raises:
-            DataError: those of the dataset before were of another kind.
+            DataError: the previous dataset had actions of another kind.
         """
         if self.columns.event is not None:
             return of_events(self._texts("events"), old)
@@ -263,7 +263,7 @@ class Log:
         return of_values(self.columns.value.name, values, self._options.num_buckets, old)
 
     def sorted_rows(self) -> Iterator[Rows]:
-        """Read all rows that can be used, by user and time; of equal times as the log has them."""
+        """Read all usable rows by user and time; rows of equal times keep the order of the log."""
         time_us = (
             "l.time_us"
             if self.columns.time is not None
@@ -290,9 +290,9 @@ class Log:
             yield {name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names}
 
     def _wrap(self, cells: str) -> str:
-        """What counts of each row.
+        """Return the SQL of the needed cells and the reject reason of each row.
 
-        Of two reasons that of the user comes first, then of the item, time and action.
+        The first of several reasons counts: of the user, then the item, the time, the action.
         """
         columns = self.columns
         kinds = dict(zip(self._names, self._source.kinds(self._names), strict=True))
@@ -309,7 +309,7 @@ class Log:
                 found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
-        # of a log without times: its place is the time, when it is read
+        # in a log without times, `sorted_rows` makes the time of the row number
         time_us, time_reason = "0", "0"
         if columns.time is not None and self.time_kind is not None:
             time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
@@ -333,13 +333,13 @@ class Log:
         sql = f"SELECT *, {time_reason} AS time_reason FROM ({sql})"
         reason = f"CASE WHEN state <> 0 THEN state {' '.join(reasons)} ELSE 0 END"
         sql = f"SELECT *, CAST({reason} AS TINYINT) AS reason FROM ({sql})"
-        kept = [
+        needed = [
             "user",
             "item",
             "time_us",
             *(name for name in found if name in ("event", "value") or name[0] == "f"),
         ]
-        good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in kept)
+        good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in needed)
         line = self._source.line_sql(self._names)
         line = (
             f"CASE WHEN reason = {UNSURE} THEN {line} WHEN reason > 0 THEN left({line}, "
@@ -369,9 +369,9 @@ class Log:
         most = self._options.max_rejected_ratio
         if ratio > most:
             raise DataError(
-                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: "
-                f"{rejects.words()}; "
-                f"name the right columns, or allow it: --max-rejected {min(1.0, ratio + 0.01):.2f}"
+                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, the limit is "
+                f"{most:.0%}: {rejects.words()}; name the right columns, or raise the limit: "
+                f"--max-rejected {min(1.0, ratio + 0.01):.2f}"
             )
 
     def _check_events(self) -> None:
@@ -380,9 +380,8 @@ class Log:
             some = ", ".join(quoted(name, 24) for name in names[:5])
             raise DataError(
                 f"{self._source.name}: {quoted(self.columns.event.name)} has over "
-                f"{MAX_EVENT_TYPES} distinct values "
-                f"({some} ...), so it is no event type; --event names another column, --event none "
-                "says there is none"
+                f"{MAX_EVENT_TYPES} distinct values ({some} ...), so it is no event type; name "
+                "another column with --event, or give --event none"
             )
 
 
@@ -403,15 +402,15 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
 
 def _choose(source: Source, options: PrepareOptions) -> LogColumns:
     names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
-    told = {role: name for role, name in names.items() if name}
+    named = {role: name for role, name in names.items() if name}
     if not isinstance(source, NestedSource):
         return choose_log_columns(
-            source.sample, told, has_time=options.has_time, source=source.name
+            source.sample, named, has_time=options.has_time, source=source.name
         )
-    if told:
-        raise DataError(f"{source.name}: --{next(iter(told))}: {source.format} has no columns")
+    if named:
+        raise DataError(f"{source.name}: --{next(iter(named))}: {source.format} has no columns")
     columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
-    place = Column(NESTED[2], "the place of an item in its user's list")
+    place = Column(NESTED[2], "the index of an item in its user's list")
     return LogColumns(user=columns.user, item=columns.item, time=place, event=None, value=None)
 
 

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: counted by reason, the first of them written to a file for whoever mends the export."""
+"""RejectedRow rows: counted by reason, and the first ones written to rejected.jsonl."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import IO, NamedTuple
 
 from npu_gr.core.names import MAX_NAME_BYTES
 
-MAX_WRITTEN = 10_000  # rows in the file; all are counted
+MAX_WRITTEN = 10_000  # rows in the file; the counts include all
 MAX_ROW_CHARS = 500  # of a row in the file
 MAX_USER_CHARS = 128  # the limit of a user id on the wire
 MAX_EVENT_CHARS = 64
 
 
 class RejectReason(StrEnum):
-    """Why a row cannot be used; in the manifest, the table and the file."""
+    """Why a row cannot be used; in the manifest, the summary and rejected.jsonl."""
 
     CELLS = "wrong number of cells"
     QUOTE = "a quote is not closed"
@@ -39,40 +39,40 @@ class RejectReason(StrEnum):
 
 
 CODES = {reason: code for code, reason in enumerate(RejectReason, 1)}
-"""A reason as a column of DuckDB has it; 0 = the row can be used."""
-SKIPPED, UNSURE = -1, -2  # of a row that is none, and of one that Python looks at
+"""Reasons as integers in DuckDB; 0: the row can be used."""
+SKIPPED, UNSURE = -1, -2  # codes of a line that is no row, and of one that Python must parse
 _REASONS = list(RejectReason)
 
 
-class Rejected(NamedTuple):
+class RejectedRow(NamedTuple):
     """A row that cannot be used."""
 
     file: str
-    number: int  # of its line or row in the file, counted from 1
+    number: int  # of its line or row in the file, from 1
     reason: int  # one of CODES
     text: str
 
 
 class Rejects:
-    """Counts the rows of one source that cannot be used, and writes the first of them to a file."""
+    """Counts the rejected rows of one source, and writes the first ones to a file."""
 
     def __init__(self, file: IO[str], place: str) -> None:
-        """Count nothing yet.
+        """Begin with no rows.
 
         Args:
-            file: what to write to; several sources may share it.
-            place: what the numbers of rows count: "line" or "row".
+            file: Output; several sources may share it.
+            place: What a row number counts: "line" or "row".
         """
         self._file = file
         self._place = place
         self._found: dict[RejectReason, tuple[int, int]] = {}
 
-    def take(self, counts: Iterable[tuple[int, int, int]], rows: Iterable[Rejected]) -> None:
-        """Take what was rejected, once.
+    def take(self, counts: Iterable[tuple[int, int, int]], rows: Iterable[RejectedRow]) -> None:
+        """Record the rejected rows; called once.
 
         Args:
-            counts: of each reason its code, how many rows have it, and the number of the first.
-            rows: the first of them, at most `MAX_WRITTEN`.
+            counts: (code of the reason, number of rows, number of the first row) per reason.
+            rows: The first rejected rows, at most `MAX_WRITTEN`.
         """
         found = {_REASONS[code - 1]: (count, first) for code, count, first in counts}
         self._found = dict(sorted(found.items(), key=lambda one: -one[1][0]))
@@ -88,7 +88,7 @@ class Rejects:
 
     @property
     def total(self) -> int:
-        """Rows that were rejected."""
+        """Number of rejected rows."""
         return sum(count for count, _ in self._found.values())
 
     def words(self) -> str:
@@ -99,7 +99,7 @@ class Rejects:
         )
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts and first rows by reason, most frequent first, as the manifest has them."""
+        """Return counts and first rows by reason, most frequent first, for the manifest."""
         return {
             reason.value: {"rows": count, "first": first}
             for reason, (count, first) in self._found.items()

@@ -1,13 +1,11 @@
-"""Files beside a log: of items, with the title of each and its other columns as categories.
+"""Side files of a log: items with their titles and categories, and users with their features.
 
-And of users, as features.
+    text, whole numbers   one category each, if there are few enough distinct ones
+    lists, token_seq, and texts with "|"   several values per item
+    other numbers         ranges with equally many items ("price<=9.99")
 
-    text, whole numbers   a value each, if there are few enough distinct ones
-    lists, token_seq, and texts with "|"   many values an item
-    numbers with fractions, and many distinct whole numbers   ranges with equally many items ("price<=9.99")
-
-A column with too many values, or with a value of its own for nearly every item or user, says
-nothing that the name does not say; it is left out and named.
+A column with too many values, or with a different value for nearly every item or user, is no more
+than a second name; it is skipped, and the summary says so.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_te
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
-from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
+from npu_gr.dataset.logs import MAX_VALUE_BYTES, declared_cells, kind_word, split_kind
 from npu_gr.dataset.rejects import (
     CODES,
     MAX_ROW_CHARS,
@@ -37,18 +35,18 @@ from npu_gr.dataset.rejects import (
     Rejects,
 )
 from npu_gr.dataset.table import SourceTable
-from npu_gr.history_store.interactions import ToldKind
+from npu_gr.history_store.interactions import DeclaredKind
 
-MAX_VALUES = 1000  # distinct ones of a feature of items
+MAX_VALUES = 1000  # distinct values of an item feature
 MAX_VALUE_CHARS = 64  # longer texts are descriptions
 MAX_TITLE_CHARS = 256
 BUCKETS = 10
-# share of the log's items or users in the file, below which the names are probably others
+# if the file has a smaller share of the log's items or users, the ids probably do not match
 FEW = 0.1
-_MIN_DISTINCT = 20  # values with at most so many distinct ones are categories
-# share of distinct values over which a column names items or users rather than describes them
+_MIN_DISTINCT = 20  # numbers with at most this many distinct values are categories
+# a column with a larger share of distinct values names items or users
 _OWN = 0.5
-_ROWS = 10_000  # that are looked at together
+_ROWS = 10_000  # per batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +56,18 @@ class ItemColumn:
     column: str
     kind: str  # "one", "many" or "buckets"; in the manifest
     cells: list[list[str]]  # values of each item
-    # of each item, where the values are ranges of them
+    # of each item, if the values are ranges
     numbers: list[float | None] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class ItemTable:
-    """What the file says of each item. n = items.
-
-    Of one that is listed twice the last row counts.
-    """
+    """The rows of the items' file; the last row of an item counts."""
 
     key: Column
     title: Column | None
-    num_again: int = 0  # rows of an item that an earlier one names
-    rows: dict[str, int] = field(default_factory=dict)  # name -> place in the lists below
+    num_again: int = 0  # rows whose item has an earlier row
+    rows: dict[str, int] = field(default_factory=dict)  # name -> index in the lists below
     titles: list[str] = field(default_factory=list)
     features: list[ItemColumn] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # column -> why
@@ -83,18 +78,18 @@ class UserFeature:
     """A column of the users' file as a feature."""
 
     name: str
-    told: ToldKind
+    declared: DeclaredKind
     kind: str  # "number", "one" or "many"; in the manifest
     values: list[Any]  # of each user: float, str, list of str, or None
 
 
 @dataclass(slots=True, kw_only=True)
 class UserTable:
-    """What the file says of each user; of one that is listed twice the last row counts."""
+    """The rows of the users' file; the last row of a user counts."""
 
     key: Column
-    num_again: int = 0  # rows of a user whom an earlier one names
-    rows: dict[str, int] = field(default_factory=dict)  # name -> place in the values
+    num_again: int = 0  # rows whose user has an earlier row
+    rows: dict[str, int] = field(default_factory=dict)  # name -> index in the values
     features: list[UserFeature] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
@@ -102,29 +97,29 @@ class UserTable:
 def read_items(
     con: Any,
     source: Source,
-    told: dict[str, str],
+    named: dict[str, str],
     log_item: str,
     wanted: Sequence[str] | None,
     rejects: Rejects,
     show: OnProgress,
 ) -> ItemTable:
-    """Read a file of items; it must fit in memory, as its items do later.
+    """Read a file of items; it must fit in memory.
 
     Args:
-        con: DuckDB.
-        source: the file.
-        told: "item" and "title" -> name of a column.
-        log_item: name of the log's column of items.
-        wanted: columns that become features; None = all that can.
-        rejects: take the rows without an item.
-        show: called as the file is read.
+        con: Connection of DuckDB.
+        source: The file.
+        named: "item" and "title" -> name of a column; missing roles are guessed.
+        log_item: Name of the item column in the log.
+        wanted: Columns that become features; None for all suitable ones.
+        rejects: Receives the rows without an item.
+        show: Callback for the progress.
 
     Raises:
         DataError: no column, or more than one, looks like the item; or a wanted one is missing or
             cannot be used.
     """
     sample = source.sample
-    key, title = choose_item_columns(sample, told, log_item, source.name)
+    key, title = choose_item_columns(sample, named, log_item, source.name)
     others = [name for name in sample if name != key.name and (title is None or name != title.name)]
     if wanted is not None:
         if missing := [name for name in wanted if name not in sample]:
@@ -163,7 +158,7 @@ def read_items(
 def read_users(
     con: Any,
     source: Source,
-    told_key: str,
+    named_key: str,
     log_user: str,
     wanted: Sequence[str] | None,
     rejects: Rejects,
@@ -172,21 +167,22 @@ def read_users(
     """Read a file of users; it must fit in memory.
 
     Args:
-        con: DuckDB.
-        source: the file.
-        told_key: name of its column of users; "" = guessed.
-        log_user: name of the log's column of users.
-        wanted: `NAME` or `NAME:KIND` of the columns that become features; None = all that can.
-        rejects: take the rows without a user.
-        show: called as the file is read.
+        con: Connection of DuckDB.
+        source: The file.
+        named_key: Name of the user column; "" to guess.
+        log_user: Name of the user column in the log.
+        wanted: `NAME` or `NAME:KIND` of the columns that become features; None for all suitable
+            ones.
+        rejects: Receives the rows without a user.
+        show: Callback for the progress.
 
     Raises:
         DataError: no column, or more than one, looks like the user; or a wanted one is missing or
             cannot be used.
     """
     sample = source.sample
-    key = choose_user_column(sample, told_key, log_user, source.name)
-    others: dict[str, ToldKind] = (
+    key = choose_user_column(sample, named_key, log_user, source.name)
+    others: dict[str, DeclaredKind] = (
         {name: "" for name in sample if name != key.name}
         if wanted is None
         else dict(map(split_kind, wanted))
@@ -197,7 +193,10 @@ def read_users(
             f"{source.name}: --user-features {missing[0]}: there is no such column; "
             f"there are {there}"
         )
-    kinds = {name: told_cells(name, told, sample[name], source) for name, told in others.items()}
+    kinds = {
+        name: declared_cells(name, declared, sample[name], source)
+        for name, declared in others.items()
+    }
     table = UserTable(key=key)
     cells: dict[str, list[Any]] = {name: [] for name in others}
     columns = list(dict.fromkeys([key.name, *others]))
@@ -208,7 +207,7 @@ def read_users(
             if at == len(column):
                 column.append(None)
             column[at] = row[name]
-    for name, told in others.items():
+    for name, declared in others.items():
         values = [_value(cell, kinds[name]) for cell in cells.pop(name)]
         if why := _useless(values, is_wanted=wanted is not None):
             if wanted is not None:
@@ -216,7 +215,9 @@ def read_users(
             table.skipped[name] = why
         else:
             table.features.append(
-                UserFeature(name=name, told=told, kind=kind_word(kinds[name]), values=values)
+                UserFeature(
+                    name=name, declared=declared, kind=kind_word(kinds[name]), values=values
+                )
             )
     return table
 
@@ -224,18 +225,18 @@ def read_users(
 def notes_of(
     what: str, logged: Sequence[str], listed: Mapping[str, int], num_again: int
 ) -> Iterator[str]:
-    """Warn where the log and the file hardly share a name, and say how many rows come again.
+    """Yield a note on repeated rows, and a warning if the log and the file share few names.
 
     Args:
         what: "item" or "user".
-        logged: names in the log.
-        listed: names in the file.
-        num_again: rows of the file whose name an earlier one has.
+        logged: Item or user names in the log.
+        listed: Item or user names in the file -> row.
+        num_again: Rows whose name has an earlier row.
     """
     if num_again:
         yield (
-            f"{counted(num_again, 'row')} of the {what}s' file name one again: of each {what} "
-            "the last row counts"
+            f"{counted(num_again, 'row')} of the {what}s' file repeat a {what}; the last row of "
+            f"each counts"
         )
     num_shared = sum(name in listed for name in logged)
     if not logged or num_shared >= FEW * len(logged):
@@ -243,21 +244,21 @@ def notes_of(
     of_log = next((name for name in logged if name not in listed), logged[0])
     shared = set(logged)
     of_file = next((name for name in listed if name not in shared), None)
-    beside = (
+    example = (
         (f"; the log has {quoted(of_log)}, the file {quoted(of_file)}")
         if of_file is not None
         else ""
     )
     yield (
         f"WARNING: the {what}s' file has {num_shared:,} of the log's "
-        f"{counted(len(logged), what)}{beside}"
+        f"{counted(len(logged), what)}{example}"
     )
 
 
 def _rows(
     con: Any, view: str, source: Source, columns: Sequence[str], rejects: Rejects, show: OnProgress
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a file beside the log: of each row that can be used its name, of the first column, and its cells."""
+    """Yield the usable rows of a side file: the name (first column) and the cells by column."""
     kinds = source.kinds(columns)
     key = name_sql("c0", kinds[0], with_point=has_point(source.sample[columns[0]]))
     if view == "items_file":
@@ -274,11 +275,10 @@ def _rows(
     def wrap(cells: str) -> str:
         line = source.line_sql(columns)
         return (
-            f"SELECT * EXCLUDE line, CASE WHEN reason = {UNSURE} THEN line WHEN reason > 0 "
-            f"THEN left(line, {MAX_ROW_CHARS}) END AS line FROM (SELECT * EXCLUDE state, "
-            f"CAST(CASE WHEN state <> 0 THEN state {reason} ELSE 0 END AS TINYINT) AS reason "
-            f"FROM (SELECT *, {key} AS name{'' if line == 'line' else f', {line} AS line'} FROM "
-            f"({cells})))"
+            f"SELECT * EXCLUDE line, CASE WHEN reason = {UNSURE} THEN line WHEN reason > 0 THEN "
+            f"left(line, {MAX_ROW_CHARS}) END AS line FROM (SELECT * EXCLUDE state, CAST(CASE WHEN "
+            f"state <> 0 THEN state {reason} ELSE 0 END AS TINYINT) AS reason FROM (SELECT *, "
+            f"{key} AS name{'' if line == 'line' else f', {line} AS line'} FROM ({cells})))"
         )
 
     table = SourceTable(con, view, source, columns, wrap)
@@ -294,7 +294,7 @@ def _rows(
 
 
 def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
-    """Make a feature of a column's cells, or say why not."""
+    """Make a feature of a column, or return the reason why not."""
     if kind == "number":
         numbers = [number_of(cell) for cell in cells]
         distinct = {number for number in numbers if number is not None}
@@ -315,8 +315,8 @@ def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> It
         and len(counts) > _OWN * sum(map(bool, values))
     ):
         return (
-            f"{len(counts):,} distinct values for {sum(map(bool, values)):,} items: nearly a "
-            "name of each"
+            f"{len(counts):,} distinct values for {sum(map(bool, values)):,} items: nearly "
+            "a different one for each"
         )
     if any(len(value) > MAX_VALUE_CHARS for value in counts):
         return f"a value has over {MAX_VALUE_CHARS} characters"
@@ -350,7 +350,7 @@ def _value(cell: Any, cells: Cells) -> float | str | list[str] | None:
 
 
 def _useless(values: Sequence[Any], *, is_wanted: bool) -> str:
-    """Say why a column is no feature; "" = it is one."""
+    """Return the reason why a column cannot be a feature; "" if it can."""
     known = [value for value in values if value is not None]
     if not known:
         return "empty"
@@ -359,7 +359,8 @@ def _useless(values: Sequence[Any], *, is_wanted: bool) -> str:
         return f"a value has over {MAX_VALUE_BYTES} bytes"
     counts = Counter(texts)
     if not is_wanted and len(counts) > _MIN_DISTINCT and len(counts) > _OWN * len(known):
-        return f"{len(counts):,} distinct values for {len(known):,} users: nearly a name of each"
+        num_values = f"{len(counts):,} distinct values"
+        return f"{num_values} for {len(known):,} users: nearly a different one for each"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""Open a log, or a file of items or users, of any format: `open_source`.
+"""Open a log, or a file of items or users, of any format (`open_source`).
 
-And those that are not lines of text.
+The sources of text files are in `line_sources.py`; JSON lists, Parquet and frames are here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_gr.dataset.cells import (
     plain_sql,
     pq,
 )
-from npu_gr.dataset.engine import in_memory, told
+from npu_gr.dataset.engine import duckdb_errors, in_memory
 from npu_gr.dataset.line_sources import (
     SAMPLE_ROWS,
     DelimitedSource,
@@ -47,7 +47,7 @@ from npu_gr.dataset.lines import (
 )
 from npu_gr.dataset.rejects import MAX_ROW_CHARS
 
-OTHERS = "; --user, --item, --time ... name other columns"
+OTHERS = "; name other columns with --user, --item, --time ..."
 FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic")
 _OF_SUFFIX = {
     ".csv": "csv",
@@ -66,10 +66,13 @@ _OF_SUFFIX = {
 
 @runtime_checkable
 class ArrowStream(Protocol):
-    """What frames of pandas, polars and pyarrow have: https://arrow.apache.org/docs/format/CDataInterface.html."""
+    """The interface of frames of pandas, polars and pyarrow.
+
+    https://arrow.apache.org/docs/format/CDataInterface.html
+    """
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """Return a capsule with the stream of batches."""
+        """Return a capsule with a stream of batches."""
         ...
 
 
@@ -80,7 +83,7 @@ class JsonListSource(Source):
 
     def _read_sample(self) -> dict[str, Any]:
         rows: list[dict[str, Any]] = []
-        with in_memory(self.memory_mb) as con, told(self.name, self.memory_mb):
+        with in_memory(self.memory_mb) as con, duckdb_errors(self.name, self.memory_mb):
             for path in self.paths:
                 found = con.sql(
                     f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}"
@@ -100,20 +103,20 @@ class JsonListSource(Source):
     def mend(
         self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]
     ) -> Iterator[Mended]:
-        """Parse rows that are JSON to one parser only."""
+        """Parse rows that only one of the JSON parsers accepts."""
         return mended_json(unsure, columns)
 
 
 class NestedSource(Source):
-    """{"user": [item, ...]}, oldest first, as data sets of semantic-ID papers are.
+    """{"user": [item, ...]}, oldest first: the format of the data sets of semantic-ID papers.
 
-    An item's place is its time.
+    The index of an item is its time.
     """
 
     format = 'JSON {"user": [item, ...]}'
 
     def line_sql(self, columns: Sequence[str]) -> str:
-        """Its user, its item, and its place in the list."""
+        """Return the SQL of user, item and index as JSON."""
         return "CAST(to_json([c0, c1, CAST(c2 AS VARCHAR)]) AS VARCHAR)"
 
     def _read_sample(self) -> dict[str, Any]:
@@ -123,13 +126,13 @@ class NestedSource(Source):
         raise DataError(f"{self.name}: no user has an item")
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
-        """Texts, but for the place."""
+        """Return BIGINT for the index, else VARCHAR."""
         return ["BIGINT" if name == NESTED[2] else "VARCHAR" for name in columns]
 
     def relations(
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
     ) -> Iterator[Relation]:
-        """Feed the events."""
+        """Feed the events to DuckDB."""
         schema = pa.schema(
             [(NESTED[0], pa.string()), (NESTED[1], pa.string()), (NESTED[2], pa.int64())]
         )
@@ -139,7 +142,7 @@ class NestedSource(Source):
 
 
 class TableSource(Source):
-    """Parquet files, or a frame in memory of any library that speaks Arrow's C stream interface."""
+    """Parquet files, or a frame of any library with Arrow's C stream interface."""
 
     def __init__(self, name: str, paths: Sequence[Path], frame: ArrowStream | None = None) -> None:
         """Read the columns.
@@ -160,7 +163,7 @@ class TableSource(Source):
         self._leaves = {name: (sql, kind) for name, sql, kind in leaves}
 
     def line_sql(self, columns: Sequence[str]) -> str:
-        """Its cells as JSON, cut where they are long."""
+        """Return the SQL of the cells as JSON, long ones cut."""
         kinds = self.kinds(columns)
         cells = [
             f"left(c{n}, {MAX_ROW_CHARS})" if kind == "VARCHAR" else f"c{n}"
@@ -176,7 +179,7 @@ class TableSource(Source):
 
     def _read_sample(self) -> dict[str, Any]:
         columns = list(self._leaves)
-        with in_memory(self.memory_mb) as con, told(self.name, self.memory_mb, OTHERS):
+        with in_memory(self.memory_mb) as con, duckdb_errors(self.name, self.memory_mb, OTHERS):
             for path in self.paths:
                 for relation in self.relations(con, path, columns, ignore_progress):
                     sql = f"SELECT * EXCLUDE state FROM ({relation.sql}) LIMIT {SAMPLE_ROWS}"
@@ -194,25 +197,25 @@ class TableSource(Source):
         )
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
-        """As the file or the frame has them, but for those that `plain_sql` changes."""
+        """Return the types of the file or the frame after `plain_sql`."""
         return [self._kinds[name] for name in columns]
 
     def relations(
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
     ) -> Iterator[Relation]:
-        """Read a file with DuckDB, or the frame where it is."""
+        """Read a file with DuckDB, or the frame in place."""
         table = "frame" if self._frame is not None else f"read_parquet({file_sql(path)})"
         found = [self._leaves[name] for name in columns]
         raw = (
             f"SELECT {', '.join(f'{sql} AS c{n}' for n, (sql, _) in enumerate(found))} FROM {table}"
         )
         kinds: list[str] = []
-        for _ in range(2):  # to describe a stream may use it up
+        for _ in range(2):  # DESCRIBE may consume a stream
             if self._frame is not None:
                 con.register("frame", self._stream())
             kinds = kinds or [kind for _, kind, *_ in con.sql(f"DESCRIBE {raw}").fetchall()]
         cells = [
-            f"{plain_sql(f'c{n}', kind, has_uuids=pa.types.is_fixed_size_binary(own) and own.byte_width == 16)} AS c{n}"
+            f"{plain_sql(f'c{n}', kind, has_uuids=_is_uuid(own))} AS c{n}"
             for n, (kind, (_, own)) in enumerate(zip(kinds, found, strict=True))
         ]
         yield Relation(f"SELECT {', '.join(cells)}, 0 AS state FROM ({raw})")
@@ -223,32 +226,33 @@ def open_source(
     format: str = "",  # noqa: A002  (the option's name)
     columns: Sequence[str] = (),
 ) -> Source:
-    """Open what holds rows.
+    """Open a source of rows.
 
     Args:
-        log: a path of a file or a folder, a pattern of paths, or a frame.
-        format: one of `FORMATS`; "" = as the suffix of the path says.
-        columns: names of the columns of a file without a header.
+        log: A file, a folder, a pattern of paths, or a frame.
+        format: One of `FORMATS`; "" for the one of the path's suffix.
+        columns: Column names of a CSV or TSV without a header.
 
     Raises:
-        DataError: there is no such file, its format is unknown, or its beginning is broken.
+        DataError: the file does not exist, has an unknown format, or has a broken beginning.
     """
     if not isinstance(log, Path | str):
         if not isinstance(log, ArrowStream):
             raise DataError(
-                f"a {type(log).__name__} is no log: give a path, or a frame with __arrow_c_stream__"
+                f"a {type(log).__name__} is not a log; give a path, or a frame with "
+                "__arrow_c_stream__"
             )
         return TableSource("the frame", [Path()], log)
     name, paths = str(log), _paths(Path(log), format)
     found = {format or _format(path) for path in paths}
     if len(found) > 1:
         raise DataError(
-            f"{name}: files of {len(found)} formats ({', '.join(sorted(found))}); give those of one"
+            f"{name}: files of {len(found)} formats ({', '.join(sorted(found))}); give files of one"
         )
     (kind,) = found
     if columns and kind not in ("csv", "tsv"):
         raise DataError(
-            f"--columns: {name} names its columns itself; it is only for CSV and TSV "
+            f"--columns: {name} names its columns itself; --columns is only for CSV and TSV "
             "without a header"
         )
     if kind == "parquet":
@@ -261,9 +265,9 @@ def open_source(
 
 
 def _paths(log: Path, kind: str) -> list[Path]:
-    """The files of a path, a folder, or a pattern, by their names.
+    """List the files of a path, a folder or a pattern, sorted by name.
 
-    In a folder those of Spark's own are left out.
+    Hidden files and files that begin with "_" (Spark's markers) are skipped in a folder.
     """
     if log.is_file():
         return [log]
@@ -275,9 +279,7 @@ def _paths(log: Path, kind: str) -> list[Path]:
             if not any(part[0] in "._" for part in path.relative_to(log).parts)
         )
         if not (paths := [path for path in inside if kind or _suffix(path) in _OF_SUFFIX]):
-            raise DataError(
-                f"{log}: a folder without a log; known suffixes: {' '.join(_OF_SUFFIX)}"
-            )
+            raise DataError(f"{log}: no log in the folder; known suffixes: {' '.join(_OF_SUFFIX)}")
         return paths
     if not has_magic(str(log)) or not (
         paths := sorted(filter(Path.is_file, map(Path, glob(str(log), recursive=True))))
@@ -295,14 +297,14 @@ def _format(path: Path) -> str:
     found = _OF_SUFFIX.get(_suffix(path))
     if found is None:
         raise DataError(
-            f"{path}: the suffix says no format; name it: --format {'|'.join(FORMATS)} "
+            f"{path}: unknown suffix; name the format: --format {'|'.join(FORMATS)} "
             f"(known suffixes: {' '.join(_OF_SUFFIX)}, each also with {' '.join(PACKED)})"
         )
     return found
 
 
 def _json_kind(path: Path) -> type[JsonLinesSource | JsonListSource | NestedSource]:
-    """Find out which of the three a file is.
+    """Find which of the three JSON structures a file has.
 
     Raises:
         DataError: none of them.
@@ -319,8 +321,12 @@ def _json_kind(path: Path) -> type[JsonLinesSource | JsonListSource | NestedSour
     raise DataError(f'{path}: neither JSON objects, a list of them, nor {{"user": [item, ...]}}')
 
 
+def _is_uuid(kind: Any) -> bool:
+    return bool(pa.types.is_fixed_size_binary(kind)) and kind.byte_width == 16
+
+
 def _leaves(field: Any, prefix: str = "", sql: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Name each column that is no struct, or is inside of one: its name with dots, its SQL, and its type of Arrow."""
+    """Yield the columns, with structs flattened: dotted name, SQL, and Arrow type."""
     name = f"{prefix}{field.name}"
     sql = f"struct_extract({sql}, {literal(field.name)})" if sql else identifier(field.name)
     if pa.types.is_struct(field.type):

@@ -1,4 +1,4 @@
-"""A table of DuckDB with what was read of a source, and what cannot be used of it."""
+"""Load a source into a DuckDB table, and collect its rejected rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from threading import Event, Thread
 from typing import Any
 
 from npu_gr.dataset.cells import duckdb, is_list_type, pa
-from npu_gr.dataset.engine import raise_if_full, told
+from npu_gr.dataset.engine import duckdb_errors, raise_if_full
 from npu_gr.dataset.line_sources import Mended, Source
 from npu_gr.dataset.lines import OnProgress, json_column
-from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Rejected, Rejects
+from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, RejectedRow, Rejects
 
-MENDED_ROWS = 20_000  # that are added at once
+MENDED_ROWS = 20_000  # per insert
 _POLL_S = 0.2
 
 
 class SourceTable:
-    """What was read of a source: a view `name` of DuckDB, with the place `n` of each row among all of them."""
+    """A source as a DuckDB view `name`, with the index `n` of each row over all files."""
 
     def __init__(
         self,
@@ -30,28 +30,27 @@ class SourceTable:
         columns: Sequence[str],
         wrap: Callable[[str], str],
     ) -> None:
-        """Read nothing yet.
+        """Prepare the table; `load` reads the source.
 
         Args:
-            con: where the table is made.
-            name: of the view.
-            source: what is read.
-            columns: of the source, those that become the cells c0, c1, ...
-            wrap: what is kept of a relation of cells, in SQL; every row, with `reason` (its state,
-                or why it cannot be used) and `line`.
+            con: Connection of DuckDB.
+            name: Name of the view.
+            columns: Columns of the source, which become the cells c0, c1, ...
+            wrap: Function from the query of the cells to that of the table, which has every row
+                with `reason` (its state, or why it is rejected) and `line`.
         """
         self._con = con
         self._name = name
         self._source = source
         self._columns = columns
         self._wrap = wrap
-        self._starts: list[int] = []  # place of the first row of each file
+        self._starts: list[int] = []  # index of the first row of each file
 
     def load(self, show: OnProgress) -> None:
-        """Read all of it.
+        """Read all files.
 
         Raises:
-            DataError: it cannot be read to its end. OSError: the disk is full.
+            DataError: a file cannot be read to its end. OSError: the disk is full.
         """
         con, name = self._con, self._name
         num_mended = 0
@@ -72,7 +71,7 @@ class SourceTable:
         con.execute(f"CREATE VIEW {name} AS {rows}")
 
     def take_rejects(self, rejects: Rejects) -> None:
-        """Hand out what cannot be used."""
+        """Pass the rejected rows on."""
         con = self._con
         found = con.execute(
             f"SELECT reason, count(*), min(n) FROM {self._name} WHERE reason > 0 GROUP BY reason "
@@ -84,17 +83,17 @@ class SourceTable:
         ).fetchall()
         rejects.take(
             ((reason, count, self._number(first)[1]) for reason, count, first in found),
-            (Rejected(*self._number(n), reason, line) for n, reason, line in rows),
+            (RejectedRow(*self._number(n), reason, line) for n, reason, line in rows),
         )
 
     def _number(self, n: int) -> tuple[str, int]:
-        """Name the file of a row, and its line or row there."""
+        """Return the file of a row, and the line or row number there."""
         at = bisect_right(self._starts, n) - 1
         name = str(self._source.paths[at]) if len(self._source.paths) > 1 else self._source.name
         return name, n - self._starts[at] + self._source.first_number
 
     def _num_rows(self) -> int:
-        # All is fetched: a result that is not at its end blocks the next `register`.
+        # Fetch all: an unfinished result blocks the next `register`.
         ((found,),) = self._con.execute(
             f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows"
         ).fetchall()
@@ -108,7 +107,7 @@ class SourceTable:
             else (f"CREATE TABLE {self._name}_rows AS")
         )
         rejected: Exception | None = None
-        with told(
+        with duckdb_errors(
             self._source.name if len(self._source.paths) == 1 else str(path), self._source.memory_mb
         ):
             for relation in self._source.relations(con, path, self._columns, show):
@@ -128,7 +127,7 @@ class SourceTable:
                 raise rejected
 
     def _mend(self, path: Path) -> int:
-        """Add what Python makes of the rows that DuckDB was unsure of, and mark those."""
+        """Parse the rows that DuckDB was unsure of, and replace them; return their number."""
         cursor = self._con.cursor()
         start, first = self._starts[-1], self._source.first_number
         cursor.execute(
@@ -190,7 +189,7 @@ class SourceTable:
 
 @contextmanager
 def _watched(con: Any, show: OnProgress) -> Iterator[None]:
-    """Tell the progress of a query while the block runs it."""
+    """Report the progress of the query that the block runs."""
     is_done = Event()
 
     def watch() -> None:

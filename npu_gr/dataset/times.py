@@ -1,7 +1,7 @@
-"""Times of a log: seconds, milliseconds, microseconds or nanoseconds since 1970, ISO 8601, or a format that is given.
+"""Read the times of a log: a unit since 1970, ISO 8601, or a given format.
 
-The kind is recognised by the size of numbers in the first rows, and holds for the whole log: a row
-of another kind is rejected. Times without a zone are taken as UTC.
+The unit of numbers is recognised by their size in the first rows and holds for the whole log: a row
+with another unit is rejected. Times without a zone are UTC.
 
     below 1e11  seconds (until the year 5138)      below 1e17  microseconds
     below 1e14  milliseconds                       above       nanoseconds
@@ -29,10 +29,10 @@ from npu_gr.dataset.cells import (
 from npu_gr.dataset.rejects import CODES, RejectReason
 
 US_PER_S = 1_000_000
-_ORDER_S = 10_000_000  # numbers below it are rather places in an order than seconds since 1970
+_ORDER_S = 10_000_000  # smaller numbers are row numbers rather than seconds since 1970
 FIRST_US = _ORDER_S * US_PER_S
 LAST_US = 4_102_444_800 * US_PER_S  # 2100-01-01
-# microseconds of one; below 0: so many make a microsecond
+# microseconds per unit; negative: units per microsecond
 UNITS = {"s": US_PER_S, "ms": 1000, "us": 1, "ns": -1000}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 ISO = "iso"
@@ -49,26 +49,26 @@ _CALENDAR = r"^(19|20)\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
 
 
 class TimeSql(NamedTuple):
-    """How DuckDB reads times, in three steps."""
+    """SQL that reads times, in three steps."""
 
-    parts: dict[str, str]  # of the cells: what `us` and `reason` stand on
-    us: str  # of the parts: microseconds since 1970, null where it is no time
-    # of the parts and `time_us`, which is `us`: why a row cannot be used, one of CODES, or 0
+    parts: dict[str, str]  # columns computed from the cells; `us` and `reason` use them
+    us: str  # microseconds since 1970, computed from the parts; null if unreadable
+    # one of CODES or 0, computed from the parts and `time_us` (the value of `us`)
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeKind:
-    """How a log writes its times."""
+    """The format of the times in a log."""
 
-    unit: str  # a key of UNITS, ISO, or "" where `pattern` says it
-    pattern: str = ""  # as strptime has it
-    words: str  # what was found, for a person
-    is_guess: bool = True  # numbers whose size says another unit are rejected
-    least_us: int = FIRST_US  # earlier ones are rejected: 0 is how many a tool writes "unset"
+    unit: str  # a key of UNITS, ISO, or "" with a `pattern`
+    pattern: str = ""  # of strptime
+    words: str  # for the summary
+    is_guess: bool = True  # reject numbers whose size suggests another unit
+    least_us: int = FIRST_US  # reject earlier times: many tools write 0 for "unset"
 
     def sql(self, column: str, kind: str) -> TimeSql:
-        """Write how cells of a type are read."""
+        """Return the SQL that reads cells of a DuckDB type."""
         parts = {"time_missing": is_missing_sql(column, kind)}
         text = (
             (f"trim({column}, E' \\t\\r\\n')")
@@ -88,26 +88,28 @@ class TimeKind:
             if is_integer_type(kind):
                 parts |= {
                     "time_whole": f"TRY_CAST({column} AS BIGINT)",
-                    "time_broken": "CAST(NULL AS DOUBLE)",
+                    "time_fraction": "CAST(NULL AS DOUBLE)",
                 }
             elif kind == "VARCHAR":
-                plain = f"TRY_CAST({column} AS BIGINT)"  # as most are written
+                plain = f"TRY_CAST({column} AS BIGINT)"  # the fast path of plain digits
                 whole = (
                     f"CASE WHEN CAST({plain} AS VARCHAR) = {column} THEN {plain} "
                     f"WHEN regexp_matches({text}, '{_INTEGER}') THEN TRY_CAST({text} AS BIGINT) END"
                 )
                 parts |= {"time_whole": whole}
                 parts |= {
-                    "time_broken": f"CASE WHEN {whole} IS NULL THEN {number_sql(column, kind)} END"
+                    "time_fraction": (
+                        f"CASE WHEN {whole} IS NULL THEN {number_sql(column, kind)} END"
+                    )
                 }
             else:
                 parts |= {
                     "time_whole": "CAST(NULL AS BIGINT)",
-                    "time_broken": number_sql(column, kind),
+                    "time_fraction": number_sql(column, kind),
                 }
             us = _scaled_sql(self.unit)
             if self.is_guess:
-                size = "abs(coalesce(CAST(time_whole AS DOUBLE), time_broken))"
+                size = "abs(coalesce(CAST(time_whole AS DOUBLE), time_fraction))"
                 low, high = _range_of(self.unit)
                 is_other = f"{size} >= {_ORDER_S} AND NOT ({size} >= {low} AND {size} < {high})"
         codes = {reason.name: CODES[reason] for reason in RejectReason}
@@ -124,16 +126,16 @@ class TimeKind:
 
 
 def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeKind:
-    """Find out how a log writes its times.
+    """Recognise the format of the times in a log.
 
     Args:
-        array: the cells of the first rows.
-        name: of the column, for messages.
-        unit: a key of UNITS, or ISO, if it is known.
-        pattern: as strptime has it, if it is known.
+        array: The first cells of the column.
+        name: Name of the column, for messages.
+        unit: A key of UNITS, or ISO; "" to recognise it.
+        pattern: Format of strptime; "" to recognise it.
 
     Raises:
-        DataError: nothing of it looks like a time; the message has the option that helps.
+        DataError: the cells do not look like times; the message names the option that helps.
     """
     if is_instant(array):
         zone = array.type.tz if _has_zone(array) else None
@@ -156,9 +158,7 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
         words = f"{NAMES.get(unit, 'ISO 8601')}, as --time-unit says"
         return TimeKind(unit=unit, words=words, is_guess=False, least_us=least_us)
     if not len(texts):
-        raise DataError(
-            f"{name}: every time of the first rows is missing; --time names another column"
-        )
+        raise DataError(f"{name}: the first rows have no time; name another column with --time")
     is_iso = pc.match_substring_regex(texts, _ISO)
     num_iso = pc.sum(is_iso).as_py()
     if num_iso >= len(size) and num_iso:
@@ -168,22 +168,20 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
         return TimeKind(unit=ISO, words=f"ISO 8601{missing}")
     if not len(size):
         raise DataError(
-            f"{name}: {texts[0].as_py()!r} is no time that is recognised (seconds, milliseconds, "
-            "microseconds or "
-            "nanoseconds since 1970, or ISO 8601); --time-format '%d.%m.%Y %H:%M' says how it is "
-            "written, "
-            "or --time names another column"
+            f"{name}: {texts[0].as_py()!r} is not a known time (seconds, milliseconds, "
+            "microseconds or nanoseconds since 1970, or ISO 8601); give its format with "
+            "--time-format '%d.%m.%Y %H:%M', or name another column with --time"
         )
     if pc.sum(pc.match_substring_regex(texts, _CALENDAR)).as_py() == len(texts):
         raise DataError(
-            f"{name}: {texts[0].as_py()} looks like a date; --time-format %Y%m%d, or "
-            "--time-unit s if not"
+            f"{name}: {texts[0].as_py()} looks like a date; give --time-format %Y%m%d, or "
+            "--time-unit s if it is not"
         )
     unit = list(UNITS)[int(np.bincount(np.digitize(size, _LIMITS), minlength=4).argmax())]
     words = f"{NAMES[unit]} since 1970, by the size of the numbers"
     if is_order:
         words = (
-            "small numbers, so places in an order rather than seconds since 1970; taken as seconds"
+            "small numbers: positions in an order rather than seconds since 1970, used as seconds"
         )
     return TimeKind(unit=unit, words=words, least_us=least_us)
 
@@ -193,30 +191,30 @@ def _has_zone(array: Any) -> bool:
 
 
 def _range_of(unit: str) -> tuple[float, float]:
-    """The sizes of numbers that are rather of this unit than of another one."""
+    """Return the range of numbers that suggests this unit."""
     at = list(UNITS).index(unit)
     limits = (0.0, *_LIMITS, 1e300)
     return limits[at], limits[at + 1]
 
 
 def _scaled_sql(unit: str) -> str:
-    """Microseconds of `time_whole`, or of `time_broken`: numbers that are too large stay large."""
+    """Return the SQL of microseconds from `time_whole` or `time_fraction`, clamped to int64."""
     factor = UNITS[unit]
     if factor < 0:
-        whole, broken = f"time_whole // {-factor}", f"floor(time_broken / {-factor})"
+        whole, fraction = f"time_whole // {-factor}", f"floor(time_fraction / {-factor})"
     else:
         most = _MOST // factor
         whole = f"greatest(least(time_whole, {most}), -{most}) * {factor}"
-        broken = f"floor(time_broken * {factor})"
-    broken = f"CAST(greatest(least({broken}, 9e18), -9e18) AS BIGINT)"
+        fraction = f"floor(time_fraction * {factor})"
+    fraction = f"CAST(greatest(least({fraction}, 9e18), -9e18) AS BIGINT)"
     return (
-        f"CASE WHEN time_whole IS NOT NULL THEN {whole} WHEN time_broken IS NOT NULL THEN "
-        f"{broken} END"
+        f"CASE WHEN time_whole IS NOT NULL THEN {whole} WHEN time_fraction IS NOT NULL THEN "
+        f"{fraction} END"
     )
 
 
 def _iso_sql(text: str) -> str:
-    """Microseconds of texts as ISO 8601 has them: without a zone they are of UTC."""
+    """Return the SQL of microseconds from ISO 8601 texts; without a zone they are UTC."""
     us = f"epoch_us(TRY_CAST({text} AS TIMESTAMP))"
     other = f"CASE WHEN regexp_matches({text}, '{_ISO}') THEN {text} END"
     for pattern, by in (

@@ -1,4 +1,4 @@
-"""Write the files of a dataset: events sorted by user and time, names of users, and items with titles and features."""
+"""Write the files of a dataset: events by user and time, users, and items with features."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from npu_gr.dataset.logs import Log, Rows
 from npu_gr.dataset.side import ItemTable, UserTable
 from npu_gr.dataset.times import US_PER_S
 
-GROUP_ROWS = 1 << 17  # of events.parquet; readers take one group at a time
+GROUP_ROWS = 1 << 17  # per row group of events.parquet; readers load one group at a time
 _COMPRESSION = "zstd"
 
 
 class EventCounts:
-    """What is counted while events are written."""
+    """Counts and the digest of the written events."""
 
     def __init__(self, num_actions: int) -> None:
         self._of_action = np.zeros(num_actions, np.int64)
@@ -38,7 +38,7 @@ class EventCounts:
         self.last_time = 0
 
     def add(self, columns: list[Any], actions: I64, times: I64) -> None:
-        """Count some events, of which there is one at least."""
+        """Count some events, at least one."""
         for column in columns:
             self._digest.update(column)
         self._of_action += np.bincount(actions, minlength=len(self._of_action))
@@ -53,12 +53,12 @@ class EventCounts:
 
     @property
     def digest(self) -> str:
-        """Of all events."""
+        """xxh3 digest of all events, hexadecimal."""
         return self._digest.hexdigest()
 
 
 class ItemCounts(NamedTuple):
-    """Items by what is known of them; in the manifest."""
+    """Counts of items, in the manifest."""
 
     all: int  # of the log and of the items' file
     with_events: int
@@ -73,11 +73,11 @@ def write_events(
     """Write the events.
 
     Args:
-        folder: to write into.
-        log: what was read.
-        actions: what the codes and values of its rows mean.
-        keep_duplicates: keep rows that are equal in everything, rather than the first of them.
-        show: called with the progress.
+        folder: Output folder.
+        log: The loaded log.
+        actions: The actions of its rows.
+        keep_duplicates: Keep rows that are equal in all columns; else only the first of them.
+        show: Callback for the progress.
 
     Raises:
         OSError: the file cannot be written.
@@ -101,7 +101,7 @@ def write_events(
     with (
         path.open("wb") as file,
         pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer,
-        ThreadPoolExecutor(1) as aside,  # a group is packed while DuckDB makes the next one
+        ThreadPoolExecutor(1) as compressor,  # compresses a group while DuckDB reads the next one
     ):
         packing: Future[None] | None = None
         for rows in _grouped(_distinct(log.sorted_rows(), counts, keep_duplicates)):
@@ -119,7 +119,7 @@ def write_events(
                 arrays.append(one.column(cells, known))
             if packing is not None:
                 packing.result()
-            packing = aside.submit(writer.write_table, pa.table(arrays, schema=schema))
+            packing = compressor.submit(writer.write_table, pa.table(arrays, schema=schema))
             done += len(action)
             show(done / log.num_rows)
         if packing is not None:
@@ -132,7 +132,7 @@ def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
     """Write the names and features of users by code.
 
     Returns:
-        How many of them the users' file lacks.
+        The number of users without a row in the users' file.
     """
     rows = [table.rows.get(name) for name in names.to_pylist()] if table else []
     columns: dict[str, Any] = {"name": names}
@@ -190,15 +190,15 @@ def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) ->
 
 
 def _distinct(parts: Iterable[Rows], counts: EventCounts, keep_duplicates: bool) -> Iterator[Rows]:
-    """Count rows that are equal to an earlier one in everything, and leave them out."""
-    for rows in _whole_seconds(parts):
+    """Count rows that are equal to an earlier one in all columns, and drop them."""
+    for rows in _by_second(parts):
         is_again = _is_again(rows)
         counts.num_duplicates += int(is_again.sum())
         yield rows if keep_duplicates or not is_again.any() else _of(rows, ~is_again)
 
 
-def _whole_seconds(parts: Iterable[Rows]) -> Iterator[Rows]:
-    """Part rows so that none has the user and the time of one in another part."""
+def _by_second(parts: Iterable[Rows]) -> Iterator[Rows]:
+    """Repartition rows so that rows of the same user and time are in the same part."""
     waiting: list[Rows] = []
     for rows in parts:
         is_new = np.flatnonzero(_changes(rows))
@@ -213,16 +213,16 @@ def _whole_seconds(parts: Iterable[Rows]) -> Iterator[Rows]:
 
 
 def _changes(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Whether each row but the last has another user or time than the next one."""
+    """Whether user or time changes after each row: bool [n - 1]."""
     user, time = rows["user"], rows["time_us"]
     changes: npt.NDArray[np.bool_] = (user[1:] != user[:-1]) | (time[1:] != time[:-1])
     return changes
 
 
 def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Whether each row is equal to an earlier one in everything.
+    """Whether each row is equal to an earlier one in all columns: bool [n].
 
-    They are sorted by user and time.
+    Rows are sorted by user and time.
     """
     is_tie = np.zeros(len(rows["user"]), np.bool_)
     is_same = ~_changes(rows)
@@ -235,7 +235,7 @@ def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
     is_equal = np.ones(max(0, len(order) - 1), np.bool_)
     for name in names:
         column = rows[name][order]
-        # NaN
+        # NaN is equal to NaN here
         is_equal &= (column[1:] == column[:-1]) | (
             (column[1:] != column[1:]) & (column[:-1] != column[:-1])
         )
@@ -245,21 +245,18 @@ def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
 
 
 def _grouped(parts: Iterator[Rows]) -> Iterator[Rows]:
-    """Join small parts, and cut large ones, into groups of `GROUP_ROWS` rows.
-
-    The last one is smaller, none empty.
-    """
+    """Join and split parts into groups of `GROUP_ROWS` rows; only the last may be smaller."""
     waiting: list[Rows] = []
     num_waiting = 0
     for rows in parts:
         waiting.append(rows)
         num_waiting += len(rows["user"])
         if num_waiting >= GROUP_ROWS:
-            whole = _joined(waiting)
+            joined = _joined(waiting)
             cut = num_waiting // GROUP_ROWS * GROUP_ROWS
             for at in range(0, cut, GROUP_ROWS):
-                yield _of(whole, slice(at, at + GROUP_ROWS))
-            waiting = [_of(whole, slice(cut, None))]
+                yield _of(joined, slice(at, at + GROUP_ROWS))
+            waiting = [_of(joined, slice(cut, None))]
             num_waiting -= cut
     if num_waiting:
         yield _joined(waiting)

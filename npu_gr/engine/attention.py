@@ -5,7 +5,7 @@ the same way. Each candidate encodes one history into pages and ranks it, cold a
 It is rejected if its scores differ from those of plain torch ops; of the others the fastest wins.
 The CPU build has only one way, so nothing is measured there and no answer depends on a clock.
 
-The scores of one history are not enough: a way may read behind the last token, where a fresh page
+The scores of one history are not enough: a way may read after the last token, where a fresh page
 has zeros, or write into a page of another user. So small requests are checked too (`cases`,
 `observe`, `rejection`). Before each, all pages hold NaN, as the pages of another user might; the
 pages of two users alternate; a pass must not change the bytes where it has no tokens to write; and

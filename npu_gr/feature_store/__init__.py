@@ -1,1 +1,1 @@
-"""Online features of users, read from a feature store when a request comes."""
+"""Online user features, read from a feature store when a request arrives."""

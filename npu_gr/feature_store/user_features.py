@@ -1,13 +1,12 @@
-"""Features of users that requests do not bring: fetched from their source behind a bulkhead, and remembered.
+"""User features that requests do not bring: fetched from a source through a bulkhead, and cached.
 
-    remembered, and fresh? ─> somebody fetches them now? ─> breaker ─> place ─> the source
-          │ remembered              │ the same answer           └─ fails: last_known, or nothing
+    cached and fresh? ─> a fetch is running? ─> breaker ─> place ─> the source
+          │ remembered         │ join it                            └─ fails: last_known or nothing
 
-A user's features are part of his prefix, so those that a signal read should be those of the rank
-after it: what was fetched serves his requests for `fresh_s`. Where they change all the same, the
-rank reads another prefix than the signal made: its fingerprint is another, and it is answered as a
-miss, never by the wrong one. No failure of the source fails a request: features are missing then,
-and the answer says so.
+A user's features are part of the prefix, so a signal and the rank after it should read the same
+ones: fetched features are used for `fresh_s`. If they change in between, the fingerprint of the
+prefix differs, so the rank is a miss and never reads a wrong prefix. No failure of the source fails
+a request: the features are missing then, and the answer says so.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from npu_gr.core.feature_schema.columns import OneRow, Value
 from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
-from npu_gr.core.logs import SeldomLog
+from npu_gr.core.logs import ThrottledLog
 from npu_gr.core.text_format import cut
 from npu_gr.history_store.bulkhead import Lane, StoreObserver
 from npu_gr.history_store.store import FeatureStoreConfig
@@ -41,7 +40,7 @@ FEAST = "feast"
 
 
 class FeatureSource(Protocol):
-    """Says features of users. A source that fails raises whatever it likes."""
+    """A source of user features. If it fails, it may raise any exception."""
 
     async def fetch(
         self, user: UserKey, names: Sequence[str], timeout_s: float
@@ -49,13 +48,13 @@ class FeatureSource(Protocol):
         """Fetch the features of one user.
 
         Args:
-            user: tenant and user, as requests name them.
-            names: of the features that the model reads.
-            timeout_s: after which nobody waits for the answer.
+            user: Tenant and user, as requests name them.
+            names: List of the features that the model reads.
+            timeout_s: Seconds after which the answer is ignored.
 
         Returns:
-            Name -> a value as a request would bring it, or several. None, NaN and what is not there
-            are missing; names that were not asked for are passed over.
+            Name -> a value as a request would bring it, or several. A feature that is absent, None
+            or NaN is missing; other names are ignored.
         """
         ...
 
@@ -64,7 +63,7 @@ def open_source(config: FeatureStoreConfig) -> FeatureSource:
     """Make the source that the configuration names.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take what it would be called with.
+        ConfigError: there is no such source, or it does not take the arguments of `fetch`.
     """
     at = "feature_store"
     if config.entry == FEAST:
@@ -83,18 +82,18 @@ def open_source(config: FeatureStoreConfig) -> FeatureSource:
         inspect.signature(fetch).bind(UserKey("", ""), (), config.timeout_s)
     except ConfigError:
         raise
-    except Exception as error:  # theirs may raise anything
+    except Exception as error:  # an operator's own source may raise anything
         raise ConfigError(f"{at}: {config.entry!r}: {type(error).__name__}: {error}") from error
-    whole = fetch.func if isinstance(fetch, partial) else fetch
+    function = fetch.func if isinstance(fetch, partial) else fetch
     return (
         AsyncSource(fetch)
-        if inspect.iscoroutinefunction(whole)
+        if inspect.iscoroutinefunction(function)
         else ThreadedSource(fetch, config.max_calls)
     )
 
 
 class AsyncSource:
-    """A coroutine function as a source. A call that nobody waits for any more is cancelled."""
+    """A coroutine function as a source. A call is cancelled at its time limit."""
 
     def __init__(self, fetch: Callable[..., Awaitable[Mapping[str, Any]]]) -> None:
         self._fetch = fetch
@@ -107,24 +106,24 @@ class AsyncSource:
                 return await self._fetch(user, names, timeout_s)
         except TimeoutError as error:
             raise StoreFailed(
-                f"the feature source was not done within {timeout_s} s", StoreFault.SLOW
+                f"the feature source did not answer within {timeout_s} s", StoreFault.SLOW
             ) from error
 
 
 class ThreadedSource:
-    """A function that blocks as a source: each call has a thread, and one that hangs does not hold the process up."""
+    """A blocking function as a source. Each call has a daemon thread, so a hang blocks no exit."""
 
     def __init__(self, fetch: Callable[..., Mapping[str, Any]], max_threads: int) -> None:
         """Start no thread yet.
 
         Args:
-            fetch: is called by several threads at once.
-            max_threads: of them.
+            fetch: Blocking function, which several threads may call at a time.
+            max_threads: Most threads.
         """
         self._fetch = fetch
         self._max_threads = max_threads
         self._num_threads = 0
-        self._num_calls = 0  # that have not ended
+        self._num_calls = 0  # calls that have not ended
         self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]]] = queue.SimpleQueue()
 
     async def fetch(
@@ -149,17 +148,16 @@ class ThreadedSource:
             try:
                 answer.set_result(self._fetch(*arguments))
             except BaseException as error:  # noqa: BLE001  (the thread outlives every call)
-                # an error of ours: an event loop takes no StopIteration, and ends at a SystemExit
+                # Converted, since an event loop takes no StopIteration and ends at a SystemExit.
                 answer.set_exception(
                     StoreFailed(f"the feature source failed: {type(error).__name__}: {error}")
                 )
 
 
 class FeastSource:
-    """Reads one row of an online store a call. Any thread may call.
+    """Reads one row of a Feast online store per call. Thread-safe, and blocking.
 
-    Source: Feast's Python SDK, https://docs.feast.dev; `get_online_features` blocks, so threads
-    call it.
+    Source: Feast's Python SDK, https://docs.feast.dev.
     """
 
     def __init__(
@@ -173,12 +171,13 @@ class FeastSource:
         """Open the store of a repository.
 
         Args:
-            repo: folder with `feature_store.yaml`.
-            features: name of the model's feature -> `VIEW:FEATURE` of Feast. Those of the model
-                that are not here are missing.
-            user_key: join key of the entity.
-            tenant_key: join key of the tenant; "" = the entity has none.
-            user_is_number: the join key is an integer; a user whose name is none has no features.
+            repo: Folder with `feature_store.yaml`.
+            features: Name of a feature of the model -> `VIEW:FEATURE` of Feast. Features of the
+                model that are not listed are missing.
+            user_key: Join key of the entity.
+            tenant_key: Join key of the tenant; "" = the entity has none.
+            user_is_number: True if the join key is an integer; a user whose name is no integer has
+                no features.
 
         Raises:
             ConfigError: the package is missing, or the repository cannot be opened.
@@ -193,7 +192,7 @@ class FeastSource:
             ) from error
         try:
             self._store: Any = FeatureStore(repo_path=repo)
-        except Exception as error:  # Feast's own, of any kind
+        except Exception as error:  # Feast may raise anything
             raise ConfigError(
                 f"feature_store.options.repo: {repo}: {type(error).__name__}: {error}"
             ) from error
@@ -203,7 +202,7 @@ class FeastSource:
         self._user_is_number = user_is_number
 
     def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
-        """Read the newest values of a user; Feast has time limits of its own, so `timeout_s` is not used."""
+        """Read the newest values of a user; `timeout_s` is unused, as Feast has its own limits."""
         refs = {name: self._refs[name] for name in names if name in self._refs}
         if not refs or (self._user_is_number and not user.user.isdecimal()):
             return {}
@@ -215,22 +214,22 @@ class FeastSource:
         answer = self._store.get_online_features(
             features=list(refs.values()), entity_rows=[row], full_feature_names=True
         ).to_dict()
-        # two views may have features of one name: so the answer has them as `VIEW__FEATURE`
+        # Full names, `VIEW__FEATURE`, since two views may have features of the same name.
         return {name: answer[ref.replace(":", "__")][0] for name, ref in refs.items()}
 
 
 log = logging.getLogger(__name__)
 
 FETCH = "fetch"
-MAX_TEXT = 1024  # characters of a name, as of one in a request
-LOG_EVERY_S = 60.0  # what does not fit a model
+MAX_TEXT = 1024  # characters of a text value, as in a request
+LOG_EVERY_S = 60.0  # shortest interval of warnings about values that do not fit the model
 
 
 class SourceObserver(StoreObserver, Protocol):
-    """Counts calls of the source, and the answers to those who asked."""
+    """Receives the results of calls and reads, for metrics."""
 
     def read(self, source: UserFeaturesSource) -> None:
-        """Count a user whose features were asked for."""
+        """Count a read of a user's features."""
         ...
 
 
@@ -243,13 +242,13 @@ class FoundFeatures(NamedTuple):
 
 class _Row(NamedTuple):
     values: OneRow
-    names: tuple[str, ...]  # that were asked for
+    names: tuple[str, ...]  # features that were fetched
     fetched_at: float
     fault: StoreFault | None  # CORRUPT: some values did not fit the model
 
 
 class UserFeatures:
-    """The source of an instance, guarded. Event loop only."""
+    """Fetches and caches user features, behind a bulkhead. Event loop only."""
 
     def __init__(
         self,
@@ -261,10 +260,10 @@ class UserFeatures:
         """Fetch nothing yet.
 
         Args:
-            source: what is called.
-            config: limits of its calls, and how long an answer is good.
-            observer: counts.
-            clock: seconds that never go back.
+            source: The source to call.
+            config: Limits of its calls, and lifetimes of cached features.
+            observer: Receives the results, for metrics.
+            clock: Monotonic clock, in seconds.
         """
         self._source = source
         self._config = config
@@ -274,14 +273,14 @@ class UserFeatures:
         self._rows: OrderedDict[UserKey, _Row] = OrderedDict()  # the least recently used first
         self._running: dict[tuple[UserKey, tuple[str, ...]], asyncio.Task[FoundFeatures]] = {}
         self._num_forgotten = 0
-        self._misfits = SeldomLog(log, LOG_EVERY_S, clock)
+        self._misfits = ThrottledLog(log, LOG_EVERY_S, clock)
 
     def remembered(self, user: UserKey, reads: Mapping[str, Feature]) -> FoundFeatures | None:
-        """Look up features that are fresh; None = they must be fetched.
+        """Look up cached features that are fresh; None = they must be fetched.
 
         Args:
-            user: whose they are.
-            reads: features of users that the model reads.
+            user: User of the features.
+            reads: User features that the model reads, by name.
         """
         row = self._rows.get(user)
         if (
@@ -297,9 +296,9 @@ class UserFeatures:
         )
 
     def fetch(self, user: UserKey, reads: Mapping[str, Feature]) -> Awaitable[FoundFeatures]:
-        """Begin to fetch the features of a user, or join those who do it now.
+        """Start to fetch the features of a user, or join a running fetch.
 
-        Awaiting it raises nothing.
+        The awaitable raises nothing.
         """
         key = (user, tuple(reads))
         task = self._running.get(key)
@@ -311,7 +310,7 @@ class UserFeatures:
         return self._joined(task)
 
     async def _joined(self, task: asyncio.Task[FoundFeatures]) -> FoundFeatures:
-        found = await asyncio.shield(task)  # who goes away does not end it for the others
+        found = await asyncio.shield(task)  # a cancelled request does not cancel it for others
         self._observer.read(found.origin.source)
         return found
 
@@ -329,15 +328,15 @@ class UserFeatures:
         try:
             given = await self.lane.call(FETCH, lambda: self._source.fetch(user, names, timeout_s))
             values, bad = as_row(reads, given)
-        except Exception as error:  # noqa: BLE001  (whatever the source raises, the request goes on)
+        except Exception as error:  # noqa: BLE001  (no failure of the source fails the request)
             fault = error.fault if isinstance(error, StoreFailed) else StoreFault.UNAVAILABLE
             return self._stand_in(user, names, fault)
         if bad:
             self._misfits.warning(
-                "", f"the feature source says what does not fit the model, which is left out: {bad}"
+                "", f"the feature source returned a value that does not fit the model: {bad}"
             )
         row = _Row(values, names, began_at, StoreFault.CORRUPT if bad else None)
-        if num_forgotten == self._num_forgotten:  # what is being erased is not remembered
+        if num_forgotten == self._num_forgotten:  # not cached if a user was erased meanwhile
             self._rows[user] = row
             self._rows.move_to_end(user)
             if len(self._rows) > self._config.max_users:
@@ -357,34 +356,34 @@ class UserFeatures:
         return FoundFeatures(None, UserFeaturesOrigin(UserFeaturesSource.NOTHING, fault))
 
     def knows(self, user: UserKey) -> bool:
-        """Whether features of the user are remembered."""
+        """Return whether features of the user are cached."""
         return user in self._rows
 
     def forget(self, user: UserKey) -> None:
-        """Forget a user, and what is being fetched now."""
+        """Forget a user's cached features and running fetches."""
         self._num_forgotten += 1
         self._rows.pop(user, None)
         for key in [key for key in self._running if key[0] == user]:
             del self._running[key]
 
     async def close(self) -> None:
-        """End the calls that the source did not end."""
+        """Cancel the calls that the source has not ended."""
         for task in (tasks := [*self._running.values(), *self.lane.tasks]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def as_row(reads: Mapping[str, Feature], given: Mapping[str, Any]) -> tuple[OneRow, str]:
-    """Read what a source said of a user as a request would have brought it.
+    """Convert the answer of a source to the form of a request.
 
     Returns:
-        The values that fit the model, and what was wrong with one of the others; "" = nothing.
+        The values that fit the model, and what is wrong with one of the others; "" = nothing.
 
     Raises:
-        TypeError: it said no mapping.
+        TypeError: the answer is no mapping.
     """
     if not isinstance(given, Mapping):
-        raise TypeError(f"a source answers a mapping, not {type(given).__name__}")
+        raise TypeError(f"a source must return a mapping, not {type(given).__name__}")
     row: dict[str, Value | tuple[Value, ...] | None] = {}
     bad = ""
     for name, feature in reads.items():
@@ -408,7 +407,7 @@ def as_row(reads: Mapping[str, Feature], given: Mapping[str, Any]) -> tuple[OneR
 
 
 def _plain(value: Any) -> Any:
-    """Bring values of numpy and lists to the form of a request; None = missing."""
+    """Convert numpy values and lists to the form of a request; None = missing."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Versions of catalogue and vectors, as an administrator changes them: errors in files become errors of the caller."""
+"""Admin operations on catalogue and vectors; errors in files become client errors (422)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 
 
 class CatalogueOfGenerator:
-    """The catalogue of the generator in service.
+    """The catalogue of the current generator.
 
-    Every method raises NotFound if the instance does not generate, and Unprocessable if the file or
-    the change cannot be served; the version served before still is.
+    Methods raise NotFound without a generator, and Unprocessable if the file or change is invalid;
+    then the current version stays.
     """
 
     def __init__(self, versions: Versions, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
@@ -33,28 +33,28 @@ class CatalogueOfGenerator:
         return self._versions.generator().items
 
     async def info(self) -> CatalogueInfo:
-        """Describe the version in service."""
+        """Describe the current version."""
         return self._items.info()
 
     def num_paths(self) -> tuple[int, ...]:
-        """Count the semantic-ID paths of 1, 2, ... codes."""
+        """Return the number of semantic-ID paths of 1, 2, ... codes."""
         return self._items.num_paths()
 
     async def reload(self) -> CatalogueInfo:
-        """Read the file again and serve it; requests in progress keep their version."""
+        """Serve the file as it is now; requests in progress keep their version."""
         items = self._items
         with _unprocessable("catalogue"), self._metrics.attempt(Reloaded.CATALOGUE):
             async with self._coverage.replacing(GENERATE.name) as before:
                 return await items.reload(before)
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
-        """Add, withdraw and restore items of the version in service."""
+        """Add, withdraw and restore items of the current version."""
         with _unprocessable("catalogue"):
             async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
                 return await self._items.update(change, before)
 
     async def rollback(self) -> CatalogueInfo:
-        """Serve the version before."""
+        """Serve the previous version."""
         with _unprocessable("catalogue"):
             async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
                 info = await self._items.rollback()
@@ -63,9 +63,9 @@ class CatalogueOfGenerator:
 
 
 class VectorsOfMatch:
-    """The vectors in service.
+    """The current vectors of match.
 
-    Errors as for `CatalogueOfGenerator`, where the instance does not match.
+    Methods raise errors as those of `CatalogueOfGenerator`.
     """
 
     def __init__(
@@ -78,33 +78,32 @@ class VectorsOfMatch:
     @property
     def _vectors(self) -> ServedVectors:
         if self._maybe is None:
-            raise NotFound("this instance does not match: its configuration has no section match")
+            raise NotFound(
+                "this instance does not match; add the section `match` to its configuration"
+            )
         return self._maybe
 
     def knows(self, user: UserKey) -> bool:
-        """Whether a version that is kept was trained with the user.
-
-        Never where the instance does not match.
-        """
+        """Whether a retained version was trained with the user."""
         return self._maybe is not None and self._maybe.knows(user)
 
     def versions(self) -> tuple[str, ...]:
-        """Name the version in service; () = the instance does not match."""
+        """Return the current version, if the instance matches."""
         return () if self._maybe is None else (self._maybe.info().version,)
 
     async def info(self) -> VectorsInfo:
-        """Describe the version in service."""
+        """Describe the current version."""
         return self._vectors.info()
 
     async def reload(self) -> VectorsInfo:
-        """Read the folder again and serve it; requests in progress keep their version."""
+        """Serve the folder as it is now; requests in progress keep their version."""
         vectors = self._vectors
         with _unprocessable("vectors"), self._metrics.attempt(Reloaded.VECTORS):
             async with self._coverage.replacing(MATCH.name) as before:
                 return await vectors.reload(before)
 
     async def rollback(self) -> VectorsInfo:
-        """Serve the version before."""
+        """Serve the previous version."""
         with _unprocessable("vectors"):
             async with self._coverage.replacing(MATCH.name, is_limited=False) as before:
                 info = self._vectors.rollback()

@@ -1,4 +1,4 @@
-"""What a job is: it answers requests of one kind, once they are admitted."""
+"""The interface of handlers, which answer admitted requests of one kind, and of admission."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ A_co = TypeVar("A_co", bound=Answer, covariant=True)
 
 
 class HeldSlot(Protocol):
-    """The place that a request holds among those being served."""
+    """The permit of a request, as its handler sees it."""
 
     def outside(self) -> AbstractContextManager[None]:
-        """Give the place to others while the block waits for something that takes no work of this instance."""
+        """Release the permit while the block waits for something other than this instance."""
         ...
 
 
 class HeldPermit(HeldSlot, Protocol):
-    """The right to be served; its block gives it back."""
+    """The permit of an admitted request; its `with` block releases it."""
 
     @property
     def arrived_at(self) -> float:
-        """Instant of time.monotonic() at which the request arrived."""
+        """Arrival of the request, as time.monotonic()."""
         ...
 
     def __enter__(self) -> HeldPermit: ...
@@ -35,35 +35,35 @@ class HeldPermit(HeldSlot, Protocol):
 
 
 class ObservedWork(Protocol):
-    """What can be read of the requests that are active, waiting and suspended."""
+    """Counts of active, waiting and suspended requests."""
 
     @property
     def admitted(self) -> int:
-        """Permits that are held."""
+        """Number of held permits."""
         ...
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Count a kind's requests by where they are: waiting, inside, outside."""
+        """Count the requests of a kind by state: waiting, inside (active), outside (suspended)."""
         ...
 
     def service_time_s(self, kind: str) -> float:
-        """Seconds a request of a kind."""
+        """Return the estimated service time of a kind, in seconds."""
         ...
 
     def window(self, kind: str) -> int:
-        """Requests of a kind that may be active while no other kind is."""
+        """Return the concurrency limit of a kind while no other kind is active."""
         ...
 
     def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
-        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
+        """Return the concurrency limit for a proxy: what takes `share` of the objective."""
         ...
 
 
 class AdmissionControl(Protocol):
-    """Admission control, which `npu_gr.server.admission.controller` implements."""
+    """Admission control, implemented by `npu_gr.server.admission.controller`."""
 
     async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> HeldPermit:
-        """Wait until a request is admitted. Raises Overloaded."""
+        """Wait for a permit. Raises Overloaded."""
         ...
 
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
@@ -72,25 +72,25 @@ class AdmissionControl(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of queued requests."""
         ...
 
     @property
     def pressure(self) -> float:
-        """Queued work over the objectives of its requests."""
+        """Queued work divided by the objectives of its requests."""
         ...
 
     @property
     def work(self) -> ObservedWork:
-        """What is active."""
+        """The state of admitted and waiting requests."""
         ...
 
 
 class NoSlot:
-    """The place of a request that nobody admitted: one inside a cascade, or one that is never rejected."""
+    """The permit of a request without admission: within a cascade, or one that must finish."""
 
     def outside(self) -> AbstractContextManager[None]:
-        """Do nothing: there is no place to give."""
+        """Do nothing, since there is no permit."""
         return nullcontext()
 
 
@@ -98,29 +98,28 @@ NO_SLOT = NoSlot()
 
 
 class Call(msgspec.Struct, frozen=True):
-    """The times of one request, as instants of time.monotonic(), its place, and whose turn it takes."""
+    """Arrival and deadline (time.monotonic()), permit and tenant of a request."""
 
-    # its place in the device's queue counts from here, also if its history took long to read
+    # its order in the device's queue counts from here, including the time of reading the history
     arrived_at: float
-    deadline_at: float  # its answer must be there
+    deadline_at: float  # for the answer
     slot: HeldSlot = NO_SLOT
     tenant: str = ""
 
 
 class KindJob(Protocol[Q_contra, A_co]):
-    """The work behind one kind of request. Event loop only."""
+    """Handles requests of one kind. Event loop only."""
 
     async def run(self, request: Q_contra, call: Call) -> A_co:
-        """Answer the request.
+        """Answer an admitted request.
 
-        The service has admitted it and cancels the job at the deadline. Whatever the job acquires,
-        it releases when it ends in any way.
+        The service cancels the call at the deadline; all resources must be released then.
 
         Raises:
-            NpuGrError: as `core/errors.py` lists.
+            NpuGrError: as in `core/errors.py`.
         """
         ...
 
     async def stop(self) -> None:
-        """End what the job runs in the background."""
+        """Stop background work."""
         ...

@@ -1,16 +1,17 @@
-"""One recommend on its way through the stages of the cascade.
+"""Run one recommend through the stages of the cascade.
 
-One deadline covers all stages: the rank keeps what the cost model says it takes, the hook has its
-budget, the sources have the rest. A stage that fails degrades the answer as configured; the answer
-says so, and metrics count it. An error of the caller stays an error.
+One deadline covers all stages: the rank has the time of the cost model, the hook its budget, and
+the sources the rest. A failed stage degrades the answer as configured, which the answer and metrics
+report. Client errors are returned as errors.
 
 Invariants:
-  C1  no item twice, none that was denied, withdrawn or (if so configured) seen, at most M are ranked; only the hook may
-      add items
+  C1  items are distinct, and none is denied, withdrawn or (if configured) seen; at most M are
+      ranked; only the hook may add items
   C2  now <= end of retrieval <= end of the hook <= end of the rank <= deadline
-  C3  with nothing failing and no hook, the items are those of the sources and of rank called by hand
-  C4  an item that the ranker does not know follows all that it knows, and is counted; `unknown_items: drop` has none
-  C5  with a shared encoder, one version gives u, the items, the logits and the order, and a cached prefix changes none of them
+  C3  without failures and hook, the result equals separate calls of the sources and of rank
+  C4  items unknown to the ranker are counted, and last or (`unknown_items: drop`) dropped
+  C5  with a shared encoder, user vector, items, logits and order are of one version, and
+      independent of cached prefixes
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from npu_gr.handlers.cascade_plan import (
     Hook,
     HookContext,
     RecommendConfig,
-    among,
     as_items,
     best_first,
-    by_both,
-    in_turns,
+    fused_order,
+    interleave,
+    is_in,
     split,
 )
 from npu_gr.handlers.histories import UserHistory
@@ -81,7 +82,7 @@ HOOK = "hook"  # the source of an item that the hook added
 
 
 class Origins(dict[int, str]):
-    """The first source of each item, and one of all items that are not named."""
+    """The first source of each item, with a default for other items."""
 
     def __init__(self, other: str, items: Iterable[tuple[int, str]] = ()) -> None:
         super().__init__(items)
@@ -93,10 +94,10 @@ class Origins(dict[int, str]):
 
 @dataclass(frozen=True, slots=True)
 class CascadeParts:
-    """What every cascade of an instance shares."""
+    """The parts that all cascades of an instance share."""
 
     config: RecommendConfig
-    sources: Mapping[str, SizedSource]  # they are merged in this order
+    sources: Mapping[str, SizedSource]  # merged in this order
     metrics: Metrics
     hook: Hook | None
     hook_threads: ThreadPoolExecutor | None
@@ -104,7 +105,7 @@ class CascadeParts:
 
 
 class CascadeRun:
-    """One request on its way. Event loop only."""
+    """One request. Event loop only."""
 
     def __init__(
         self,
@@ -118,16 +119,16 @@ class CascadeRun:
         """Begin.
 
         Args:
-            parts: of the instance's cascades.
-            request: how many items, which must not come.
-            ranking: the version of the ranker that serves the request from start to end.
-            history: of the user.
-            tokens: the same behaviours as that ranker reads them.
-            deadline_at: instant on time.monotonic().
+            parts: Parts of the instance's cascades.
+            request: The request.
+            ranking: Version of the ranker that serves the request.
+            history: History of the user.
+            tokens: The history as tokens of that ranker.
+            deadline_at: Deadline, as time.monotonic().
 
         Raises:
-            Unprocessable: the request names a source that is not configured, or an order that the
-                ranker does not have.
+            Unprocessable: the request names a source that is not configured, or the order "blended"
+                without a score blend.
         """
         self._parts = parts
         self._request = request
@@ -139,19 +140,19 @@ class CascadeRun:
         self._order = request.order or config.order_of(has_blend=ranking.order is not None)
         if self._order == "blended" and ranking.order is None:
             raise Unprocessable(
-                "order: 'blended' needs a ranker with a score blend, and this one has none"
+                "order: 'blended' needs a ranker with a score blend, which this one lacks"
             )
         self._vocabulary = ranking.vocabulary
         self._sources = _chosen(parts.sources, request.sources)
         self.uses_shared_encoder = SHARED_ENCODER in self._sources or self._order == "blended"
-        if self.uses_shared_encoder and SHARED_ENCODER not in self._sources:  # for u alone
+        if self.uses_shared_encoder and SHARED_ENCODER not in self._sources:  # only for u
             self._sources[SHARED_ENCODER] = SizedSource(from_shared_encoder, 0)
         self.max_candidates = min(
             request.num_candidates or config.max_candidates, config.max_candidates
         )
         engine = ranking.engine
         num_tokens = len(tokens)
-        # the shared encoder's first pass has encoded the history
+        # the history is encoded by the shared encoder's first pass
         cached = num_tokens if self.uses_shared_encoder else 0
         rank_s = (
             engine.cost.pass_s(num_tokens - cached, cached, self.max_candidates) + engine.residual_s
@@ -169,15 +170,15 @@ class CascadeRun:
         self._denied = Denied(
             request.deny_items, history.events.items if self._exclude_seen else None
         )
-        self._unknown: dict[str, int] = {}  # source -> items that the ranker does not know
+        self._unknown: dict[str, int] = {}  # source -> number of items unknown to the ranker
         self._reports: list[StageReport] = []
 
     async def answer(self, verdict: Verdict | None, history_s: float) -> RecommendAnswer:
-        """Run the stages one after the other."""
+        """Run all stages."""
         async with self._shared_encoder:
             items, origins = await self._retrieve()
             retrieved_at = time.monotonic()
-            known, rows, unknown = self._parted(await self._hooked(items), origins)
+            known, rows, unknown = self._split_known(await self._apply_hook(items), origins)
             known, unknown = (
                 known[: self.max_candidates],
                 unknown[: max(0, self.max_candidates - len(known))],
@@ -190,7 +191,7 @@ class CascadeRun:
             if ranked
             else np.full(len(known), np.nan, np.float32)
         )
-        order = by_both(scores) if ranked and self._order == "fused" else best_first(scores)
+        order = fused_order(scores) if ranked and self._order == "fused" else best_first(scores)
         order = order[: self._request.num_items]
         items, scores = known[order], scores[order]
         if len(unknown):
@@ -222,13 +223,11 @@ class CascadeRun:
     # ---- retrieval
 
     async def _retrieve(self) -> tuple[I64, Origins]:
-        """Find candidates, best first, each with its source.
-
-        Popular items follow if there are too few.
-        """
+        """Retrieve candidates, best first, with their sources, filled up with popular items."""
         names = list(self._sources)
         allowed = [
-            self._allowed(name, one) for name, one in zip(names, await self._asked(), strict=True)
+            self._allowed(name, one)
+            for name, one in zip(names, await self._query_all(), strict=True)
         ]
         enough = min(self._request.num_items, self.max_candidates)
         if (
@@ -237,24 +236,24 @@ class CascadeRun:
             and not self._drops_unknown
             and self._parts.hook is None
         ):
-            return allowed[0], Origins(names[0])  # no other item will come
-        items, row = in_turns(allowed)
+            return allowed[0], Origins(names[0])  # no other items will be added
+        items, row = interleave(allowed)
         origins = Origins(
             HOOK, zip(items.tolist(), [names[index] for index in row.tolist()], strict=True)
         )
-        if self._drops_unknown:  # now, so that popular items fill up what is short
-            items, _, _ = self._parted(items, origins)
+        if self._drops_unknown:  # before popular items fill up
+            items, _, _ = self._split_known(items, origins)
             origins = Origins(HOOK, [(item, origins[item]) for item in items.tolist()])
         if len(origins) < enough:
             self._fill_up(origins)
         return np.fromiter(origins, np.int64), origins
 
-    async def _asked(self) -> list[I64]:
-        """Ask all sources, side by side: what each found, in their order."""
+    async def _query_all(self) -> list[I64]:
+        """Query all sources concurrently, and return the items of each, in their order."""
         if self._is_one_job():
-            return await self._asked_ahead()
+            return await self._query_in_one_job()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(*source)) for source in self._sources.items()]
+            tasks = [group.create_task(self._query(*source)) for source in self._sources.items()]
         found = []
         for task in tasks:
             if isinstance(one := task.result(), RequestError):
@@ -263,63 +262,59 @@ class CascadeRun:
         return found
 
     def _is_one_job(self) -> bool:
-        """Whether the shared encoder's items are all that the candidates wait for: then they are ranked where they are found."""
+        """Whether retrieval and rank can be one job, since no other source or hook waits."""
         others = [source for name, source in self._sources.items() if name != SHARED_ENCODER]
         waits = any(source.waits for source in others) or self._parts.hook is not None
         return self.uses_shared_encoder and self._order != "retrieval" and not waits
 
-    async def _asked_ahead(self) -> list[I64]:
-        """Ask the shared encoder last, and let it rank what the merge will be."""
+    async def _query_in_one_job(self) -> list[I64]:
+        """Query the shared encoder last, and let it score the merged candidates in the same job."""
         found: dict[str, I64] = {}
 
         def merged(items: I64) -> I64:
             ours = {**found, SHARED_ENCODER: items}
-            return in_turns([self._allowed(name, ours[name]) for name in self._sources])[0]
+            return interleave([self._allowed(name, ours[name]) for name in self._sources])[0]
 
-        # of fewer, popular ones will follow
+        # with fewer candidates, popular items will be added
         least = min(self._request.num_items, self.max_candidates) if len(self._parts.popular) else 0
         self._shared_encoder.rank_ahead(merged if len(self._sources) > 1 else None, least)
         for name in sorted(self._sources, key=lambda name: name == SHARED_ENCODER):
-            one = await self._ask(name, self._sources[name])
+            one = await self._query(name, self._sources[name])
             if isinstance(one, RequestError):
                 raise one
             found[name] = one
         return [found[name] for name in self._sources]
 
     def _fill_up(self, origins: Origins) -> None:
-        """Add popular items after the candidates that were found."""
+        """Add popular items after the retrieved candidates."""
         began_at = time.monotonic()
         popular = self._parts.popular
         if not len(popular):
-            if not origins and (broken := self._broken()):
+            if not origins and (failed := self._failed()):
                 raise Unavailable(
-                    f"retrieval: {broken}, and no list of popular items is configured"
+                    f"retrieval failed ({failed}), and no list of popular items is configured"
                 )
             return
-        # whoever drops what the ranker lacks may need the whole list: its best items may be the new
-        # ones
+        # if unknown items are dropped, the full list may be needed, since its best items may be new
         most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied.ids)
         items = self._allowed(POPULAR, popular[:most])
         if self._drops_unknown:
-            items, _, _ = self._parted(items, Origins(POPULAR))
+            items, _, _ = self._split_known(items, Origins(POPULAR))
         for item in items.tolist():
             origins.setdefault(item, POPULAR)
         self._report(
             POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items)
         )
 
-    def _broken(self) -> str:
-        """Name the sources that failed; to find nothing is no failure."""
+    def _failed(self) -> str:
+        """Name the failed sources; an empty result is no failure."""
         harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
         return ", ".join(
             f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless
         )
 
-    async def _ask(self, name: str, source: SizedSource) -> I64 | RequestError:
-        """Ask one source for the items that it has in time: none if it fails.
-
-        An error of the caller is returned.
-        """
+    async def _query(self, name: str, source: SizedSource) -> I64 | RequestError:
+        """Query one source; no items if it fails or is late. A client error is returned."""
         began_at = time.monotonic()
         asked = SourceRequest(
             user=self._request.user,
@@ -352,23 +347,22 @@ class CascadeRun:
         return items
 
     def _allowed(self, source: str, items: I64) -> I64:
-        """Leave out what must not come.
+        """Remove denied and withdrawn items.
 
-        The shared encoder's search hides what is denied, but no row that it gets meanwhile.
+        The shared encoder excludes denied items itself, unless its vocabulary changed meanwhile.
         """
         if source != SHARED_ENCODER or self._ranking.vocabulary is not self._vocabulary:
-            items = items[~among(items, self._denied.ids)]
+            items = items[~is_in(items, self._denied.ids)]
         withdrawn = self._ranking.items.withdrawn
-        return items[~among(items, withdrawn)] if len(withdrawn) else items
+        return items[~is_in(items, withdrawn)] if len(withdrawn) else items
 
-    # ---- items that the ranker does not know
+    # ---- items unknown to the ranker
 
-    def _parted(self, items: I64, origins: Origins) -> tuple[I64, I64, I64]:
-        """Part the items that the ranker knows from those that it does not, and count these by their sources.
+    def _split_known(self, items: I64, origins: Origins) -> tuple[I64, I64, I64]:
+        """Separate items unknown to the ranker, and count them by source.
 
         Returns:
-            Known items, their rows, and unknown items, each in the given order; no unknown ones if
-            they are to be dropped.
+            Known items, their rows, and unknown items (none if they are dropped), in order.
         """
         rows = self._shared_encoder.rows_of(items)
         if rows is not None:
@@ -385,8 +379,8 @@ class CascadeRun:
 
     # ---- pre-processing
 
-    async def _hooked(self, items: I64) -> I64:
-        """Apply the hook and keep each item once; if the hook fails, keep the items as they are."""
+    async def _apply_hook(self, items: I64) -> I64:
+        """Apply the hook, and remove duplicates; if it fails, return the items unchanged."""
         hook = self._parts.hook
         config = self._parts.config
         if hook is None:
@@ -404,8 +398,8 @@ class CascadeRun:
                     returned = await asyncio.get_running_loop().run_in_executor(
                         threads, hook, items.copy(), context
                     )
-            items = in_turns([as_items(returned)])[0]
-        except Exception as error:  # the operator's code may raise anything
+            items = interleave([as_items(returned)])[0]
+        except Exception as error:  # code of the operator may raise any exception
             if config.on_hook_failure == "fail":
                 raise Unavailable(f"hook: {type(error).__name__}") from error
             self._report("hook", _result_of("hook", error), began_at, len(items))
@@ -416,10 +410,10 @@ class CascadeRun:
     # ---- rank
 
     async def _rank(self, items: I64, rows: I64) -> RankAnswer | None:
-        """Score the candidates, [n] external ids and their rows, all of which the ranker knows.
+        """Score known candidates: [n] external ids and their rows.
 
         Returns:
-            None = there is none, or the rank failed and the configuration answers without it.
+            None without candidates, or if the rank failed and the answer may lack it.
         """
         began_at = time.monotonic()
         is_partial = bool(self._unknown) and len(items) < min(
@@ -439,9 +433,8 @@ class CascadeRun:
             ranked = self._shared_encoder.ranked_ahead(request, rows)
             if ranked is None:
                 async with deadline(self._deadlines.rank_at - began_at) as deadline_at:
-                    # the rank's objective counts from its own stage: counted from the cascade's
-                    # arrival it would be over before retrieval is done, and every cascade would
-                    # overtake every rank
+                    # the objective of the rank counts from its own stage: from the arrival of the
+                    # cascade it would have passed already, and cascades would overtake ranks
                     ranked = await self._shared_encoder.rank(
                         request, Call(began_at, deadline_at, tenant=request.user.tenant)
                     )
@@ -458,13 +451,13 @@ class CascadeRun:
         return ranked
 
     def _scores(self, items: I64, rows: I64, ranked: RankAnswer) -> F32:
-        """Compute what the ranked items, [n] external ids and their rows, are ordered by."""
+        """Compute the scores by which items ([n] external ids and rows) are ordered."""
         fitted = self._ranking.blend_sum
         if self._order != "blended" or fitted is None:
             return next(iter(ranked.scores.values()))
         seen = None
-        if self._parts.hook or not self._exclude_seen:  # else none can be
-            seen = among(items, np.sort(self._history.events.items)).astype(np.float32)
+        if self._parts.hook or not self._exclude_seen:  # else no item was seen
+            seen = is_in(items, np.sort(self._history.events.items)).astype(np.float32)
         return fitted(
             self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
         )
@@ -487,19 +480,19 @@ def _result_of(stage: str, error: Exception) -> StageResult:
         return StageResult.OVERLOADED
     if isinstance(error, DeadlineExceeded):
         return StageResult.OUT_OF_TIME
-    log.warning("recommend: %s failed: %s: %s", stage, type(error).__name__, error)
+    log.warning("recommend: stage %s failed: %s: %s", stage, type(error).__name__, error)
     return StageResult.FAILED
 
 
 def _chosen(
     sources: Mapping[str, SizedSource], names: tuple[str, ...] | None
 ) -> dict[str, SizedSource]:
-    """Take the sources that a request names, in the configured order; None = all."""
+    """Return the sources that a request names, in the configured order; None for all."""
     if names is None:
         return dict(sources)
     if missing := [name for name in names if name not in sources]:
         raise Unprocessable(
-            f"sources: {quoted(missing[0])} is not configured; {', '.join(sources)} are"
+            f"sources: {quoted(missing[0])} is not configured; there are {', '.join(sources)}"
         )
     if not names:
         raise Unprocessable("sources: needs at least one")

@@ -1,9 +1,9 @@
-"""One version of the generator: it finds the best items after a history by semantic-ID beam search.
+"""One version of the generator: semantic-ID beam search after a history.
 
     prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
 
-A request keeps one version of the generator and one of the catalogue in use from its prompt to its
-items. `versions.py` picks the version of the generator that the request names.
+A request uses one version of the generator and one of the catalogue from prompt to items.
+`versions.py` selects the version of the generator.
 """
 
 from __future__ import annotations
@@ -52,19 +52,18 @@ class Generation:
         """Serve one checkpoint.
 
         Args:
-            config: its section of the configuration.
-            name, version: of the checkpoint.
-            engine: runs its passes.
-            relay: keeps the KV of its prompts.
-            items: the catalogue that it generates from.
-            metrics: where it counts.
-            names: of its items.
-            actions: of the histories that it was trained with; None = not known. It does not read
-                them.
+            config: Section `generate` of the configuration.
+            name, version: Name and version of the checkpoint.
+            engine: Engine of the passes.
+            relay: Caches the KV of prompts.
+            items: Catalogue of the items.
+            metrics: Metrics of the instance.
+            names: Item names.
+            actions: Action names of the training histories, if known; the model ignores actions.
         """
         self.config = config
         self.actions = actions
-        self.names = names  # replaced where a reload finds others beside the same weights
+        self.names = names  # a reload may replace them
         self.name = name
         self.version = version
         self.engine = engine
@@ -72,16 +71,16 @@ class Generation:
         self.items = items
         self._metrics = metrics
         self._max_prompt_tokens = engine.generator.max_prompt_tokens
-        # newest behaviours among which the prompt's items are looked for: some are not in the
+        # newest events that are searched for items of the prompt, since some are not in the
         # catalogue
-        self.max_events = LOOKED_AT * (
+        self.max_events = SEARCHED_EVENTS * (
             (self._max_prompt_tokens - config.num_frame_tokens) // len(config.codes)
         )
         self.use = InUse()
 
     @property
     def model(self) -> ModelInfo:
-        """Describe the version, with the catalogue of this moment."""
+        """Describe the version, with the current catalogue."""
         return ModelInfo(
             name=self.name,
             version=self.version,
@@ -96,18 +95,18 @@ class Generation:
         )
 
     async def stop(self) -> None:
-        """End the relay's work."""
+        """Stop the relay."""
         await self.relay.stop()
 
     # ---- requests
 
     async def signal(self, user: UserKey, history: UserHistory) -> Verdict:
-        """Start a prefill of the history's prompt, if the trigger wants one."""
+        """Start a prefill of the prompt, if the trigger decides so."""
         with self.items.pin() as (snapshot, _):
             return self.relay.signal(user, await self._prompt(snapshot, user, history))
 
     async def _prompt(self, snapshot: Snapshot, user: UserKey, history: UserHistory) -> Prompt:
-        """Make the prompt in a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
+        """Make the prompt in a thread, since a thousand catalogue look-ups take milliseconds."""
         return await asyncio.to_thread(
             make_prompt,
             snapshot.trie,
@@ -120,13 +119,13 @@ class Generation:
         )
 
     def _frame(self, user: UserKey) -> Frame:
-        """The tokens around a user's items."""
+        """Return the tokens around the items of a user."""
         users = self.config.user_tokens
         own = () if users is None else (users.of(user.user),)
         return Frame(self.config.tokens_before + own, self.config.tokens_after or ())
 
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
-        """Make the filter of a request, in a thread: a long history takes milliseconds; None = every item passes."""
+        """Make the filter of a request; None if all items pass. Slow: call it in a thread."""
         denied = [] if request.deny_items is None else [request.deny_items]
         if self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen:
             denied.append(item_ids)
@@ -141,15 +140,15 @@ class Generation:
         """Find the best items after a history.
 
         Args:
-            request: how many, how wide, which may be found.
-            history: of the user.
-            call: when the request arrived, and its deadline.
-            history_s: seconds that reading the history took.
+            request: The request.
+            history: History of the user.
+            call: Arrival, deadline and permit.
+            history_s: Seconds of reading the history.
 
         Raises:
-            Unprocessable: the beam is over the limit, or a filter makes no sense.
-            ColdUser: the catalogue has no item of the history.
-            NotFound: the request names a version of the catalogue that is not served.
+            Unprocessable: the beam exceeds the limit, or a filter is invalid.
+            ColdUser: no item of the history is in the catalogue.
+            NotFound: the requested version of the catalogue is not served.
         """
         began_at = time.monotonic()
         width = request.beam_width or max(
@@ -162,7 +161,8 @@ class Generation:
             if request.catalogue_version not in (None, snapshot.version):
                 wanted = quoted(request.catalogue_version)
                 raise NotFound(
-                    f"catalogue_version: {wanted} is not served; {snapshot.version!r} is"
+                    f"catalogue_version: {wanted} is not served; the current one is "
+                    f"{snapshot.version!r}"
                 )
             prompt = await self._prompt(snapshot, request.user, history)
             if not len(prompt):
@@ -221,13 +221,13 @@ class Generation:
         )
 
 
-LOOKED_AT = 4  # events for each item that a prompt has room for
+SEARCHED_EVENTS = 4  # per item of a full prompt
 WARM_UP_TOKENS = (48, 240, 960)
 WARM_UP_BEAMS = (16, 128)
 
 
 async def warm_up(config: GenerateConfig, engine: GenerateEngine, items: ServedCatalogue) -> None:
-    """Run each shape once, which fits the cost model; an empty catalogue has nothing to search."""
+    """Run each shape once, and fit the cost model; nothing for an empty catalogue."""
     with items.pin() as (snapshot, tables):
         if snapshot.trie.num_items:
             lengths = sorted({min(engine.generator.max_prompt_tokens, n) for n in WARM_UP_TOKENS})

@@ -1,13 +1,12 @@
-"""Behaviours of users: read for a request, remembered for deltas, appended, erased.
+"""Histories of users: read for a request, cached for deltas, appended, erased.
 
-`PrefixHistoryCache` keeps histories that callers may continue by a delta, found by their
-fingerprint, and those that were last read from the store. The newest of both kinds is the last
-known history of its user, which stands in where the store fails. When the bytes exceed the
-capacity, the least recently used history is evicted, of the tenants that have more than their share
+`PrefixHistoryCache` has the histories that clients may continue by a delta, by fingerprint, and
+those that were last read from the store. The newest one of a user replaces the store's if that
+fails. Beyond the capacity, it evicts the least recently used histories of tenants over their share
 (`core/shares.py`).
 
-`Histories` reads what a request names: its own behaviours, a delta on remembered ones, or the
-store.
+`Histories` reads the history of a request: that in the request, a delta on a cached one, or that of
+the store.
 """
 
 from __future__ import annotations
@@ -56,45 +55,45 @@ from npu_gr.metrics.registry import Metrics
 
 
 class KnownHistory(NamedTuple):
-    """The newest events of a user, and the user's features as a request brought them."""
+    """The newest events of a user, and the user features of the request."""
 
     events: Events
-    first_index: int  # of the first of them, counted over everything the user ever did
+    first_index: int  # of the first event in the user's full history
     user_features: OneRow | None = None
 
 
-STORED = ""  # in the place of a fingerprint: read from the store
+STORED = ""  # instead of a fingerprint: read from the store
 
 
 class _Holding(Account):
-    """What one tenant has of the cache, in bytes."""
+    """The cached bytes of one tenant."""
 
     __slots__ = ("used",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # the least recently used first; see `_use`
+        # least recently used first, see `_use`
         self.used: OrderedDict[tuple[UserKey, str], int] = OrderedDict()
 
 
 class PrefixHistoryCache:
-    """Holds at most `capacity_bytes` of events. Every operation is O(1) in the number of users."""
+    """An LRU cache of at most `capacity_bytes`; operations are O(1) in the number of users."""
 
     def __init__(self, capacity_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity_bytes = capacity_bytes
         self._shares: Shares[_Holding] = Shares(_Holding, clock)
         self._numbers = itertools.count()
         self._histories: dict[tuple[UserKey, str], tuple[KnownHistory, _Holding]] = {}
-        self._by_user: dict[UserKey, dict[str, None]] = {}  # user -> fingerprints, the newest last
+        self._by_user: dict[UserKey, dict[str, None]] = {}  # user -> fingerprints, newest last
         self.bytes_used = 0
 
     def remember(self, user: UserKey, fingerprint: str, history: KnownHistory) -> None:
-        """Keep a copy of a history; one that alone exceeds the capacity is not kept.
+        """Cache a copy of a history, unless it exceeds the capacity.
 
         Args:
-            user: whose history it is.
-            fingerprint: what a delta names as its base.
-            history: its newest events.
+            user: The user.
+            fingerprint: Base of later deltas.
+            history: The newest events.
         """
         key = (user, fingerprint)
         if key in self._histories:
@@ -105,7 +104,7 @@ class PrefixHistoryCache:
         self._keep(key, history)
 
     def remember_stored(self, user: UserKey, stored: StoredHistory) -> None:
-        """Keep a copy of what the store has of a user, in the place of what it had before."""
+        """Cache a copy of a stored history, replacing an older one."""
         key = (user, STORED)
         if key in self._histories:
             ends_at = stored.first_index + len(stored.events)
@@ -120,28 +119,28 @@ class PrefixHistoryCache:
         self._keep(key, KnownHistory(*stored))
 
     def last_known(self, user: UserKey) -> KnownHistory | None:
-        """The newest history of a user that is cached; None if none is."""
+        """Return the newest cached history of a user, if any."""
         if user not in self._by_user:
             return None
         return self._use((user, next(reversed(self._by_user[user]))))
 
     def knows(self, user: UserKey) -> bool:
-        """Whether anything of the user is cached."""
+        """Whether a history of the user is cached."""
         return user in self._by_user
 
     def find(self, user: UserKey, fingerprint: str) -> KnownHistory | None:
-        """The history with this fingerprint; None if it is not cached (any more)."""
+        """Return the cached history with a fingerprint, if any."""
         key = (user, fingerprint)
         return self._use(key) if key in self._histories else None
 
     def resize(self, capacity_bytes: int, tenant_weights: Mapping[str, float]) -> None:
-        """Change the capacity and the weights of tenants (all others have 1), and evict what is over the capacity."""
+        """Change the capacity and the weights of tenants (default 1), and evict if necessary."""
         self._capacity_bytes = capacity_bytes
         self._shares.weights = tenant_weights
         self._evict()
 
     def forget(self, user: UserKey) -> None:
-        """Drop everything of one user."""
+        """Remove all histories of a user."""
         for fingerprint in list(self._by_user.get(user, ())):
             self._drop((user, fingerprint))
 
@@ -160,10 +159,7 @@ class PrefixHistoryCache:
         self._evict()
 
     def _use(self, key: tuple[UserKey, str]) -> KnownHistory:
-        """Make a history the most recently used.
-
-        Of two, the one with the smaller number was used less recently.
-        """
+        """Mark a history as most recently used, with an ascending number."""
         history, holding = self._histories[key]
         holding.used[key] = next(self._numbers)
         holding.used.move_to_end(key)
@@ -171,7 +167,7 @@ class PrefixHistoryCache:
         return history
 
     def _evict(self) -> None:
-        """Drop the least recently used histories of the tenants over their share until the rest fits."""
+        """Evict the least recently used histories of tenants over their share."""
         while self.bytes_used > self._capacity_bytes:
             ratios = self._shares.ratios()
             over = [
@@ -179,7 +175,7 @@ class PrefixHistoryCache:
                 for one in self._shares.accounts
                 if self._shares.is_over(one, ratios, self._capacity_bytes)
             ]
-            # all together are over: so one at least is
+            # the sum is over the capacity, so at least one tenant is over its share
             oldest = (next(iter(holding.used.items())) for holding in over)
             self._drop(min(oldest, key=lambda used: used[1])[0])
 
@@ -197,19 +193,19 @@ class PrefixHistoryCache:
 
 def _bytes(history: KnownHistory) -> int:
     of_user = 100 * len(history.user_features or ())
-    return history.events.nbytes + of_user + 512  # and the objects around them
+    return history.events.nbytes + of_user + 512  # including objects
 
 
 class UserHistory(msgspec.Struct, frozen=True, eq=False):
-    """The behaviours of a request, however they came: given, by a delta, from the store."""
+    """The history of a request, from the request, a delta or the store."""
 
-    events: Events  # oldest first, with those that no model knows
-    first_index: int  # of the first of them in the user's whole history
-    # as many as the models in service read: all that a delta needs to be continued
+    events: Events  # oldest first, including unknown items
+    first_index: int  # of the first event in the user's full history
+    # as many as the current models read, which is what a delta needs
     newest: KnownHistory
-    fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
+    fingerprint: str  # of the newest events, independent of their source
     user_features: OneRow | None = None
-    # of the user's features, where they were asked for
+    # origin of the user features, if they were fetched
     features_origin: UserFeaturesOrigin | None = None
 
     @classmethod
@@ -221,20 +217,20 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
         user_features: OneRow | None = None,
         features_origin: UserFeaturesOrigin | None = None,
     ) -> UserHistory:
-        """Name a history by its newest events.
+        """Make a history and its fingerprint.
 
         Args:
-            events: oldest first.
-            first_index: of the first of them in the user's whole history.
-            window_events: the newest ones that the models in service have room for.
-            user_features: which are a part of the prefix.
-            features_origin: where they came from, if no request brought them. A delta on this
-                history asks again for those whose source failed.
+            events: Events, oldest first.
+            first_index: Index of the first event in the user's full history.
+            window_events: Number of newest events that the current models read.
+            user_features: User features, a part of the prefix.
+            features_origin: Origin of fetched user features. A delta on this history fetches them
+                again if their source failed.
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
-        kept = None if is_degraded else user_features
-        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, kept)
+        cached = None if is_degraded else user_features
+        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, cached)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
@@ -243,20 +239,15 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def plain_fingerprint(self) -> str:
-        """`Events.fingerprint` of all its events without features, where its own is the same; "" elsewhere."""
-        is_whole = self.newest.events is self.events and not self.newest.first_index
+        """`Events.fingerprint` of all events, if the history has nothing else; else ""."""
+        is_full = self.newest.events is self.events and not self.newest.first_index
         return (
-            self.fingerprint
-            if is_whole and not (self.user_features or self.events.features)
-            else ""
+            self.fingerprint if is_full and not (self.user_features or self.events.features) else ""
         )
 
 
 class Histories:
-    """Behaviours of users: read for a request, remembered for deltas, appended, erased.
-
-    Event loop only.
-    """
+    """Reads, caches, appends and erases histories. Event loop only."""
 
     def __init__(
         self,
@@ -269,20 +260,17 @@ class Histories:
         on_unsorted: OnUnsorted = "reject",
         of_users: UserFeatures | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Store the parts.
 
         Args:
-            store: holds behaviours between requests; None = requests bring their own.
-            cache: histories that later requests may continue by a delta, and that stand in where
-                the store fails.
-            cut_step_tokens: a window's start moves in steps of this, so this many events are read
-                before it.
-            on_failure: what a request gets whose history cannot be read.
-            metrics: where degraded reads are counted.
-            action_names: of the ranker in service; none = nobody says what the numbers of actions
-                mean.
-            on_unsorted: what becomes of rows that run backwards in time.
-            of_users: features of users that requests do not bring; None = they are missing.
+            store: History store; None if requests must have histories.
+            cache: Cached histories, for deltas and failures of the store.
+            cut_step_tokens: Step of the window's start; as many more events are read.
+            on_failure: Policy if the store fails.
+            metrics: Metrics of the instance.
+            action_names: Action names of the current ranker, if there is one.
+            on_unsorted: Policy for events out of time order.
+            of_users: Source of user features, if there is one.
         """
         self.store = store
         self.cache = cache
@@ -292,8 +280,8 @@ class Histories:
         self._action_names = action_names
         self.on_unsorted = on_unsorted
         self._of_users = of_users
-        self._num_named = 0  # actions that the store is known to have under our names
-        self._num_erasures = 0  # begun or ended
+        self._num_named = 0  # actions whose names the store has confirmed
+        self._num_erasures = 0  # begun and ended ones
 
     def reconfigure(
         self,
@@ -302,7 +290,7 @@ class Histories:
         tenant_weights: Mapping[str, float],
         on_unsorted: OnUnsorted,
     ) -> None:
-        """Apply other settings from now on; what is remembered stays as far as it fits."""
+        """Apply new settings; cached histories stay as far as they fit."""
         self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
         self.on_unsorted = on_unsorted
@@ -315,24 +303,24 @@ class Histories:
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         reads: Mapping[str, Feature] | None = None,
     ) -> UserHistory:
-        """Read the behaviours that a request names, and the user's features where neither it nor its base has any.
+        """Read the history of a request, and user features if neither request nor base has them.
 
         Args:
-            user: whose they are.
-            ref: where they are.
-            window_events: the newest ones that the models in service have room for.
-            while_waiting: entered while the store is read, and features are fetched.
-            reads: features of users that the model reads; None = they do not matter.
+            user: The user.
+            ref: History of the request.
+            window_events: Number of newest events that the current models read.
+            while_waiting: Context for waiting on the store or the source of user features.
+            reads: User features of the model, if they are needed.
 
         Raises:
-            UnknownPrefix: a delta continues a prefix that is not known here.
-            Unprocessable: a delta begins before its base ends, and that is to be rejected.
-            BadRequest: the request brings no history, and there is no store.
-            StoreFailed: the store failed, and the configuration has nothing to put in its place.
+            UnknownPrefix: the base of a delta is not cached.
+            Unprocessable: a delta begins before its base ends, and the policy rejects it.
+            BadRequest: the request has no history, and there is no store.
+            StoreFailed: the store failed, and the policy has no replacement.
         """
         base = None if ref.base is None else self.cache.find(user, ref.base)
         if ref.base is not None and base is None:
-            raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
+            raise UnknownPrefix("base: not cached here (any more); send the full history")
         given = (
             base.user_features
             if base is not None and ref.user_features is None
@@ -343,7 +331,7 @@ class Histories:
         if given is None and reads and self._of_users is not None:
             found = self._of_users.remembered(user, reads)
             if found is None:
-                # while the store is read
+                # concurrently with reading the store
                 fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))
         if known is None or fetching is not None:
             with while_waiting():
@@ -353,7 +341,7 @@ class Histories:
         return UserHistory.of(known.events, known.first_index, window_events, values, origin)
 
     def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
-        """Find the behaviours that a request brings or that its base remembers; None = the store has them."""
+        """Return the history in the request or its base; None if it is in the store."""
         if base is None:
             return None if ref.events is None else StoredHistory(ref.events, 0)
         if ref.events is None:
@@ -365,14 +353,14 @@ class Histories:
 
     async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
         if self.store is None:
-            raise BadRequest("history: missing, and this instance has no history store")
+            raise BadRequest("history: required, since this instance has no history store")
         try:
             return await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
-        """Read the items of a history for a job that can do without one: what cannot be read is empty.
+        """Read the items of a history for a handler that works without; empty if that fails.
 
         Returns:
             [n] external ids, oldest first.
@@ -390,13 +378,13 @@ class Histories:
     async def _read_stored(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
         num_erasures = self._num_erasures
         stored = await store.read(user, last)
-        # what is being erased is not remembered
+        # do not cache what is being erased
         if self._on_failure != "fail" and num_erasures == self._num_erasures:
             self.cache.remember_stored(user, stored)
         return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
-        """Put something in the place of a history that cannot be read, or raise the error."""
+        """Return a replacement for a history that cannot be read, or raise the error."""
         known = None if policy == "fail" else self.cache.last_known(user)
         if known is not None:
             source = HistorySource.LAST_KNOWN
@@ -412,31 +400,29 @@ class Histories:
         )
 
     def remember(self, user: UserKey, ref: HistoryRef, history: UserHistory) -> None:
-        """Keep the behaviours that a request brought, so that a later request may send a delta on them.
+        """Cache the history of a request, so that later requests may send deltas.
 
-        As they came: what the model in service lacks or cuts counts in the window of every later
-        request, so that a delta reads what the whole history reads.
+        It is cached unfiltered, so that a delta has the same window as the full history.
         """
         if ref.events is not None or (ref.base is not None and ref.base != history.fingerprint):
             self.cache.remember(user, history.fingerprint, history.newest)
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        """Append behaviours durably.
+        """Append events durably.
 
         Args:
-            user: whose they are.
-            events: oldest first.
-            key: idempotency key: a second append with it appends nothing.
+            user: The user.
+            events: Events, oldest first.
+            key: Idempotency key; a second append with it has no effect.
 
         Returns:
-            How many the store now holds for the user.
+            The number of stored events of the user.
 
         Raises:
-            Unprocessable: there is no store, the key was used for other events, or their features
-                take too many bytes.
+            Unprocessable: there is no store, the key was used for other events, or features take
+                too many bytes.
             Unavailable: the store was filled with other actions.
-            StoreFailed: the store failed, or did not answer in time; then the events may be stored,
-                or will be.
+            StoreFailed: the store failed, or timed out, after which events may be stored.
         """
         if self.store is None:
             raise Unprocessable(
@@ -446,11 +432,11 @@ class Histories:
         return await self.store.append(user, events, key)
 
     async def write_many(self, batch: Sequence[Write]) -> Sequence[Written | NpuGrError]:
-        """Write behaviours of many users durably; each fails alone.
+        """Write events of many users durably; each fails separately.
 
         Raises:
             Unprocessable: there is no store. Unavailable: it was filled with other actions.
-            StoreFailed: it has written nobody.
+            StoreFailed: the store failed for all users.
         """
         if self.store is None:
             raise Unprocessable(
@@ -470,39 +456,35 @@ class Histories:
             }
             return results
         finally:
-            for user in changed:  # what is remembered of them may have been replaced
+            for user in changed:  # their cached histories may be outdated
                 self.cache.forget(user)
 
     async def _name_actions(self, store: HistoryStore, last: int) -> None:
-        """Let the store remember what the numbers up to `last` mean, before an event uses them.
+        """Record the names of actions up to `last` in the store, before an event uses them.
 
         Raises:
-            Unavailable: they mean something else there. StoreFailed: the store failed.
+            Unavailable: the store has other names. StoreFailed: the store failed.
         """
         names = self._action_names()[: last + 1]
         if len(names) <= self._num_named:
             return
-        kept = await store.name_actions(names)
-        if told := difference(kept[: len(names)], names):
-            raise Unavailable(f"the history store was filled with other actions: {told}")
+        stored = await store.name_actions(names)
+        if changed := difference(stored[: len(names)], names):
+            raise Unavailable(f"the history store was filled with other actions: {changed}")
         self._num_named = len(names)
 
     def knows(self, user: UserKey) -> bool:
-        """Whether this process remembers behaviours or features of the user.
-
-        The store is not asked.
-        """
+        """Whether this process has cached data of the user; the store is not queried."""
         return self.cache.knows(user) or (self._of_users is not None and self._of_users.knows(user))
 
     async def erase(self, user: UserKey) -> bool:
-        """Forget the user's behaviours, here and in the store.
+        """Erase the user's history, here and in the store.
 
         Returns:
-            Whether no byte of them is left in the store; see `HistoryStore.erase`.
+            Whether no byte is left in the store; see `HistoryStore.erase`.
 
         Raises:
-            StoreFailed: the store failed, or did not answer in time; then it may have forgotten the
-                user, or will.
+            StoreFailed: the store failed, or timed out, after which it may still erase the user.
         """
         self._forget(user)
         if self.store is None:
@@ -510,7 +492,7 @@ class Histories:
         try:
             return await self.store.erase(user)
         finally:
-            self._forget(user)  # a request that came meanwhile may have read the store
+            self._forget(user)  # a concurrent request may have read the store
 
     def _forget(self, user: UserKey) -> None:
         self._num_erasures += 1

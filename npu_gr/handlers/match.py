@@ -1,9 +1,9 @@
-"""The `match` job: the best items for a user by vectors, in one pass over the items for all requests that wait.
+"""The handler of `match`: vector search, in one pass over the items for all waiting requests.
 
-    user -> what to search (target vector, source vector or popularity) -> one pass over the items
-    for many -> items
+    user -> query (target vector, source vector or popularity) -> one pass for many requests ->
+    items
 
-A request keeps one version of the vectors from start to end.
+A request uses one version of the vectors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from npu_gr.engine.queue import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.histories import Histories
-from npu_gr.handlers.scored_items import Before, anything
+from npu_gr.handlers.scored_items import Before, accept_any
 from npu_gr.metrics.registry import Metrics
 from npu_gr.vector_search.config import MatchConfig
 from npu_gr.vector_search.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.vector_search.vectors import load
 
-SMOOTHING = 0.1  # weight of the newest pass in the estimate of a match
+SMOOTHING = 0.1  # weight of the newest pass in the estimated time of a match
 
 
 class MatchWork(NamedTuple):
@@ -46,35 +46,35 @@ class MatchWork(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """Nothing: a pass of matches is bounded by its number of requests."""
+        """Nothing, since a pass of matches is limited by its number of requests."""
         return NOTHING
 
 
 class MatchVersion:
     """One version of the vectors.
 
-    Matches of two versions never share a pass, because `run` differs.
+    Matches of different versions never share a pass, because `run` differs.
     """
 
     def __init__(self, matcher: Matcher, names: ItemNames) -> None:
         self.matcher = matcher
-        # of the items; replaced where a reload finds others beside the same vectors
+        # item names, which a reload may replace
         self.names = names
 
     def run(self, works: Sequence[MatchWork]) -> Sequence[MatchedItems]:
-        """Search for all matches of a pass, on a device thread."""
+        """Search for all matches of a pass. Device thread only."""
         return self.matcher.run([work.query for work in works])
 
 
 class ServedVectors:
-    """Versions of the vectors: read from a folder, published, rolled back. Event loop only."""
+    """Versions of the vectors of a folder. Event loop only."""
 
     def __init__(self, config: MatchConfig, backend: Backend) -> None:
-        """Read nothing yet.
+        """Prepare; `reload` reads the vectors.
 
         Args:
-            config: names the folder and the index.
-            backend: on which items are searched.
+            config: Folder and index.
+            backend: Backend of the search.
         """
         self._config = config
         self._backend = backend
@@ -83,15 +83,15 @@ class ServedVectors:
 
     @property
     def current(self) -> MatchVersion:
-        """The version in service."""
+        """The current version."""
         return self._versions.current
 
-    async def reload(self, before: Before = anything) -> VectorsInfo:
-        """Read the folder again and serve what is there; requests in progress keep their version.
+    async def reload(self, before: Before = accept_any) -> VectorsInfo:
+        """Serve the folder as it is now; requests in progress keep their version.
 
         Raises:
-            DataError: names the file and the reason; the version served before still is.
-            What `before` raises; the same.
+            DataError: the folder is invalid; the current version stays. Also after errors of
+                `before`.
         """
         async with self._reloading:
             read = await asyncio.to_thread(self._read)
@@ -106,29 +106,29 @@ class ServedVectors:
         return self.info()
 
     def rollback(self) -> VectorsInfo:
-        """Serve the version before, and keep the one served now: a second rollback undoes the first.
+        """Serve the previous version; a second rollback undoes the first.
 
         Raises:
-            DataError: no earlier version is kept.
+            DataError: there is no previous version.
         """
         self._versions.rollback()
         return self.info()
 
     def item_ids(self) -> I64:
-        """List the items that can be found, in ascending order. Any thread."""
+        """Return the ids of all items, ascending. Thread-safe."""
         return self.current.matcher.vectors.item_ids
 
     def knows(self, user: UserKey) -> bool:
-        """Whether a version that is kept was trained with the user."""
+        """Whether a retained version was trained with the user."""
         return any(version.matcher.knows(user) for version in self.kept())
 
     def kept(self) -> list[MatchVersion]:
-        """List the version in service, and the one before it if there is one."""
+        """Return the current version, and the previous one if there is one."""
         now = self._versions.now
         return [now.current] + ([now.previous] if now.previous else [])
 
     def info(self) -> VectorsInfo:
-        """Describe the version in service."""
+        """Describe the current version."""
         now = self._versions.now
         matcher = now.current.matcher
         return VectorsInfo(
@@ -147,7 +147,7 @@ class ServedVectors:
 
 
 class MatchJob:
-    """Matches over the vectors in service. Event loop only."""
+    """Handles matches by the current vectors. Event loop only."""
 
     def __init__(
         self,
@@ -158,15 +158,15 @@ class MatchJob:
         metrics: Metrics,
         objective_s: Callable[[], float],
     ) -> None:
-        """Serve matches.
+        """Store the parts.
 
         Args:
-            config: limits of a request and of a pass.
-            vectors: versions of what is searched.
-            histories: where behaviours come from.
-            scheduler: runs the passes.
-            metrics: where answers are counted.
-            objective_s: the objective in force, in seconds.
+            config: Limits of a request and of a pass.
+            vectors: Versions of the vectors.
+            histories: Histories of users.
+            scheduler: Scheduler of the passes.
+            metrics: Metrics of the instance.
+            objective_s: Returns the current latency objective, in seconds.
         """
         self.config = config
         self.vectors = vectors
@@ -180,7 +180,7 @@ class MatchJob:
         """Load the vectors.
 
         Raises:
-            ConfigError: they cannot be served.
+            ConfigError: the vectors cannot be served.
         """
         try:
             await self.vectors.reload()
@@ -188,7 +188,7 @@ class MatchJob:
             raise ConfigError(f"match.vectors: {error}") from error
 
     async def run(self, request: MatchRequest, call: Call) -> MatchAnswer:
-        """Read what is known of the user, and search."""
+        """Read the history, and search."""
         with call.slot.outside():
             history = await self._histories.read_items(
                 request.user, request.history, self.config.max_history_events
@@ -201,15 +201,15 @@ class MatchJob:
         """Find the best items for a user.
 
         Args:
-            request: how many, and which may be found.
-            history: external ids of the user's items, oldest first; items that the target domain
-                lacks do not count.
-            call: when the request arrived, and its deadline.
-            history_s: seconds that reading the history took.
+            request: The request.
+            history: External ids of the user's items, oldest first; others than those of the
+                target domain are ignored.
+            call: Arrival, deadline and permit.
+            history_s: Seconds of reading the history.
 
         Raises:
-            Unprocessable: the request asks for more items than the limit.
-            NotFound: the request names a version that is not served.
+            Unprocessable: the request exceeds the limit of items.
+            NotFound: the requested version is not served.
         """
         version = self.vectors.current
         matcher = version.matcher
@@ -221,7 +221,7 @@ class MatchJob:
         if request.vectors_version not in (None, vectors.version):
             raise NotFound(
                 f"vectors_version: {quoted(request.vectors_version)} is not served; "
-                f"{vectors.version!r} is"
+                f"the current one is {vectors.version!r}"
             )
         query = matcher.search_for(
             request.user,
@@ -246,7 +246,7 @@ class MatchJob:
     async def _search(
         self, version: MatchVersion, query: MatchQuery, call: Call
     ) -> JobResult[MatchedItems]:
-        """Join the next pass; requests that come while a pass runs share the one after it."""
+        """Search in the next pass, which all requests share that arrive during the current one."""
         done: JobResult[MatchedItems] = await self._scheduler.batch(
             MatchWork(query),
             version.run,
@@ -262,4 +262,4 @@ class MatchJob:
         return done
 
     async def stop(self) -> None:
-        """Do nothing: passes belong to the scheduler."""
+        """Do nothing, since passes belong to the scheduler."""

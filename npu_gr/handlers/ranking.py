@@ -1,10 +1,10 @@
-"""One version of the ranker: it scores candidates against the user's prefix KV.
+"""One version of the ranker, which scores candidates with the user's prefix KV.
 
     history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
 
-`Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that
-come with a rank, behind the cached prefix: what the request says, and what is computed here.
-`versions.py` picks the version.
+`Ranking` is a checkpoint with its items and its relay. `LateFeatureReader` encodes the features of
+a rank that are not in the cached prefix: those of the request, and computed ones. `versions.py`
+selects the version.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from npu_gr.relay.relay import Lease, Relay
 
 
 class LateFeatureReader:
-    """Reads requests as one version of the ranker wants them."""
+    """Encodes the features of requests for one version of the ranker."""
 
     def __init__(self, features: ModelFeatures, computed: CrossFeatures) -> None:
-        """Read nothing yet.
+        """Store the features.
 
         Args:
-            features: of the model.
-            computed: its cross features that no request brings.
+            features: Features of the model.
+            computed: Computed cross features of the model.
         """
         self._features = features
         self._computed = computed
         self._of_time = [one for one in features.features if one.of == "request" and one.computed]
 
     def of_request(self, values: OneRow, shown_at: int) -> Encoded | None:
-        """Encode the features of a request; None where the model has none.
+        """Encode the features of a request; None if the model has none.
 
         Args:
-            values: that the request brought.
-            shown_at: unix seconds, of which the others are computed.
+            values: Features in the request.
+            shown_at: Unix seconds, for computed features.
 
         Raises:
-            Unprocessable: a value does not fit the model.
+            Unprocessable: a value is invalid.
         """
         for feature in self._of_time:
             computed = int(time_column(feature.computed, np.array([shown_at]))[0])
@@ -94,14 +94,14 @@ class LateFeatureReader:
         """Encode the features of a request and its candidates.
 
         Args:
-            request: with them.
-            tokens: of its history.
-            rows: [n] of the known candidates.
-            known: [c] whether a candidate is known.
-            shown_at: unix seconds.
+            request: The request.
+            tokens: Tokens of the history.
+            rows: [n] rows of the known candidates.
+            known: [c] whether each candidate is known.
+            shown_at: Unix seconds of the request.
 
         Raises:
-            Unprocessable: a value does not fit the model.
+            Unprocessable: a value is invalid.
         """
         if not self._features.features:
             return NONE_LATE
@@ -114,13 +114,13 @@ class LateFeatureReader:
     def of_candidates(
         self, given: Columns, tokens: Tokens, rows: I64, shown_at: int
     ) -> Encoded | None:
-        """Encode the features of candidates; None where the model has none. Any thread may call.
+        """Encode the features of candidates; None if the model has none. Thread-safe.
 
         Args:
-            given: [n] that the request brought.
-            tokens: of its history.
-            rows: [n] of the candidates.
-            shown_at: unix seconds.
+            given: [n] features in the request.
+            tokens: Tokens of the history.
+            rows: [n] rows of the candidates.
+            shown_at: Unix seconds of the request.
         """
         if self._computed.rules:
             events = tokens.events
@@ -133,7 +133,7 @@ class LateFeatureReader:
         return self._features.rows(self._features.cross, given, len(rows))
 
     def missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
-        """Name the features, as `of.name`, that neither history nor request say anything of."""
+        """Return the features (`of.name`) that neither history nor request has."""
         if not self._features.features:
             return tokens.report.missing_features
         late = self._features.missing(
@@ -145,7 +145,7 @@ class LateFeatureReader:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Known = np.ndarray[Any, np.dtype[np.bool_]] | None  # [c] which candidates have a row; None = all
+Known = np.ndarray[Any, np.dtype[np.bool_]] | None  # [c] whether candidates are known; None = all
 NOTHING: I64 = np.empty(0, np.int64)
 
 
@@ -166,21 +166,21 @@ class Ranking:
         """Serve one checkpoint.
 
         Args:
-            config: which histories and candidates it accepts.
-            model: what it says of itself.
-            items: that it has rows for.
-            engine: runs its passes.
-            relay: keeps its prefixes.
-            metrics: where it counts.
-            names: of its items.
-            order: fitted for this version; None = it has none.
+            config: Limits of histories and candidates.
+            model: Description of the model.
+            items: Items with a row.
+            engine: Engine of the passes.
+            relay: Caches prefixes.
+            metrics: Metrics of the instance.
+            names: Item names.
+            order: Score blend of this version, if there is one.
         """
         self.model = model
         self.version = model.version  # of the checkpoint
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
-        self.names = names  # replaced where a reload finds others beside the same weights
+        self.names = names  # a reload may replace them
         self.items = items
         self.order = order
         self.blend_sum = None if order is None else BlendSum(order, engine.backend)
@@ -193,26 +193,22 @@ class Ranking:
         self.use = InUse()
 
     def reconfigure(self, config: RankingConfig) -> None:
-        """Apply other settings from now on."""
+        """Apply new settings."""
         self._config = config
         most = config.max_history_tokens or self.model.max_history_tokens
-        # newest behaviours that the window has room for
+        # number of newest events in the window
         self.max_events = max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
 
     @property
     def vocabulary(self) -> ItemVocabulary:
-        """External item ids <-> rows, of this moment."""
+        """The current mapping of external item ids and rows."""
         return self.items.vocabulary
 
     def tokenize(self, history: UserHistory) -> Tokens:
-        """Turn behaviours into the tokens that the ranker reads.
-
-        Args:
-            history: of the user.
+        """Convert a history to tokens.
 
         Raises:
-            Unprocessable: an action that the model does not know, or an unknown item where those
-                are rejected.
+            Unprocessable: an action is unknown, or an item is unknown and the policy rejects it.
         """
         tokens = tokenize(
             history.events,
@@ -236,12 +232,12 @@ class Ranking:
         return tokens
 
     def signal(self, user: UserKey, tokens: Tokens, num_candidates: int | None) -> Verdict:
-        """Start a prefill of the prefix, if the trigger wants one."""
+        """Start a prefill of the prefix, if the trigger decides so."""
         return self.relay.signal(user, tokens, num_candidates)
 
     @property
     def retrieves(self) -> bool:
-        """Whether the model finds items beside ranking them."""
+        """Whether the model also retrieves items."""
         return self.engine.model.config.retrieval
 
     async def rank(
@@ -257,12 +253,12 @@ class Ranking:
         """Score the candidates.
 
         Args:
-            request: the candidates, and when they are shown.
-            tokens: of its history.
-            call: when the request arrived, and its deadline.
-            history_s: seconds that reading the history took.
-            lease: of the prefix, that the caller holds; None = one is taken here.
-            vector: [d] u, to answer retrieval scores too; None = they are not wanted.
+            request: The request.
+            tokens: Tokens of the history.
+            call: Arrival, deadline and permit.
+            history_s: Seconds of reading the history.
+            lease: Lease of the prefix that the caller holds; None to take one here.
+            vector: User vector [d] for retrieval scores; None to omit them.
         """
         began_at = time.monotonic()
         rejects = (request.unknown_items or self._config.unknown_items) == "reject"
@@ -291,17 +287,17 @@ class Ranking:
     def ranked_ahead(
         self, request: RankRequest, rows: I64, tokens: Tokens, lease: Lease, found: NextItems
     ) -> RankAnswer | None:
-        """Answer a rank from what `find` scored ahead.
+        """Answer a rank with the scores that `find` prefetched.
 
         Args:
-            request: its candidates.
-            rows: of the candidates, all of which are known.
-            tokens: of its history.
-            lease: that `find` used.
-            found: by it.
+            request: The request.
+            rows: Rows of the candidates, all known.
+            tokens: Tokens of the history.
+            lease: Lease that `find` used.
+            found: Result of `find`.
 
         Returns:
-            None = other candidates were scored, or none.
+            None if other candidates were scored, or none.
         """
         if found.candidates is None or found.scores is None:
             return None
@@ -320,7 +316,7 @@ class Ranking:
         known: Known,
         stages_s: dict[str, float],
     ) -> RankAnswer:
-        """Say what a pass computed, and check some of it."""
+        """Make the answer of a pass, and start a self-check of some."""
         if lease.cached:
             self._selfcheck.maybe(work, scored.logits, request.user.tenant, self._config)
         return RankAnswer(
@@ -348,21 +344,20 @@ class Ranking:
         features: Encoded | None = None,
         ahead: PrefetchedScores | None = None,
     ) -> tuple[Lease, NextItems]:
-        """Find the best of the model's own items. Only where it retrieves.
+        """Retrieve the best items of a model that retrieves.
 
         Args:
-            tokens: of the history.
-            shown_at: unix seconds of NEXT.
-            k: most items; 0 = only u is wanted.
-            hidden: [n] item rows that must not be found, each once.
-            lease: of the prefix; pages that it keeps are written.
-            call: when the stage began, and when it must be done.
-            features: of the request; None = missing.
-            ahead: what of it to score in the same job; None = nothing.
+            tokens: Tokens of the history.
+            shown_at: Unix seconds of NEXT.
+            k: Maximum number of items; 0 to compute only u.
+            hidden: [n] distinct item rows to exclude.
+            lease: Lease of the prefix; its kept pages are written.
+            call: Begin and deadline of the stage.
+            features: Features of the request; None if missing.
+            ahead: Candidates to score in the same job, if any.
 
         Returns:
-            The lease that was used (another one, if the device failed while it read the prefix),
-            and what was found.
+            The used lease (another one if the device failed to read the prefix), and the items.
         """
         return await self._tried(
             lambda work: self.engine.find(
@@ -375,7 +370,7 @@ class Ranking:
     async def _tried(
         self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease
     ) -> tuple[Lease, T]:
-        """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
+        """Run a pass; if the device fails with a prefix, repeat it without the prefix."""
         leased = work.leasing(lease.cached, lease.keep)
         if lease.first_token:  # degraded
             leased = replace(
@@ -387,7 +382,7 @@ class Ranking:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay.failed("read")
-            lease.discard()  # the failed pass may have written half of the prefix
+            lease.discard()  # the failed pass may have written a part of the prefix
         return Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED), await run(work)
 
     # ---- candidates and scores
@@ -395,11 +390,10 @@ class Ranking:
     def _candidates(
         self, ids: I64, rejects: bool
     ) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Find the rows of the known candidates, and a mask of the given ones that are known.
+        """Find the rows of known candidates, and the mask of known ones.
 
         Raises:
-            Unprocessable: some are unknown, and the request `rejects` such; the message names the
-                first of them.
+            Unprocessable: some are unknown and `rejects` is true; the message names the first ones.
         """
         rows = self.vocabulary.rows(ids)
         known = rows != UNKNOWN
@@ -409,22 +403,19 @@ class Ranking:
                 first = names_of([self.names], ids[~known][:_NAMED])
                 more = ", ..." if missing > _NAMED else ""
                 raise Unprocessable(
-                    f"candidates: {missing} unknown: {', '.join(map(str, first))}{more}"
+                    f"candidates: {missing} unknown items: {', '.join(map(str, first))}{more}"
                 )
             rows = rows[known]
         return rows, known
 
     async def stop(self) -> None:
-        """End self-checks, then the relay's work."""
+        """Stop self-checks, then the relay."""
         await self._selfcheck.stop()
         await self.relay.stop()
 
 
 class SelfCheck:
-    """Scores some served requests again without their prefix KV, behind the requests that wait.
-
-    Exports the drift.
-    """
+    """Scores a share of requests again without prefix KV, and exports the drift."""
 
     def __init__(self, engine: RankEngine, metrics: Metrics) -> None:
         self._engine = engine
@@ -436,10 +427,10 @@ class SelfCheck:
         """Check a share of the passes.
 
         Args:
-            work: that was served from cached KV.
-            cached: its logits.
-            tenant: whose request it was.
-            config: the share, and the drift that is allowed.
+            work: Pass with cached KV.
+            cached: Logits of the pass.
+            tenant: Tenant of the request.
+            config: The share, and the allowed drift.
         """
         if self._random.random() < config.selfcheck_ratio:
             task = asyncio.get_running_loop().create_task(
@@ -454,21 +445,25 @@ class SelfCheck:
                 replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant
             )
         except NpuGrError:
-            return  # the device has no time for it now
+            return  # the device is too busy
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
         self._metrics.rank.drifted(drift, drift > max_drift)
         if drift > max_drift:
-            log.error("self-check: cached scores drift by %.2e of their standard deviation", drift)
+            log.error(
+                "self-check: cached scores differ by %.2e standard deviations, over "
+                "selfcheck_max_drift",
+                drift,
+            )
 
     async def stop(self) -> None:
-        """End what runs."""
+        """Cancel running checks."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
 
 def _top(request: RankRequest, logits: F32, known: Known) -> I64 | None:
-    """Pick the best candidates by the first task; of equal ones the earlier."""
+    """Return the best candidates by the first task; ties in the order of the request."""
     if request.top_k is None:
         return None
     best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
@@ -477,7 +472,7 @@ def _top(request: RankRequest, logits: F32, known: Known) -> I64 | None:
 
 
 def _placed(scores: F32, known: Known) -> F32:
-    """Put the scores of the known candidates, [k] or [k, n], into the order of the request; NaN at the others."""
+    """Scatter scores of known candidates, [k] or [k, n], to the request's order; else NaN."""
     if known is None or len(scores) == len(known):
         return scores
     placed = np.full((len(known), *scores.shape[1:]), np.nan, np.float32)
@@ -485,5 +480,5 @@ def _placed(scores: F32, known: Known) -> F32:
     return placed
 
 
-_NAMED = 10  # unknown candidates that a message names
-_SELFCHECK_S = 60.0  # a self-check that has not run by then is dropped
+_NAMED = 10  # unknown candidates named in a message
+_SELFCHECK_S = 60.0  # deadline of a self-check

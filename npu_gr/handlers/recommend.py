@@ -1,12 +1,12 @@
-"""The `recommend` job: the cascade in one call.
+"""The handler of `recommend`: the cascade in one call.
 
     signal    the ranker prefills the user's prefix while the stages before the rank run
-    retrieve  sources side by side -> merged in turns, each item once -> seen and denied items out
-    hook      business rules; then the first M candidates go on, those that the ranker does not know behind the others
-    rank      reads that prefix and orders the M; the best are answered
+    retrieve  query sources concurrently -> interleave, without duplicates, seen and denied items
+    hook      business rules; then the first M candidates are ranked, with unknown items last
+    rank      score the M candidates with that prefix, and return the best
 
-A ranker that also retrieves may be a source itself (`shared encoder.py`): then it leases the prefix
-at once, and there is no signal. `cascade_run.py` takes one request through the stages.
+A ranker that also retrieves may be a source (`SharedEncoderUse` in `sources.py`); then it leases
+the prefix at once, without a signal. `cascade_run.py` runs the stages of one request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOOK_THREADS = 4
 
 
 class Cascade:
-    """What every cascade of an instance shares: sources, hook, popular items. Event loop only."""
+    """Sources, hook and popular items of all cascades of an instance. Event loop only."""
 
     def __init__(
         self, config: RecommendConfig, sources: Mapping[str, SizedSource], metrics: Metrics
@@ -42,22 +42,22 @@ class Cascade:
         """Load the hook and the popular items.
 
         Args:
-            config: the section `recommend`.
-            sources: name -> source; they are merged in this order.
-            metrics: where stages are counted.
+            config: Section `recommend` of the configuration.
+            sources: Name -> source, merged in this order.
+            metrics: Metrics of the instance.
 
         Raises:
             ConfigError: the hook or the list of popular items cannot be used.
         """
         hook = load_hook(config.hook) if config.hook else None
-        # threads of its own: a hook that hangs holds up no other work
+        # separate threads, so that a hanging hook does not block other work
         threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook else None
         self.parts = CascadeParts(
             config, dict(sources), metrics, hook, threads, read_popular(config.popular)
         )
 
     def serve_popular(self, popular: I64) -> None:
-        """Fill up later cascades with these items; those in progress keep theirs."""
+        """Replace the popular items for later requests."""
         self.parts = replace(self.parts, popular=popular)
 
     async def recommend(
@@ -72,18 +72,18 @@ class Cascade:
         """Find the best items for a user.
 
         Args:
-            request: how many items, which must not come.
-            ranking: the version of the ranker that serves the request from start to end.
-            history: of the user.
-            tokens: the same behaviours as that ranker reads them.
-            call: when the request arrived, and its deadline.
-            history_s: seconds that reading the history took.
+            request: The request.
+            ranking: Version of the ranker that serves the request.
+            history: History of the user.
+            tokens: The history as tokens of that ranker.
+            call: Arrival, deadline and permit.
+            history_s: Seconds of reading the history.
 
         Raises:
-            Unavailable: no source answered, and there is no list of popular items.
-            Unprocessable: the request names a source that is not configured, or an order that the
-                ranker does not have.
-            RequestError: a source says that the request makes no sense.
+            Unavailable: all sources failed, and there is no list of popular items.
+            Unprocessable: the request names a source that is not configured, or the order "blended"
+                without a score blend.
+            RequestError: a source rejects the request.
         """
         run = CascadeRun(self.parts, request, ranking, history, tokens, call.deadline_at)
         verdict = None
@@ -107,28 +107,28 @@ class Cascade:
         self.parts.metrics.requests.answered(SIGNAL, answer, took_s)
 
     def stop(self) -> None:
-        """Drop hooks that have not begun."""
+        """Cancel hooks that have not begun."""
         if self.parts.hook_threads is not None:
             self.parts.hook_threads.shutdown(wait=False, cancel_futures=True)
 
 
 class RecommendJob:
-    """Cascades, each with the version of the ranker that its request names."""
+    """Handles recommends, each with the requested version of the ranker."""
 
     def __init__(self, cascade: Cascade, versions: Versions, histories: Histories) -> None:
-        """Serve recommends.
+        """Store the parts.
 
         Args:
-            cascade: sources, hook, popular items.
-            versions: of the ranker.
-            histories: where behaviours come from.
+            cascade: Sources, hook and popular items.
+            versions: Versions of the ranker.
+            histories: Histories of users.
         """
         self.cascade = cascade
         self._versions = versions
         self._histories = histories
 
     async def run(self, request: RecommendRequest, call: Call) -> RecommendAnswer:
-        """Read the history once, run the cascade, and keep the ranker in use meanwhile."""
+        """Read the history once, and run the cascade with one version of the ranker."""
         ranking = self._versions.ranker(request.model_version)
         with ranking.use:
             reads = ranking.features.user.features
@@ -141,5 +141,5 @@ class RecommendJob:
             return await self.cascade.recommend(request, ranking, history, tokens, call, history_s)
 
     async def stop(self) -> None:
-        """Drop hooks that have not begun."""
+        """Cancel hooks that have not begun."""
         self.cascade.stop()

@@ -1,24 +1,21 @@
-"""The items that a ranker scores: those of its training, and those that the catalogue in service has beside them.
+"""The items that a ranker scores: trained ones, and new ones of the current catalogue.
 
-    catalogue's next version -> what is new in it -> vectors of features and codes -> spare rows of
-    the table
-                             -> in one step of the event loop: vocabulary, retrieval and catalogue
-                             show them
+    next version of the catalogue -> new items -> embeddings of features and codes -> spare rows of
+    the table -> vocabulary, retrieval and catalogue change in one step of the event loop
 
-A pass sees all of a row or none: rows are written before anything names them, and never again. An
-item that was withdrawn and comes back with other codes or features gets another row; nothing finds
-the old one any more. Rows are free again with the next version of the ranker.
+A pass never sees a partial row: rows are written once, before they are referenced. An item that was
+withdrawn and returns with other codes or features gets another row, and the old one is hidden. Rows
+are free again with the next version of the ranker.
 
-The codes of a semantic ID mean to the ranker what they meant in its training, so they count only
-while the catalogue gives the trained items the codes that they had there.
+The embeddings of semantic-ID codes are those of the training, so codes are used only while the
+catalogue has the same codes for the trained items.
 
-`CoverageRule` watches how many of the items that a cascade retrieves the ranker knows. An item that
-it does not know has no score. A few are new ones; many mean that ranker and source were made from
-other data, which nothing else shows.
+`CoverageRule` measures the share of each source's items that the ranker knows. Unknown items have
+no score. A few are new items; many mean that ranker and source were made from different data.
 
     start                                 rejected below `recommend.min_coverage`
-    reload of models, catalogue, vectors  rejected below it, if the ranker knows more of the source now
-    items that come and go, rollback      measured, and never rejected
+    reload of models, catalogue, vectors  rejected below it, if coverage decreases
+    added and withdrawn items, rollback   measured, never rejected
 """
 
 from __future__ import annotations
@@ -47,54 +44,48 @@ from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary
 log = logging.getLogger(__name__)
 
 SAMPLED_ITEMS = 1000  # trained items whose codes are compared with the catalogue's
-LEAST_EQUAL = 0.9  # share of them that must have the codes of the training
+LEAST_EQUAL = 0.9  # minimum share of them with the codes of the training
 
 Commit = Callable[[], None]
-"""Shows what was prepared; it cannot fail and waits for nothing."""
+"""Publishes what was prepared; it neither fails nor waits."""
 
 Follow = Callable[[Snapshot, bool], Awaitable[Commit]]
-"""Prepares for a version of the catalogue, see `ScoredItems.follow`.
-
-The bool is its `is_strict`.
-"""
+"""Prepares for a version of the catalogue, as `ScoredItems.follow` (snapshot, is_strict)."""
 
 
-async def nobody(_: Snapshot, __: bool) -> Commit:
+async def no_follower(_: Snapshot, __: bool) -> Commit:
     """Prepare nothing."""
     return lambda: None
 
 
 class _Plan(NamedTuple):
-    """What a version of the catalogue asks of the ranker's table."""
+    """The changes of the ranker's table for a version of the catalogue."""
 
     ids: I64  # [n] items that get a row
     items: NewItems
-    made_of: dict[int, bytes]  # item -> what its row is made of
-    num_left: int  # items that no row is left for
-    withdrawn: I64  # ids that retrieval must not find, ascending
+    made_of: dict[int, bytes]  # item -> inputs of its row
+    num_left: int  # items without a free row
+    withdrawn: I64  # ids to exclude from retrieval, ascending
 
 
 class ScoredItems:
-    """The items that one version of the ranker scores: those of its training, and new ones.
-
-    Event loop only.
-    """
+    """The items that one version of the ranker scores. Event loop only."""
 
     def __init__(self, engine: RankEngine, vocabulary: ItemVocabulary) -> None:
-        """Know the trained items.
+        """Begin with the trained items.
 
         Args:
-            engine: of the ranker; its frozen table may have spare rows.
-            vocabulary: of the training.
+            engine: Engine of the ranker; its frozen table may have spare rows.
+            vocabulary: Vocabulary of the training.
         """
         self._engine = engine
         self._config = engine.model.config
-        self.vocabulary = vocabulary  # replaced as a whole
-        self.withdrawn: I64 = np.empty(0, np.int64)  # ids that a cascade must not answer, ascending
-        # rows that retrieval must not find: theirs, and those that were replaced
+        self.vocabulary = vocabulary  # immutable; replaced by a new one
+        self.withdrawn: I64 = np.empty(0, np.int64)  # ids that a cascade must not return, ascending
+        # rows to exclude from retrieval: theirs, and replaced ones
         self.hidden: I64 = self.withdrawn
-        self.num_unscored = 0  # items of the catalogue that it has no row for
-        self._made_of: dict[int, bytes] = {}  # of the new items
+        self.num_unscored = 0  # items of the catalogue without a row
+        self._made_of: dict[int, bytes] = {}  # new item -> inputs of its row
         self._value_ids = [
             {value: place for place, value in enumerate(f.values)}
             for f in self._config.item_features
@@ -107,30 +98,28 @@ class ScoredItems:
 
     @property
     def num_new(self) -> int:
-        """New items that are scored."""
+        """Number of new items with a row."""
         return len(self._made_of)
 
     @property
     def num_spare(self) -> int:
-        """Rows that are left."""
+        """Number of free rows."""
         return self._engine.model.items.num_rows - len(self.vocabulary)
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
-        """Write rows for what is new in a version of the catalogue.
+        """Write rows for the new items of a version of the catalogue.
 
         Args:
-            snapshot: that is about to come into service.
-            is_strict: raise where rows are too few, or where features are not the ranker's; False =
-                the first items get the rows that are left, and what the ranker cannot read is left
-                out.
+            snapshot: The version to be published.
+            is_strict: Raise if rows are too few or a feature is unknown; else the first items get
+                the free rows, and unknown features are ignored.
 
         Returns:
-            What to call when the version comes into service; if it never does, the rows are written
-            over by the next.
+            Function to call when the version is published; if it is not called, the next version
+            overwrites the rows.
 
         Raises:
-            CatalogueError: too few rows are left, or a feature is none of the ranker's; nothing was
-                changed.
+            CatalogueError: too few rows are free, or a feature is unknown; nothing was changed.
             DeviceError: the rows could not be written; nothing was changed.
         """
         plan = await asyncio.to_thread(self._plan, snapshot, self.vocabulary, is_strict)
@@ -143,11 +132,13 @@ class ScoredItems:
             )
         if plan.num_left:
             why = (
-                "no spare row is left"
+                "no spare row is free (service.spare_items)"
                 if self._config.scores_new_items
                 else ("it was trained without row dropout")
             )
-            log.warning("the ranker cannot score %d items of the catalogue: %s", plan.num_left, why)
+            log.warning(
+                "the ranker cannot score %d items of the catalogue, because %s", plan.num_left, why
+            )
         return lambda: self._show(plan)
 
     def _show(self, plan: _Plan) -> None:
@@ -160,7 +151,7 @@ class ScoredItems:
         replaced = every[made.rows(made.new_ids) != every]
         self.hidden = np.union1d(rows[rows != UNKNOWN], replaced)
         self.vocabulary = made
-        # last: a device thread that finds a row asks the vocabulary for its id
+        # last, since a device thread that finds a row looks it up in the vocabulary
         self._engine.num_rows = len(made)
 
     def _plan(self, snapshot: Snapshot, vocabulary: ItemVocabulary, is_strict: bool) -> _Plan:
@@ -187,10 +178,9 @@ class ScoredItems:
         num_left = len(changed) + max(0, len(fresh) - self.num_spare) - self.num_spare
         if num_left > 0 and is_strict:
             raise CatalogueError(
-                f"{num_left + self.num_spare} items need new rows of the ranker, and "
-                f"{self.num_spare} of "
-                "service.spare_items are left: serve a ranker that was trained with them, or start "
-                "with more spare rows"
+                f"{num_left + self.num_spare} items need new rows of the ranker, but only "
+                f"{self.num_spare} of service.spare_items are free; serve a ranker that was "
+                "trained with these items, or increase service.spare_items and restart"
             )
         taken = changed[: self.num_spare]
         ids = looked_at[taken]
@@ -207,18 +197,15 @@ class ScoredItems:
         )
 
     def _codes(self, snapshot: Snapshot, items: I64) -> I32:
-        """Read the codes of new items.
-
-        None of them has any where the catalogue's codes are not the ranker's.
-        """
+        """Return the codes of new items; none if the catalogue's differ from the ranker's."""
         none = np.tile(np.array(self._config.item_codes, np.int32), (len(items), 1))
         if self._sampled_codes is None or not len(items):
             return none
         trie = snapshot.trie
         if trie.num_levels != len(self._config.item_codes):
             log.warning(
-                "new items are scored by their features alone: semantic IDs of %d codes, the "
-                "ranker's have %d",
+                "new items are scored only by features: the catalogue's semantic IDs have %d "
+                "codes, the ranker's %d",
                 *(trie.num_levels, len(self._config.item_codes)),
             )
             return none
@@ -227,19 +214,16 @@ class ScoredItems:
         same = (trie.sid_of(leaves[there]) == self._sampled_codes[there]).all(1)
         if not len(same) or same.mean() < LEAST_EQUAL:
             log.warning(
-                "new items are scored by their features alone: %d of %d trained items have the "
-                "codes of the training",
+                "new items are scored only by features: only %d of %d trained items have the codes "
+                "of the training",
                 *(int(same.sum()), len(same)),
             )
             return none
-        # a code that no trained item has is none
+        # a code without a trained item counts as missing
         return np.minimum(trie.sid_of(trie.find(items)), none)
 
     def _features(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> list[I64]:
-        """Turn features into value ids: [n, max_values] of each of `item_features`.
-
-        Values not known are missing.
-        """
+        """Convert features to value ids, [n, max_values] each; unknown values are missing."""
         found = []
         for f, ids in zip(self._config.item_features, self._value_ids, strict=True):
             table = np.full((len(items), f.max_values), f.num_values)
@@ -248,8 +232,8 @@ class ScoredItems:
                 values = values if isinstance(values, list) else [values]
                 if is_strict and len(values) > f.max_values:
                     raise CatalogueError(
-                        f"item {item}: feature {quoted(f.name)}: {len(values)} values, the ranker "
-                        f"reads {f.max_values}"
+                        f"item {item}: feature {quoted(f.name)}: {len(values)} values, the limit "
+                        f"is {f.max_values}"
                     )
                 known = [ids[value] for value in map(str, values) if value in ids][: f.max_values]
                 table[row, : len(known)] = known
@@ -257,11 +241,10 @@ class ScoredItems:
         return found
 
     def _values(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> Encoded | None:
-        """Encode the schema's features of items; None = the ranker has none.
+        """Encode the schema's features of items; None if the ranker has none.
 
         Raises:
-            CatalogueError: a name is no feature of the ranker, or a value does not fit its own;
-                only if `is_strict`.
+            CatalogueError: a feature is unknown, or a value is invalid; only if `is_strict`.
         """
         schema = {f.name for f in self._config.features_of("item")}
         others = {f.name for f in self._config.item_features}
@@ -270,7 +253,8 @@ class ScoredItems:
                 if unknown := given.get(item, {}).keys() - schema - others:
                     names = ", ".join(sorted(schema | others)) or "none"
                     raise CatalogueError(
-                        f"item {item}: feature {quoted(min(unknown))}: the ranker's are {names}"
+                        f"item {item}: unknown feature {quoted(min(unknown))}; the ranker has "
+                        f"{names}"
                     )
         if not schema:
             return None
@@ -283,7 +267,9 @@ class ScoredItems:
             except ValueError as error:
                 if is_strict:
                     raise CatalogueError(f"item {item}: feature {error}") from error
-                log.warning("item %d is scored without its features: %s", item, error)
+                log.warning(
+                    "item %d is scored without features, because one is invalid: %s", item, error
+                )
                 rows.append(encoder.encode({}, 1))
         empty = encoder.encode({}, 0)
         return Encoded(*(np.concatenate(parts) for parts in zip(empty, *rows, strict=True)))
@@ -296,50 +282,43 @@ log = logging.getLogger(__name__)
 
 
 class Coverage(NamedTuple):
-    """How many items of a source the ranker knows."""
+    """The number of a source's items that the ranker knows."""
 
     num_known: int
     num_items: int
 
     @property
     def ratio(self) -> float:
-        """The share that it knows; of no items it knows all."""
+        """Share of known items; 1 without items."""
         return self.num_known / self.num_items if self.num_items else 1.0
 
     @classmethod
     def of(cls, vocabulary: ItemVocabulary, item_ids: I64) -> Coverage:
-        """Count the items, [n] external ids, that a ranker was trained with.
-
-        New ones tell nothing of its data.
-        """
+        """Count the items, [n] external ids, that a ranker was trained with, without new ones."""
         return cls(
             int(np.count_nonzero(vocabulary.trained_rows(item_ids) != UNKNOWN)), len(item_ids)
         )
 
 
 Items = Callable[[], I64]
-"""Lists external ids, [n]. Called in a thread: ten million take a second."""
+"""Returns external ids [n]. Called in a thread, since ten million take a second."""
 
 Before = Callable[[Items], Awaitable[None]]
-"""Awaited with the items of a source's new version before it comes into service.
-
-If it raises, the version does not.
-"""
+"""Awaited with the items of a source's new version before it is published; an error prevents it."""
 
 
-async def anything(_: Items) -> None:
-    """Raise nothing."""
+async def accept_any(_: Items) -> None:
+    """Accept all items."""
 
 
 Measured = Mapping[str, Coverage]
-"""By source."""
+"""Source -> coverage."""
 
 
 class CoverageRule:
-    """The coverage of each source, and the limit under it. Event loop only.
+    """The coverage of each source, and its minimum. Event loop only.
 
-    Hold `changing` from `check` or `measure` to `accept`, so that ranker and sources change one
-    after the other.
+    Hold `changing` from `check` or `measure` to `accept`, so that changes are serialised.
     """
 
     def __init__(
@@ -350,14 +329,14 @@ class CoverageRule:
         limited: Collection[str],
         on_measured: Callable[[str, float], None],
     ) -> None:
-        """Measure nothing yet.
+        """Store the parts.
 
         Args:
-            min_ratio: `recommend.min_coverage`.
-            vocabulary: of the ranker in service.
-            items: source -> what it may find now.
-            limited: the sources that the limit is for; the others are measured alone.
-            on_measured: told each source and its ratio.
+            min_ratio: Minimum, `recommend.min_coverage`.
+            vocabulary: Returns the vocabulary of the current ranker.
+            items: Source -> its current items.
+            limited: Sources with the minimum; others are only measured.
+            on_measured: Callback with a source and its coverage.
         """
         self._min_ratio = min_ratio
         self._vocabulary = vocabulary
@@ -368,10 +347,10 @@ class CoverageRule:
         self.changing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Measure what is to come into service, and log what the ranker does not know.
+        """Check all sources at start, and log those with unknown items.
 
         Raises:
-            ConfigError: the ranker knows too few items of a source.
+            ConfigError: the coverage of a source is too low.
         """
         async with self.changing:
             measured = await self.check()
@@ -388,15 +367,14 @@ class CoverageRule:
     async def check(
         self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
     ) -> Measured:
-        """Measure what would be if a ranker or a source were replaced.
+        """Measure the coverage after a replacement of the ranker or of sources.
 
         Args:
-            vocabulary: of the new ranker; None = the one in service.
-            items: of each source that is new.
+            vocabulary: Vocabulary of the new ranker; None for the current one.
+            items: Items of new versions of sources.
 
         Raises:
-            ConfigError: the ranker would know too few items of a source, and fewer than it knows
-                now.
+            ConfigError: the coverage of a source would be too low, and lower than now.
         """
         measured = await self.measure(vocabulary, items)
         for name, new in measured.items():
@@ -405,17 +383,17 @@ class CoverageRule:
             if name in self._limited and new.ratio < self._min_ratio and is_worse:
                 raise ConfigError(
                     f"recommend: the ranker knows {new.num_known} of the {new.num_items} items of "
-                    f"{name} "
-                    f"({int(100 * new.ratio)} %); recommend.min_coverage is {self._min_ratio:g}"
+                    f"{name} ({int(100 * new.ratio)} %); recommend.min_coverage is "
+                    f"{self._min_ratio:g}"
                 )
         return measured
 
     async def measure(
         self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
     ) -> Measured:
-        """Measure as `check` does, without a limit.
+        """Measure as `check` does, without the minimum.
 
-        A new ranker concerns every source, a new source itself alone.
+        A new ranker affects all sources, a new version of a source only that source.
         """
         new = items or {}
         names = new if new and vocabulary is None else self._items
@@ -428,20 +406,18 @@ class CoverageRule:
         )
 
     def accept(self, measured: Measured) -> None:
-        """Take what was measured for what is in service."""
+        """Record a measurement as the current coverage."""
         self._now.update(measured)
         for name, coverage in measured.items():
             self._on_measured(name, coverage.ratio)
 
     @asynccontextmanager
     async def replacing(self, source: str, *, is_limited: bool = True) -> AsyncIterator[Before]:
-        """Replace a source in the block, which awaits what it gets with the new items.
-
-        That raises as `check` does.
+        """Replace a source in the block; yields a check for the new items, which must be awaited.
 
         Args:
-            source: its name; one that the cascade does not ask is not measured.
-            is_limited: False = only measure.
+            source: Name of the source; ignored if the cascade does not use it.
+            is_limited: Whether the check enforces the minimum.
         """
         measured: Measured = {}
 
@@ -454,5 +430,5 @@ class CoverageRule:
             self.accept(measured)
 
     def now(self, source: str) -> Coverage:
-        """Return what was accepted last."""
+        """Return the current coverage of a source."""
         return self._now[source]

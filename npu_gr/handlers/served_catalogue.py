@@ -1,10 +1,10 @@
-"""The catalogue that a generator finds items in: versions of a file, and their tables on the device.
+"""The served catalogue of a generator: versions of a file, and their tables on the device.
 
 Two versions of a generator that name the same file and codes share one served catalogue.
 
-`FilterCache` makes the filter of a request, and keeps the masks of attribute queries: such a mask
-takes a pass over the whole catalogue, and the same few queries come again and again (stock,
-country, a category). Filters of item lists are not kept: they cost time in proportion to the list.
+`FilterCache` makes the filter of a request, and caches the masks of attribute queries, since a mask
+takes a pass over the full catalogue, and few queries repeat (stock, country, a category). Filters
+of item lists are not cached, since their cost is proportional to the list.
 """
 
 from __future__ import annotations
@@ -47,17 +47,14 @@ from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.handlers.scored_items import Before, Commit, Follow, anything, nobody
+from npu_gr.handlers.scored_items import Before, Commit, Follow, accept_any, no_follower
 
-# Attribute -> values. An item passes if, of every attribute named, it has one of the values.
+# Attribute -> values. An item passes if it has one of the values of every attribute.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]
 
 
 class FilterCache:
-    """Filters of attribute queries; evicts the least recently used beyond a number of bytes.
-
-    Any thread may call.
-    """
+    """An LRU cache of filters of attribute queries, limited in bytes. Thread-safe."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -72,21 +69,19 @@ class FilterCache:
         deny: I64 | None = None,
         query: Query | None = None,
     ) -> Filter | None:
-        """Combine withdrawals, lists and attributes: an item passes if it passes them all.
+        """Combine withdrawals, item lists and attributes: an item must pass all of them.
 
         Args:
-            snapshot: the version.
-            allow: the only item ids that pass; None = no such list. Ids that the catalogue lacks
-                are ignored.
-            deny: item ids that do not pass; None = no such list. Ids that the catalogue lacks are
-                ignored.
-            query: attributes that an item must have.
+            snapshot: Version of the catalogue.
+            allow: Item ids that may pass; None for all. Unknown ids are ignored.
+            deny: Item ids that do not pass, if any. Unknown ids are ignored.
+            query: Attributes that an item must have.
 
         Returns:
-            The filter; None = every item of the trie passes.
+            The filter; None if all items of the trie pass.
 
         Raises:
-            Unprocessable: no such attribute, or a value of another kind than the attribute's.
+            Unprocessable: an attribute does not exist, or a value has another type.
         """
         passing = self._queried(snapshot, query) if query else snapshot.available
         if allow is not None:
@@ -105,8 +100,7 @@ class FilterCache:
                 allowed &= snapshot.available.allowed
             return allow_mask(snapshot.trie, allowed)
 
-        # repr tells 1 from True, and "1" from 1: they are equal keys of a dict, or look alike, but
-        # other queries.
+        # repr distinguishes 1, True and "1", which are equal keys of a dict or look alike.
         terms = (
             repr((name, sorted(set(values), key=repr))) for name, values in sorted(query.items())
         )
@@ -117,8 +111,7 @@ class FilterCache:
             if (cached := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
                 return cached
-        # Outside the lock: two threads may make the same filter at once. That is rare, and the two
-        # are equal.
+        # Without the lock, so two threads may make the same filter; that is rare and harmless.
         made = make()
         size = _bytes(made)
         with self._lock:
@@ -146,15 +139,15 @@ class ServedCatalogue:
         scheduler: Scheduler,
         device: torch.device,
     ) -> None:
-        """Nothing is read yet.
+        """Prepare; `reload` reads the file.
 
         Args:
-            path: .jsonl, .parquet or .bin: items and their semantic IDs.
-            codes: number of codes of each level of a semantic ID.
-            first_token: token of the first level's code 0; the other levels follow.
-            filter_cache_bytes: for the masks of attribute queries.
-            scheduler: uploads the tables.
-            device: where the tables go.
+            path: Items and their semantic IDs: .jsonl, .parquet or .bin.
+            codes: Codes per level of a semantic ID.
+            first_token: Token of code 0 of the first level; the other levels follow.
+            filter_cache_bytes: Capacity of the cache of masks.
+            scheduler: Uploads the tables.
+            device: Device of the tables.
         """
         self._path = path
         self._codes = codes
@@ -163,33 +156,31 @@ class ServedCatalogue:
         self._device = device
         self._catalogue = Catalogue()
         self._names = EMPTY
-        self._centroids: Centroids | None = None  # beside the file
+        self._centroids: Centroids | None = None  # in the folder of the file
         self.filters = FilterCache(filter_cache_bytes)
-        # asked before a version comes into service, which it may reject
-        self.follow: Follow = nobody
-        # content -> tables, of the version in service and of the one kept
+        # called before a version is published, which it may reject
+        self.follow: Follow = no_follower
+        # content -> tables, of the current and the previous version
         self._tables: dict[str, Tables] = {}
         self._publishing = asyncio.Lock()
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
-        """Keep the version in service, and its tables, while the block runs."""
+        """Pin the current version and its tables for the block."""
         with self._catalogue.pin() as snapshot:
             yield snapshot, self._tables[snapshot.content]
 
     def tables(self) -> list[ItemNames]:
-        """List the names of items that the changes of this version brought, and those beside its file."""
+        """Return the item names of changes of this version, and those in the folder of its file."""
         with self._catalogue.pin() as snapshot:
             return [snapshot.names, self._names]
 
-    async def reload(self, before: Before = anything) -> CatalogueInfo:
-        """Read the file again, and the names beside it, and serve it.
-
-        Requests in progress keep their version.
+    async def reload(self, before: Before = accept_any) -> CatalogueInfo:
+        """Serve the file and its names as they are now; requests in progress keep their version.
 
         Raises:
-            DataError: names the file, the record and the reason; the version served before still
-                is. What `before` raises; the same.
+            DataError: the file is invalid; the current version stays. Also after errors of
+                `before`.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
         centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
@@ -198,16 +189,14 @@ class ServedCatalogue:
         self._centroids = centroids
         return info
 
-    async def update(self, change: CatalogueChange, before: Before = anything) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored.
+    async def update(self, change: CatalogueChange, before: Before = accept_any) -> CatalogueInfo:
+        """Serve a version with items added, withdrawn and restored, until the next reload.
 
-        The file does not change, so a reload undoes this.
-
-        An item without a semantic ID gets one by the centroids beside the file; the answer has it.
+        An item without a semantic ID gets one by the centroids in the folder of the file; it is in
+        the result.
 
         Raises:
-            DataError: names the item and the reason; the version served before still is.
-            What `before` raises; the same.
+            DataError: an item is invalid; the current version stays. Also after errors of `before`.
         """
         made: dict[str, tuple[int, ...]] = {}
 
@@ -252,9 +241,9 @@ class ServedCatalogue:
             commit = await self.follow(snapshot, is_strict)
             self._catalogue.publish(snapshot)
             commit()
-            kept = self._catalogue.contents()
+            retained = self._catalogue.contents()
             self._tables = {
-                content: tables for content, tables in self._tables.items() if content in kept
+                content: tables for content, tables in self._tables.items() if content in retained
             }
         return self.info()
 
@@ -262,16 +251,16 @@ class ServedCatalogue:
         items = read_items(self._path)
         if len(items) and items.sids.shape[1] != len(self._codes):
             raise CatalogueError(
-                f"{self._path}: semantic IDs of {items.sids.shape[1]} codes, generate.codes names "
-                f"{len(self._codes)}"
+                f"{self._path}: semantic IDs have {items.sids.shape[1]} codes, but generate.codes "
+                f"has {len(self._codes)}"
             )
         return make_snapshot(items, Codebooks.stacked(self._codes, self._first_token))
 
     async def rollback(self) -> CatalogueInfo:
-        """Serve the version before.
+        """Serve the previous version.
 
         Raises:
-            DataError: no earlier version is kept.
+            DataError: there is no previous version.
         """
         async with self._publishing:
             commit = await self.follow(self._catalogue.kept(), False)
@@ -280,23 +269,23 @@ class ServedCatalogue:
         return self.info()
 
     async def followed(self) -> Commit:
-        """Ask who follows to prepare for the version in service."""
+        """Let `follow` prepare for the current version."""
         with self._catalogue.pin() as snapshot:
             return await self.follow(snapshot, False)
 
     def info(self) -> CatalogueInfo:
-        """Describe the version in service."""
+        """Describe the current version."""
         return self._catalogue.status()
 
     def item_ids(self) -> I64:
-        """List the items that can be found, in ascending order.
+        """Return the ids of all available items, ascending. Thread-safe.
 
-        Ten million take tens of milliseconds. Any thread.
+        Ten million items take tens of milliseconds.
         """
         with self._catalogue.pin() as snapshot:
             return snapshot.item_ids
 
     def num_paths(self) -> tuple[int, ...]:
-        """Count the semantic-ID paths of 1, 2, ... codes in the version in service."""
+        """Return the number of semantic-ID paths of 1, 2, ... codes in the current version."""
         with self._catalogue.pin() as snapshot:
             return tuple(len(level) for level in snapshot.trie.token)

@@ -1,18 +1,18 @@
-"""One request from start to end. READ THIS FILE FIRST.
+"""One request from start to end. Read this file first.
 
-    serve      admission -> deadline -> the kind's job -> metrics
+    serve      admission -> deadline -> handler of the kind -> metrics
 
-    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/versions.py
-    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/versions.py
-    generate   history -> lease of the prompt KV -> beam search                              jobs/versions.py
-    match      history -> the user's vector -> one pass over the items for many requests     jobs/match.py
-    recommend  history -> signal -> sources -> hook -> rank                                  jobs/recommend.py
-    events     append to the history store                                                   jobs/writes.py
-    ingest     write the events of many users, each of whom fails alone                      jobs/writes.py
-    erase      history store, known prefixes, every memory tier                              jobs/writes.py
+    signal     history -> decide -> reserve pages -> start the prefill -> answer        versions.py
+    rank       history -> lease of the prefix KV -> one pass over the candidates        versions.py
+    generate   history -> lease of the prompt KV -> beam search                         versions.py
+    match      history -> query vector -> one pass over the items for many requests     match.py
+    recommend  history -> signal -> sources -> hook -> rank                             recommend.py
+    events     append to the history store                                              writes.py
+    ingest     write events of many users, each of which fails separately               writes.py
+    erase      history store, cached histories, all memory tiers                        writes.py
 
-`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has.
-HeldPermit, deadline and lease are released by indentation, however a request ends.
+`core/kinds.py` lists the kinds. An instance serves those whose section is configured.
+Permit, deadline and lease are `with` blocks, so they are released however a request ends.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from npu_gr.handlers.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 
-MAX_FAILURES = 3  # device failures in a row that make the instance unready
+MAX_FAILURES = 3  # consecutive device failures that make the instance unready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a service is made of; `app.py` builds it once."""
+    """The parts of a service, built by `app.py`."""
 
     settings: LiveConfig[Any]  # of the instance; a reload replaces it
     admission: AdmissionControl
     brownout: BrownoutControl
     scheduler: Scheduler
-    jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
+    jobs: Mapping[str, KindJob[Any, Any]]  # by name of the kind
     versions: Versions
     histories: Histories
     catalogue: CatalogueOfGenerator
@@ -58,20 +58,20 @@ class Parts:
 
 
 class Service:
-    """Everything behind HTTP. Event loop only."""
+    """Answers requests, and performs admin operations. Event loop only."""
 
     def __init__(self, parts: Parts) -> None:
-        """Serve nothing until `set_ready`.
+        """Begin as not ready.
 
         Args:
-            parts: built and started.
+            parts: Started parts.
         """
         self.parts = parts
         self.versions = parts.versions
-        self.admission = parts.admission  # HTTP asks it before a request is parsed
+        self.admission = parts.admission  # HTTP uses it before parsing a request
         self.names = parts.names  # of actions and items
-        self.catalogue = parts.catalogue  # that generates find items in
-        self.vectors = parts.vectors  # that matches search
+        self.catalogue = parts.catalogue  # of generates
+        self.vectors = parts.vectors  # of matches
         self.on_reload: Callable[[], Awaitable[None]] = _reject_reload
         self._not_ready = "starting"
 
@@ -83,15 +83,15 @@ class Service:
         """Answer one request from start to end.
 
         Args:
-            kind: an entry of `KINDS`.
-            request: of `kind.request`.
-            budget_s: seconds that the caller grants, from now on.
-            permit: of the request; its holder leaves it. None = the request is admitted here.
+            kind: An entry of `KINDS`.
+            request: Request of the type `kind.request`.
+            budget_s: Time limit in seconds, from now on.
+            permit: Permit of the request, which the caller releases; None to acquire one here.
 
         Raises:
             NotFound: this instance does not serve the kind.
-            Overloaded: it could not be answered in time.
-            DeadlineExceeded: `budget_s` is over; everything that the request held is released.
+            Overloaded: the request would miss its objective or budget.
+            DeadlineExceeded: `budget_s` has passed; all resources are released.
         """
         arrived_at = time.monotonic() if permit is None else permit.arrived_at
         job: KindJob[Q, A] = self._job(kind)
@@ -116,13 +116,13 @@ class Service:
             missing = (
                 "no checkpoint" if kind.section == "checkpoint" else (f"no section {kind.section}")
             )
-            raise NotFound(f"this instance does not {kind.name}: its configuration has {missing}")
+            raise NotFound(f"this instance does not {kind.name}; its configuration has {missing}")
         return job
 
     # ---- load
 
     async def watch(self) -> None:
-        """Follow the load, and set the brown-out level of every relay, until cancelled."""
+        """Measure the load, and set the brownout level of all relays, until cancelled."""
         while True:
             await asyncio.sleep(OBSERVE_S)
             pressure = self.parts.scheduler.pressure + self.admission.pressure
@@ -133,12 +133,10 @@ class Service:
     # ---- administration
 
     async def reload_models(self) -> list[ModelInfo]:
-        """Read the configuration file again and serve what it says.
-
-        Requests in progress keep their version.
+        """Reload the configuration file; requests in progress keep their version.
 
         Raises:
-            Unprocessable: the new configuration cannot be served; everything is as before.
+            Unprocessable: the new configuration cannot be served; the current one stays.
         """
         try:
             await self.on_reload()
@@ -147,11 +145,11 @@ class Service:
         return self.versions.models()
 
     def models(self) -> list[ModelInfo]:
-        """Describe the models that serve, the default first, and those that drain."""
+        """Describe the current models, the default first, and draining ones."""
         return self.versions.models()
 
     def kind_versions(self) -> dict[str, tuple[str, ...]]:
-        """Name the versions of each kind that this instance serves, the current one first; () = it has no versions."""
+        """Return the versions of each served kind, the current one first; () without versions."""
         vectors = self.vectors.versions()
         rankers = self.versions.of_ranker()
         of_kind = {GENERATE.name: self.versions.of_generator(), MATCH.name: vectors}
@@ -159,11 +157,11 @@ class Service:
         return {name: of_kind.get(name, ()) for name in self.parts.jobs}
 
     async def effective_config(self) -> dict[str, Any]:
-        """Return the configuration in force as plain types."""
+        """Return the current configuration as plain types."""
         return to_table(self.parts.settings.config)
 
     async def knows(self, user: UserKey) -> dict[str, bool]:
-        """Say of each memory of this process whether the user can be found in it."""
+        """Return whether each memory of this process has data of the user."""
         return {
             "histories": self.parts.histories.knows(user),
             "prefixes": any(model.relay.knows(user) for model in self.versions.all()),
@@ -173,7 +171,7 @@ class Service:
     # ---- readiness
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether new work is welcome, and if not, why."""
+        """Whether the instance is ready, and if not, why."""
         if self._not_ready:
             return False, self._not_ready
         failures = self.parts.scheduler.failures_in_a_row
@@ -182,17 +180,14 @@ class Service:
         return True, ""
 
     def set_ready(self, why_not: str = "") -> None:
-        """Become ready, or with a reason, unready."""
+        """Become ready, or unready with a reason."""
         self._not_ready = why_not
 
     async def stop(self) -> None:
-        """End what the jobs run in the background.
-
-        The models that they use are stopped after them, by `app.py`.
-        """
+        """Stop the background work of all handlers; `app.py` stops the models later."""
         for job in self.parts.jobs.values():
             await job.stop()
 
 
 async def _reject_reload() -> None:
-    raise ConfigError("this instance was not started from a configuration file")
+    raise ConfigError("this instance has no configuration file to reload")

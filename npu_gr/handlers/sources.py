@@ -1,18 +1,18 @@
-"""Where a cascade's candidates come from: the ranker and its counts, generate, match, and a list of popular items.
+"""Sources of a cascade's candidates: shared encoder, counts of the ranker, generate, match.
 
-`SharedEncoderUse` is one recommend's use of a ranker that also retrieves: two passes over one
+`SharedEncoderUse` is the use of a ranker that also retrieves by one recommend: two passes over one
 prefix.
 
-    find    lease of the prefix KV -> NEXT (with the encode, where something is missing) -> u -> the best items
-    rank    the same prefix -> logits of the candidates, and u . e_i of each, whichever source it came from
+    find    lease of the prefix KV -> encode missing tokens and NEXT -> u -> best items
+    rank    the same prefix -> logits of the candidates, and u . e_i of all candidates
 
-Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device:
-`ranked_ahead` then has the scores, unless other candidates came to be ranked after all.
+If no other source or hook runs between them (`rank_ahead`), both passes are one device job, and
+`ranked_ahead` returns the scores, unless other candidates are ranked after all.
 
 Lease, item table and order are of one version. A prefix that the first pass wrote is published
-before the second, so that other requests of the user need not wait for this one's sources. Where no
-page holds it (a short history, no room, a device that failed to read it), the second pass leases it
-as any rank does.
+before the second, so that other requests of the user need not wait for the sources of this one. If
+it is not in pages (a short history, no free pages, a device failure), the second pass takes a new
+lease.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.request import GenerateRequest, MatchRequest, RankAnswer, RankRequest
 from npu_gr.engine.rank_engine import NextItems, PrefetchedScores
 from npu_gr.handlers.base import Call
-from npu_gr.handlers.cascade_plan import Denied, among
+from npu_gr.handlers.cascade_plan import Denied, is_in
 from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.match import MatchJob
 from npu_gr.handlers.ranking import NOTHING, Ranking
@@ -46,7 +46,7 @@ from npu_gr.relay.relay import Lease
 
 
 class SharedEncoderUse:
-    """What a request holds of the shared encoder: `async with`, which ends its lease.
+    """A request's lease and results of the shared encoder, used with `async with`.
 
     Event loop only.
     """
@@ -60,15 +60,15 @@ class SharedEncoderUse:
         max_candidates: int,
         features: Encoded | None = None,
     ) -> None:
-        """Lease nothing yet.
+        """Begin without a lease.
 
         Args:
-            ranking: the version that serves the request.
-            user: whose history.
-            tokens: of that history.
-            shown_at: unix seconds of NEXT, and of the candidates.
-            max_candidates: that the rank will bring.
-            features: of the request, for NEXT; None = missing.
+            ranking: Version of the ranker that serves the request.
+            user: The user.
+            tokens: Tokens of the history.
+            shown_at: Unix seconds of NEXT, and of the candidates.
+            max_candidates: Maximum number of candidates of the rank.
+            features: Features of the request, for NEXT; None if missing.
         """
         self._ranking = ranking
         self._user = user
@@ -77,11 +77,11 @@ class SharedEncoderUse:
         self._max_candidates = max_candidates
         self._features = features
         self._held: AbstractAsyncContextManager[Lease] | None = None
-        self._first: Lease | None = None  # how the first pass got the prefix
-        self._lease: Lease | None = None  # for the second
+        self._first: Lease | None = None  # of the first pass
+        self._lease: Lease | None = None  # for the second pass
         self._ahead: PrefetchedScores | None = None
         self._found: NextItems | None = None
-        self._ids: I64 | None = None  # of what was found, by this vocabulary
+        self._ids: I64 | None = None  # ids of the found items, by this vocabulary
         self._vocabulary = self._of_tokens = ranking.vocabulary
 
     async def __aenter__(self) -> SharedEncoderUse:
@@ -101,9 +101,9 @@ class SharedEncoderUse:
         """Let `find` score candidates in the same job.
 
         Args:
-            merge: external ids that were found -> all candidates, known ones, of which the first
-                will be ranked; None = they are what was found. Called on a device thread.
-            least: candidates that make it certain that no others will be ranked.
+            merge: Function from found external ids to all known candidates, of which the first are
+                ranked; None if these are the found ones. Called on a device thread.
+            least: Number of candidates from which on no others are added.
         """
         ranking = self._ranking
 
@@ -120,19 +120,19 @@ class SharedEncoderUse:
         )
 
     def found_late(self) -> I64 | None:
-        """Take what a job found for which `find` did not wait to the end: external ids, best first; None = nothing."""
+        """Return the ids that a job found after `find` timed out, best first; None if none."""
         if self._ahead is None or self._ahead.found is None:
             return None
-        self._found = self._ahead.found  # its u serves the rank
+        self._found = self._ahead.found  # the rank uses its u
         return self._ranking.vocabulary.ids_of(self._found.rows)
 
     async def find(self, num_items: int, denied: Denied, call: Call) -> I64:
         """Find the items with the highest retrieval scores.
 
         Args:
-            num_items: at most so many; 0 = only u is wanted.
-            denied: what must not be found.
-            call: when this stage began, and when it must be done.
+            num_items: Maximum number of items; 0 to compute only u.
+            denied: Items to exclude.
+            call: Begin and deadline of this stage.
 
         Returns:
             External ids, best first.
@@ -155,35 +155,35 @@ class SharedEncoderUse:
                 self._features,
                 self._ahead,
             )
-        except BaseException:  # a cancellation too: pages that are half written must not be found
+        except BaseException:  # also a cancellation, since pages may be partially written
             lease.discard()
-            await self._let_go()
+            await self._release()
             raise
         self._first = used
         self._found = found
         self._ids = ranking.vocabulary.ids_of(found.rows)
-        if found.scores is not None:  # a rank of others would lease for itself
-            await self._let_go()
+        if found.scores is not None:  # a rank of other candidates takes a new lease
+            await self._release()
             return self._ids
         if used.keep is not None:
-            await self._let_go()  # publishes it; nobody can take it before it is leased again
+            await self._release()  # publishes it; no other task runs before the new lease
             used = await self._leased(self._max_candidates, call.deadline_at)
-        if used.cached is None or used.keep is not None:  # the second pass leases for itself
+        if used.cached is None or used.keep is not None:  # the second pass takes a new lease
             lease.discard()
             used.discard()
-            await self._let_go()
+            await self._release()
         else:
             self._lease = used
         return self._ids
 
     def _hidden(self, denied: Denied) -> I64:
-        """List the rows that must not be found, in any order, maybe more than once."""
+        """Return the rows to exclude, in any order, possibly repeated."""
         ranking = self._ranking
         vocabulary = ranking.vocabulary
         parts = [ranking.items.hidden] if len(ranking.items.hidden) else []
         seen = denied.seen
         if seen is self._tokens.events.items and vocabulary is self._of_tokens:
-            parts.append(self._tokens.rows)  # nothing was cut, and every item is known
+            parts.append(self._tokens.rows)  # the history was not cut, and all items are known
             seen = None
         for ids in (denied.given, seen):
             if ids is not None and len(ids):
@@ -192,7 +192,7 @@ class SharedEncoderUse:
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, NOTHING])
 
     def rows_of(self, items: I64) -> I64 | None:
-        """Tell the rows of the very array that `find` returned; None = of any other, or they may have changed."""
+        """Return the rows of the array that `find` returned; None for others, or if outdated."""
         if (
             self._found is None
             or items is not self._ids
@@ -202,20 +202,20 @@ class SharedEncoderUse:
         return self._found.rows
 
     def ranked_ahead(self, request: RankRequest, rows: I64) -> RankAnswer | None:
-        """Answer a rank of these item rows from what `find` scored; None = it did not score just these."""
+        """Answer a rank of these rows with prefetched scores; None if `find` scored others."""
         if self._first is None or self._found is None:
             return None
         return self._ranking.ranked_ahead(request, rows, self._tokens, self._first, self._found)
 
     async def rank(self, request: RankRequest, call: Call) -> RankAnswer:
-        """Score candidates; if u was found, the answer has their retrieval scores too.
+        """Score candidates, with retrieval scores if `find` has computed u.
 
         Args:
-            request: of this user, at this time.
-            call: when this stage began, and when it must be done.
+            request: Request of the same user and time.
+            call: Begin and deadline of this stage.
 
         Returns:
-            As of `Ranking.rank`; it tells how the first pass got the prefix.
+            The answer, with the prefix outcome of the first pass.
         """
         first, found = self._first, self._found
         vector = None if found is None else found.vector
@@ -228,18 +228,18 @@ class SharedEncoderUse:
         return replace(ranked, outcome=first.outcome, reason=first.reason, prefix_tokens=cached)
 
     async def _leased(self, num_candidates: int, deadline_at: float) -> Lease:
-        """Lease the prefix; nothing else is held meanwhile."""
+        """Lease the prefix; no other lease may be held."""
         held = self._ranking.relay.lease(self._user, self._tokens, num_candidates, deadline_at)
         lease = await held.__aenter__()
         self._held = held
         return lease
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         await self.__aexit__(None, None, None)
 
 
 class SourceRequest(NamedTuple):
-    """What a source is asked for."""
+    """The request to a source."""
 
     user: UserKey
     history: UserHistory
@@ -247,46 +247,43 @@ class SourceRequest(NamedTuple):
     denied: Denied
     exclude_seen: bool
     call: Call
-    ranking: Ranking  # the version that serves the request
-    rows: I64  # [n] the known items of its history as that version's item rows, oldest first
+    ranking: Ranking  # version that serves the request
+    rows: I64  # [n] item rows of the known items of the history, oldest first
     shared_encoder: SharedEncoderUse
 
 
-POPULAR = "popular"  # the list of popular items, among the names of sources
+POPULAR = "popular"  # source name of the list of popular items
 
 Source = Callable[[SourceRequest], Awaitable[I64]]
-"""Answers items, best first, each once.
-
-Raises ColdUser if it knows nothing of the user, NpuGrError if it failed.
-"""
+"""Returns distinct items, best first. Raises ColdUser without data of the user, else NpuGrError."""
 
 
 class SizedSource(NamedTuple):
-    """A source, and how many items it is asked for."""
+    """A source, and the number of items to request."""
 
     ask: Source
     num_items: int
-    waits: bool = True  # for the device, or for others; False = it answers at once
+    waits: bool = True  # False if it answers at once
 
 
 async def from_shared_encoder(asked: SourceRequest) -> I64:
-    """Search the ranker's own items with its own user vector."""
+    """Retrieve by the ranker's user vector."""
     return await asked.shared_encoder.find(asked.num_items, asked.denied, asked.call)
 
 
 async def from_transitions(asked: SourceRequest) -> I64:
-    """List what most often followed the last events."""
+    """Retrieve items that most often followed the last events."""
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
     found = ranking.vocabulary.ids_of(
         ranking.order.top(asked.rows, asked.num_items + len(asked.denied.ids))
     )
-    return found[~among(found, asked.denied.ids)][: asked.num_items]
+    return found[~is_in(found, asked.denied.ids)][: asked.num_items]
 
 
 async def from_neighbours(asked: SourceRequest) -> I64:
-    """List what has most in common with the history: what the same users had."""
+    """Retrieve items that co-occur with those of the history."""
     order = asked.ranking.blend_sum
     rows = (
         asked.rows[:0]
@@ -296,11 +293,11 @@ async def from_neighbours(asked: SourceRequest) -> I64:
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")
     found = asked.ranking.vocabulary.ids_of(rows)
-    return found[~among(found, asked.denied.ids)][: asked.num_items]
+    return found[~is_in(found, asked.denied.ids)][: asked.num_items]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:
-    """Make the source that searches with the generator in service."""
+    """Make the source of the current generator."""
 
     async def retrieve(asked: SourceRequest) -> I64:
         began_at = time.monotonic()
@@ -308,7 +305,7 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
             user=asked.user,
             history=HistoryRef(),
             num_items=asked.num_items,
-            exclude_seen=False,  # what was seen is among the denied items
+            exclude_seen=False,  # seen items are among the denied ones
             deny_items=asked.denied.ids,
         )
         generation = versions.generator()
@@ -322,7 +319,7 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
 
 
 def from_match(job: MatchJob, metrics: Metrics) -> Source:
-    """Make the source that searches by the user's vector."""
+    """Make the source of match."""
 
     async def retrieve(asked: SourceRequest) -> I64:
         began_at = time.monotonic()

@@ -1,14 +1,12 @@
-"""The models that serve: the current ranker and generator, and the versions before them while they drain.
+"""Versions of ranker and generator: the current ones, and previous ones while they drain.
 
-replace(new)   new requests get `new`; requests that name the old version get that one
-T_life later   prefixes that were signalled for the old version have found their ranks or expired
-nobody uses it the old version is stopped and dropped
+replace(new)    new requests get `new`; requests that name the old version still get that one
+T_life later    prefixes of the old version are used or expired
+after its last request the old version is stopped and removed
 
-`ServedNames` names items and actions as their callers know them, by the tables of all these
-versions.
+`ServedNames` has the names of items and actions of all these versions.
 
-The `signal`, `rank` and `generate` jobs read the history and ask the version that their request
-names.
+The handlers of `signal`, `rank` and `generate` read the history, and call the requested version.
 """
 
 from __future__ import annotations
@@ -54,45 +52,44 @@ V = TypeVar("V", Ranking, Generation)
 
 
 class ModelVersions(Generic[V]):
-    """Versions of one model: the current one, and at most one that drains. Event loop only."""
+    """The current version of a model, and at most one that drains. Event loop only."""
 
     def __init__(self, name: str, first: V, on_change: Callable[[], None]) -> None:
-        """Serve `first`.
+        """Begin with one version.
 
         Args:
-            name: what the model is, in messages.
-            first: the version in service.
-            on_change: called when another version came into service.
+            name: Description of the model in messages.
+            first: The current version.
+            on_change: Callback after a change of the current version.
         """
         self._versions: Published[V] = Published(name)
         self._versions.publish(first)
         self._on_change = on_change
-        # at most two: one may still stop its version
+        # at most two, since one may still be stopping its version
         self._retirements: set[asyncio.Task[None]] = set()
 
     @property
     def current(self) -> V:
-        """The version in service."""
+        """The current version."""
         return self._versions.current
 
     @property
     def draining(self) -> V | None:
-        """The version before it, until it is stopped."""
+        """The previous version, until it is stopped."""
         return self._versions.previous
 
     def all(self) -> list[V]:
-        """List the draining version, then the current one.
+        """Return the draining version, then the current one.
 
-        They share their pages, so an erasure must visit the current one last: it owns the
-        overwrite.
+        They share pages, and an erasure must visit the current one last, which overwrites them.
         """
         return [version for version in (self.draining, self.current) if version is not None]
 
     def find(self, version: str | None) -> V:
-        """Find the version that a request names; None = the current one.
+        """Return the requested version; None for the current one.
 
         Raises:
-            NotFound: neither the current version nor the draining one has that name.
+            NotFound: the version is neither current nor draining.
         """
         if version is None:
             return self.current
@@ -101,37 +98,33 @@ class ModelVersions(Generic[V]):
             if version == each.version:
                 return each
         names = " and ".join(repr(each.version) for each in served)
-        raise NotFound(
-            f"model_version: {quoted(version)} is not served; {names} "
-            f"{'is' if len(served) == 1 else 'are'}"
-        )
+        raise NotFound(f"model_version: {quoted(version)} is not served; there is {names}")
 
     @property
     def is_retiring(self) -> bool:
-        """Whether an old version drains, or is being stopped."""
+        """Whether a previous version drains or is being stopped."""
         return bool(self._retirements)
 
     def replace(self, new: V) -> None:
-        """Put `new` into service; the version before it drains."""
-        assert self.draining is None, "a reload waits for the version that drains"
+        """Make `new` the current version; the previous one drains."""
+        assert self.draining is None, "a reload must wait until the draining version has ended"
         old = self.current
         self._versions.publish(new)
         self._on_change()
         task = asyncio.get_running_loop().create_task(self._retire(old))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
-        # its engine and its relay form a cycle: without this the old weights stay until some later
-        # full collection
+        # its engine and relay form a cycle, so only a full collection frees the old weights
         task.add_done_callback(lambda _: gc.collect())
 
     async def _retire(self, old: V) -> None:
         await asyncio.sleep(old.relay.t_life_s)
-        await old.use.wait_free()  # no request can take the version between this line and the next
+        await old.use.wait_free()  # no request can use the version between this line and the next
         self._versions.drop_previous()
         await old.stop()
 
     async def stop(self) -> None:
-        """Stop every version and what retires one."""
+        """Stop all versions and retirements."""
         for task in list(self._retirements):
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
@@ -140,7 +133,7 @@ class ModelVersions(Generic[V]):
 
 
 class Versions:
-    """The ranker and the generator of an instance; it has one of them or both. Event loop only."""
+    """The ranker and the generator of an instance, at least one of them. Event loop only."""
 
     def __init__(
         self,
@@ -148,11 +141,11 @@ class Versions:
         generation: Generation | None,
         on_change: Callable[[ModelInfo], None] = lambda _first: None,
     ) -> None:
-        """Serve these models.
+        """Begin with these models.
 
         Args:
-            ranking, generation: None = the instance does not do that.
-            on_change: called with the default model when a version came into service.
+            ranking, generation: The models; None if not configured.
+            on_change: Callback with the default model after a change of a version.
         """
         assert ranking or generation
 
@@ -165,33 +158,33 @@ class Versions:
         )
 
     def ranker(self, version: str | None = None) -> Ranking:
-        """Find a version of the ranker.
+        """Return a version of the ranker.
 
         Raises:
-            NotFound: the instance does not rank, or does not serve that version.
+            NotFound: there is no ranker, or it has no such version.
         """
         if self.rankers is None:
-            raise NotFound("this instance does not rank: its configuration has no checkpoint")
+            raise NotFound("this instance does not rank; its configuration has no checkpoint")
         return self.rankers.find(version)
 
     def generator(self, version: str | None = None) -> Generation:
-        """Find a version of the generator.
+        """Return a version of the generator.
 
         Raises:
-            NotFound: the instance does not generate, or does not serve that version.
+            NotFound: there is no generator, or it has no such version.
         """
         if self.generators is None:
             raise NotFound(
-                "this instance does not generate: its configuration has no section generate"
+                "this instance does not generate; its configuration has no section generate"
             )
         return self.generators.find(version)
 
     def current(self) -> list[Ranking | Generation]:
-        """List the versions in service."""
+        """Return the current versions."""
         return [models.current for models in (self.rankers, self.generators) if models is not None]
 
     def all(self) -> list[Ranking | Generation]:
-        """List every version; of one model the draining version comes before the current one."""
+        """Return all versions, draining ones first."""
         return [*self._draining(), *self.current()]
 
     def _draining(self) -> list[Ranking | Generation]:
@@ -201,13 +194,11 @@ class Versions:
         return [version for version in found if version is not None]
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
-        """Have every version of the ranker prepare for a version of the catalogue.
-
-        See `ScoredItems.follow`.
+        """Let all versions of the ranker prepare for a catalogue, see `ScoredItems.follow`.
 
         Args:
-            snapshot: that is about to come into service.
-            is_strict: of the version in service; one that drains does what it can.
+            snapshot: Version of the catalogue to be published.
+            is_strict: Strictness for the current version; a draining one is never strict.
         """
         if self.rankers is None:
             return lambda: None
@@ -223,7 +214,7 @@ class Versions:
         return commit
 
     def of_ranker(self) -> tuple[str, ...]:
-        """Name the versions of the ranker, the current one first; () = the instance does not rank."""
+        """Return the versions of the ranker, the current one first; () without a ranker."""
         return (
             ()
             if self.rankers is None
@@ -231,7 +222,7 @@ class Versions:
         )
 
     def of_generator(self) -> tuple[str, ...]:
-        """Name the versions of the generator, as those of the ranker."""
+        """Return the versions of the generator, the current one first; () without a generator."""
         return (
             ()
             if self.generators is None
@@ -239,7 +230,7 @@ class Versions:
         )
 
     def models(self) -> list[ModelInfo]:
-        """Describe every version, those in service first."""
+        """Describe all versions, current ones first."""
         draining = [
             dataclasses.replace(version.model, is_draining=True) for version in self._draining()
         ]
@@ -247,43 +238,40 @@ class Versions:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a version that was replaced is still there."""
+        """Whether a previous version still drains."""
         return bool(self._draining())
 
     @property
     def is_retiring(self) -> bool:
-        """Whether an old version drains, or is being stopped."""
+        """Whether a previous version drains or is being stopped."""
         return any(
             models is not None and models.is_retiring for models in (self.rankers, self.generators)
         )
 
     @property
     def max_events(self) -> int:
-        """Newest behaviours that the longest window in service has room for."""
+        """Number of newest events in the longest window of the current versions."""
         return max([version.max_events for version in self.current()])
 
     async def stop(self) -> None:
-        """Stop every version."""
+        """Stop all versions."""
         for models in (self.rankers, self.generators):
             if models is not None:
                 await models.stop()
 
 
 class ServedNames:
-    """The tables of all versions together: an id is one item's, so whichever table has it names it.
-
-    Event loop only.
-    """
+    """Names of items and actions of all versions; any table may name an id. Event loop only."""
 
     def __init__(
         self, histories: Histories, versions: Versions, vectors: ServedVectors | None
     ) -> None:
-        """Read the tables where they are served.
+        """Store the parts.
 
         Args:
-            histories: whose rows may run backwards in time.
-            versions: of ranker and generator.
-            vectors: None = the instance does not match.
+            histories: Histories, which have the policy for unsorted ones.
+            versions: Versions of ranker and generator.
+            vectors: Vectors of match, if configured.
         """
         self._histories = histories
         self._versions = versions
@@ -291,11 +279,11 @@ class ServedNames:
 
     @property
     def unsorted_history(self) -> OnUnsorted:
-        """What becomes of a history whose rows run backwards in time."""
+        """Policy for a history that is out of time order."""
         return self._histories.on_unsorted
 
     def actions(self, version: str | None) -> ActionNames | None:
-        """Return the actions of a version of the ranker, or without one the generator's; None = they have no names.
+        """Return the actions of a version of the ranker, else of the generator; None if unnamed.
 
         Raises:
             NotFound: the version is not served.
@@ -305,7 +293,7 @@ class ServedNames:
         return self._versions.generator().actions
 
     def features(self, version: str | None) -> ModelFeatures:
-        """Return the features of a version of the ranker; without a ranker there are none.
+        """Return the features of a version of the ranker; none without a ranker.
 
         Raises:
             NotFound: the version is not served.
@@ -314,17 +302,17 @@ class ServedNames:
         return ModelFeatures() if rankers is None else rankers.find(version).features
 
     def items(self, ids: I64) -> list[str | int]:
-        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         if not is_hashed(ids).any():
             return cast("list[str | int]", ids.tolist())
         return names_of(self._tables(), ids)
 
     def titles(self, ids: I64) -> list[str | None]:
-        """Return the title of each item: [n] -> n titles, None where it has none."""
+        """Return the title of each item: [n] -> n titles, None if it has none."""
         return titles_of(self._tables(), ids)
 
     def _tables(self) -> list[ItemNames]:
-        """List each table once: of the catalogue, of the versions in service, of those before them."""
+        """Return the distinct tables: of the catalogue, of current and of previous versions."""
         tables = (
             []
             if self._versions.generators is None
@@ -336,7 +324,7 @@ class ServedNames:
         return list(dict.fromkeys(table for table in tables if len(table)))
 
 
-# After these verdicts the prefix is in HBM, or on its way, and waits for its rank.
+# After these verdicts the prefix is in HBM, or being produced.
 _PRODUCED = (
     Verdict.PREINFER,
     Verdict.EXTEND,
@@ -347,29 +335,29 @@ _PRODUCED = (
 
 
 class _ModelJob:
-    """What the three have in common."""
+    """Base of the handlers of models."""
 
     def __init__(self, versions: Versions, histories: Histories, metrics: Metrics) -> None:
-        """Serve one kind of request.
+        """Store the parts.
 
         Args:
-            versions: of the ranker and the generator.
-            histories: where behaviours come from.
-            metrics: where answers are counted.
+            versions: Versions of ranker and generator.
+            histories: Histories of users.
+            metrics: Metrics of the instance.
         """
         self._versions = versions
         self._histories = histories
         self._metrics = metrics
 
     async def stop(self) -> None:
-        """Do nothing: the versions stop their own work."""
+        """Do nothing, since versions stop their own work."""
 
 
 class SignalJob(_ModelJob):
-    """Signals for the ranker's prefix, the generator's prompt, or both."""
+    """Handles signals for the ranker's prefix, the generator's prompt, or both."""
 
     async def run(self, request: SignalRequest, call: Call) -> SignalAnswer:
-        """Decide, start, and answer at once."""
+        """Decide, start prefills, and answer without waiting for them."""
         versions, version = self._versions, request.model_version
         ranking = versions.ranker(version) if versions.rankers is not None else None
         generation = None
@@ -413,10 +401,10 @@ class SignalJob(_ModelJob):
 
 
 class RankJob(_ModelJob):
-    """Ranks, each by the version of the ranker that its request names."""
+    """Handles ranks, each with the requested version of the ranker."""
 
     async def run(self, request: RankRequest, call: Call) -> RankAnswer:
-        """Read the history, score, and keep the version in use meanwhile."""
+        """Read the history, and score with one version of the ranker."""
         ranking = self._versions.ranker(request.model_version)
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
@@ -433,20 +421,21 @@ class RankJob(_ModelJob):
 
 
 class GenerateJob(_ModelJob):
-    """Generates, each by the version of the generator that its request names."""
+    """Handles generates, each with the requested version of the generator."""
 
     async def run(self, request: GenerateRequest, call: Call) -> GenerateAnswer:
-        """Read the history, search, and keep the version in use meanwhile."""
+        """Read the history, and search with one version of the generator."""
         generation = self._versions.generator(request.model_version)
         with generation.use:
             history = await self._histories.read(
                 request.user, request.history, self._versions.max_events, call.slot.outside
             )
             events = history.events
-            # an empty prompt would blame the caller: 422
+            # else the empty prompt would be a client error (422)
             if events.origin.fault and not len(events):
                 raise StoreFailed(
-                    "the history store fails, and nothing is known of the user", events.origin.fault
+                    "the history store fails, and no history of the user is cached",
+                    events.origin.fault,
                 )
             self._histories.remember(request.user, request.history, history)
             history_s = time.monotonic() - call.arrived_at

@@ -1,7 +1,6 @@
-"""The jobs that change what is known of users: `events` and `ingest` write behaviours, `erase` forgets a user.
+"""The handlers of writes: `events` and `ingest` write events, `erase` erases a user.
 
-`EraseJob` is the one place that knows every memory of a user: the store, the known prefixes, every
-memory tier.
+`EraseJob` covers all places with data of a user: the store, cached histories, and all memory tiers.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from npu_gr.handlers.versions import Versions
 
 
 class EventsJob:
-    """Appends to the store; rejects actions that the ranker does not know."""
+    """Appends events to the store; rejects actions unknown to the ranker."""
 
     def __init__(self, versions: Versions, histories: Histories) -> None:
         self._versions = versions
         self._histories = histories
 
     async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
-        """Append, and answer once the store has acknowledged."""
+        """Append, and answer after the store has acknowledged."""
         events = request.events
         if self._histories.store is not None:
             check_actions(self._versions, events)
@@ -48,36 +47,36 @@ class EventsJob:
         )
 
     async def stop(self) -> None:
-        """Do nothing: the store is not the job's."""
+        """Do nothing, since the store is closed elsewhere."""
 
 
 def check_actions(versions: Versions, events: Events) -> None:
-    """Check that the ranker, if there is one, knows the actions.
+    """Check that the ranker, if there is one, has the actions.
 
     Raises:
-        Unprocessable: it does not.
+        Unprocessable: an action is unknown.
     """
     if versions.rankers is None or not len(events):
         return
     last = len(versions.rankers.current.model.actions) - 1
     if not 0 <= smallest(events.actions) <= largest(events.actions) <= last:
         raise Unprocessable(
-            f"events.actions: an index is over {last}, the last of the model's actions"
+            f"events.actions: indices must be 0 to {last}, the last action of the model"
         )
 
 
 class IngestJob:
-    """Hands all that can be written to the store at once, which commits it in groups."""
+    """Writes all valid entries in one call of the store, which commits them in groups."""
 
     def __init__(self, versions: Versions, histories: Histories) -> None:
         self._versions = versions
         self._histories = histories
 
     async def run(self, request: IngestRequest, call: Call) -> IngestAnswer:
-        """Write, and answer once the store has acknowledged.
+        """Write, and answer after the store has acknowledged.
 
         Raises:
-            Unprocessable: there is no store. StoreFailed: it has written nobody.
+            Unprocessable: there is no store. StoreFailed: the store failed for all users.
         """
         results: list[Written | NpuGrError | None] = [None] * len(request.writes)
         good: dict[int, Write] = {}
@@ -97,28 +96,28 @@ class IngestJob:
         )
 
     def _checked(self, one: Write | RequestError, replaced: set[UserKey]) -> Write:
-        """Return what can be written; `replaced` gains its user."""
+        """Return a valid entry, and add the user of a replacement to `replaced`."""
         if isinstance(one, RequestError):
             raise one
         if one.mode is Mode.REPLACE:
             if one.user in replaced:
                 raise Unprocessable(
-                    "user_id: named before in this call, and a replace has all events of its user"
+                    "user_id: repeated in this call; a replace must have all events of its user"
                 )
             replaced.add(one.user)
         if one.mode is not Mode.APPEND and one.key is not None:
-            raise Unprocessable(f"idempotency_key: only for the mode append; {one.mode} needs none")
+            raise Unprocessable(f"idempotency_key: only for the mode append, not for {one.mode}")
         check_actions(self._versions, one.events)
         return one
 
     async def stop(self) -> None:
-        """Do nothing: the store is not the job's."""
+        """Do nothing, since the store is closed elsewhere."""
 
 
 class EraseJob:
-    """Answers once nothing finds the user, and free pages that held the user's KV have been overwritten.
+    """Erases a user, and overwrites free pages with the user's KV.
 
-    The answer names the places that still hold bytes of the user.
+    The answer names the places that still have bytes of the user.
     """
 
     def __init__(
@@ -129,10 +128,10 @@ class EraseJob:
         self._vectors = vectors
 
     async def run(self, request: EraseRequest, call: Call) -> EraseAnswer:
-        """Erase the history first: a rank that comes meanwhile finds nothing to encode again.
+        """Erase, history first, so that a concurrent rank cannot encode it again.
 
         Raises:
-            StoreFailed: the store has not forgotten the user; the memory of this instance has.
+            StoreFailed: the store failed; the memory of this instance has erased the user.
         """
         try:
             is_overwritten = await self._histories.erase(request.user)
@@ -150,4 +149,4 @@ class EraseJob:
         return (() if is_overwritten else (STORE,)) + ((VECTORS,) if knows else ())
 
     async def stop(self) -> None:
-        """Do nothing: tiers and store are not the job's."""
+        """Do nothing, since tiers and store are stopped elsewhere."""

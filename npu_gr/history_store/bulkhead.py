@@ -1,24 +1,27 @@
-"""The bulkhead in front of whatever an instance calls: its callers wait for a bounded time.
+"""Bulkhead and circuit breaker for a dependency (history store, feature source).
 
-    call ─> breaker ─> place (max_calls, max_queue) ─> the store, or the feature source
+Requests wait for the dependency for a bounded time only.
+
+    call ─> breaker ─> place (max_calls, max_queue) ─> history store or feature source
               │            │                             │ longer than the limit: store_slow
-              └ open       └ none in time: store_busy    └ fails: store_unavailable, disk_full, entry_corrupt
+              └ open       └ none free: store_busy       └ fails: store_unavailable,
+                                                           disk_full, entry_corrupt
 
-The circuit breaker rejects calls at once after failures, and one now and then tries whether it is
-over:
+After failures the circuit breaker rejects calls at once; a probe now and then tests whether the
+dependency works again:
 
-    closed ── failures in a row, or half of the newest ones ──> open ── retry_s ──> one probe
-      ▲                                                          ▲                    │
-      │                                                          └────── it fails ────┤
-      └──────────────────────────── it succeeds ──────────────────────────────────────┘
+    closed ── failures in a row, or half of the newest calls ──> open ── retry_s ──> one probe
+      ▲                                                           ▲                    │
+      │                                                           └────── it fails ────┤
+      └──────────────────────────── it succeeds ───────────────────────────────────────┘
 
-A call that passed while the breaker was closed does not count once it is open: only a probe says
-how things are now.
+Calls that began while the breaker was closed do not count once it is open: only a probe shows the
+present state.
 
-Reads of a store have a lane of their own, and so have appends and erasures: neither waits for the
-other, and a full disk that fails every append stops no read. A caller that gives up, or whose limit
-is over, leaves its call behind: the call keeps its place until the store has really ended it. So a
-store that hangs holds `max_calls` calls, and nothing else.
+A store has one lane for reads and one for appends and erasures: neither waits for the other, and a
+full disk, which fails every append, stops no read. If the caller is cancelled or the limit passes,
+the call goes on and keeps its place until the store has ended it. So a store that hangs holds
+`max_calls` calls, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
-from npu_gr.core.logs import SeldomLog
+from npu_gr.core.logs import ThrottledLog
 from npu_gr.history_store.store import (
     FeatureStoreConfig,
     HistoryConfig,
@@ -41,19 +44,19 @@ from npu_gr.history_store.store import (
     StoredHistory,
 )
 
-NEWEST = 20  # calls, of which half must fail to open a breaker whose calls do not fail in a row
+NEWEST = 20  # the breaker also opens if half of so many latest calls have failed
 
 
 class StoreBreaker:
-    """Says whether a call may be made. Each one that may must be reported once, by its pass."""
+    """Circuit breaker. Each call that it permits must be reported once, with its era."""
 
     def __init__(self, max_failures: int, retry_s: float, clock: Callable[[], float]) -> None:
-        """Begin closed.
+        """Start closed.
 
         Args:
-            max_failures: in a row; the last of them opens it.
-            retry_s: after a failure, until the next probe.
-            clock: seconds that never go back.
+            max_failures: Number of failures in a row that opens the breaker.
+            retry_s: Seconds from a failure to the next probe.
+            clock: Monotonic clock, in seconds.
         """
         self._max_failures = max_failures
         self._retry_s = retry_s
@@ -62,15 +65,15 @@ class StoreBreaker:
         self._in_a_row = 0
         self._retry_at: float | None = None  # None = closed
         self._is_probing = False
-        self._era = 0  # changes whenever it opens or closes
+        self._era = 0  # counts how often it opened or closed
 
     @property
     def is_open(self) -> bool:
-        """Whether calls other than probes are rejected."""
+        """Whether the breaker rejects all calls but probes."""
         return self._retry_at is not None
 
     def enter(self) -> int | None:
-        """Return the pass of a call that may be made, or None if it may not."""
+        """Permit a call and return its era, or return None to reject it."""
         if self._retry_at is not None:
             if self._is_probing or self._clock() < self._retry_at:
                 return None
@@ -78,7 +81,7 @@ class StoreBreaker:
         return self._era
 
     def succeeded(self, era: int) -> bool:
-        """Report that the call with this pass did its part; True = that closed the breaker."""
+        """Report that a call of this era succeeded; return True if that closed the breaker."""
         if era != self._era:
             return False
         if self._retry_at is not None:
@@ -89,7 +92,7 @@ class StoreBreaker:
         return False
 
     def failed(self, era: int) -> bool:
-        """Report that the call with this pass failed or took too long; True = that opened the breaker."""
+        """Report that a call of this era failed; return True if that opened the breaker."""
         if era != self._era:
             return False
         if self._retry_at is not None:
@@ -107,7 +110,7 @@ class StoreBreaker:
         return True
 
     def given_up(self, era: int) -> None:
-        """Report that the call with this pass was not made, or says nothing about the dependency."""
+        """Report that a call of this era was not made, or tells nothing about the dependency."""
         if era == self._era:
             self._is_probing = False
 
@@ -128,7 +131,7 @@ LOG_EVERY_S = 1.0
 
 
 class StoreObserver(Protocol):
-    """Counts calls of a store."""
+    """Receives the result of each call of a store, for metrics."""
 
     def called(self, operation: str, result: str, took_s: float) -> None:
         """Count a call.
@@ -136,14 +139,14 @@ class StoreObserver(Protocol):
         Args:
             operation: append, read or erase.
             result: "ok", "rejected", or the value of a `StoreFault`.
-            took_s: for the caller; a call that is left behind counts its time limit.
+            took_s: Seconds that the caller waited, so at most the time limit.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call: it is reported once, at its end or at its time limit."""
+    """One call, which is reported once: at its end or at its time limit."""
 
     operation: str
     began_at: float
@@ -153,7 +156,7 @@ class _Call:
 
 
 class Lane:
-    """Calls of one sort: at most so many at once, so many that wait, each for so long.
+    """Limits the calls of one kind: how many run, how many wait, and for how long.
 
     Event loop only.
     """
@@ -167,15 +170,15 @@ class Lane:
         clock: Callable[[], float],
         of: str = "the history store",
     ) -> None:
-        """Let calls through.
+        """Start with a closed breaker.
 
         Args:
-            name: in the log.
-            config: how many calls, and when the breaker opens.
-            limit_s: of one call, the wait for its place included.
-            observer: counts.
-            clock: seconds that never go back.
-            of: what is called, in messages.
+            name: Name of the lane, for the log.
+            config: Limits of the calls and of the breaker.
+            limit_s: Time limit of one call in seconds, including the wait for a place.
+            observer: Receives the result of each call.
+            clock: Monotonic clock, in seconds.
+            of: Name of the dependency, for messages.
         """
         self._name = name
         self._of = of
@@ -187,15 +190,15 @@ class Lane:
         self._places = asyncio.Semaphore(config.max_calls)
         self._breaker = StoreBreaker(config.max_failures, config.retry_s, clock)
         self._retry_s = config.retry_s
-        self._cause = ""  # of the newest failure
+        self._cause = ""  # message of the latest failure
         self._fault = StoreFault.UNAVAILABLE
-        self._faults = SeldomLog(log, LOG_EVERY_S, clock)
+        self._faults = ThrottledLog(log, LOG_EVERY_S, clock)
         self.waiting = 0
         self.tasks: set[asyncio.Task[None]] = set()
 
     @property
     def num_calls(self) -> int:
-        """Calls that the store has not ended."""
+        """Number of calls that the dependency has not ended."""
         return len(self.tasks)
 
     @property
@@ -208,11 +211,11 @@ class Lane:
 
         Args:
             operation: append, read or erase.
-            work: calls the store.
+            work: Coroutine function that calls the dependency.
 
         Raises:
-            StoreFailed: the store failed or took too long, no place was free in time, or the
-                breaker is open.
+            StoreFailed: the dependency failed or took too long, no place became free within the
+                limit, or the breaker is open.
         """
         era = self._breaker.enter()
         if era is None:
@@ -238,7 +241,7 @@ class Lane:
 
     async def _take_place(self, call: _Call) -> None:
         if not self._places.locked():
-            await self._places.acquire()  # does not wait
+            await self._places.acquire()  # returns at once
             return
         if self.waiting >= self._max_queue:
             raise self._busy(
@@ -266,7 +269,7 @@ class Lane:
     async def _work(
         self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle
     ) -> None:
-        """Make the call, report it if its limit is not over, and give the place back."""
+        """Make the call, free its place, and report it unless its limit has passed."""
         error: Exception | None = None
         value: Any = None
         try:
@@ -286,11 +289,10 @@ class Lane:
                 call.answer.set_exception(error)
 
     def _overdue(self, call: _Call, is_second: bool = False) -> None:
-        """End the wait for a call whose limit is over."""
+        """End the wait for a call whose limit has passed."""
         late_s = self._clock() - call.began_at - self._limit_s
         if late_s > self._limit_s / 4 and not is_second:
-            # the event loop was blocked, and read no answer meanwhile: that is not the store's
-            # fault
+            # The event loop was blocked, so it may not have read the answer yet: wait once more.
             asyncio.get_running_loop().call_later(
                 min(late_s, self._limit_s), self._overdue, call, True
             )
@@ -302,17 +304,21 @@ class Lane:
             call.answer.set_exception(error)
 
     def _report(self, call: _Call, error: Exception | None) -> None:
-        """Count the call, and tell the breaker, for which one entry or one request that is wrong is no failure."""
+        """Report a call to the metrics and to the breaker.
+
+        A damaged entry or a bad request is no failure of the dependency: the breaker counts it as a
+        success.
+        """
         if call.is_reported:
             return
         call.is_reported = True
         took_s = self._clock() - call.began_at
         fault = error.fault if isinstance(error, StoreFailed) else StoreFault.UNAVAILABLE
-        is_its_work = error is None or isinstance(error, RequestError)
-        self._observer.called(call.operation, OK if is_its_work else fault.value, took_s)
-        if not is_its_work:
+        is_ok = error is None or isinstance(error, RequestError)
+        self._observer.called(call.operation, OK if is_ok else fault.value, took_s)
+        if not is_ok:
             self._faults.warning("", f"{call.operation}: {error}")
-        if is_its_work or fault is StoreFault.CORRUPT:
+        if is_ok or fault is StoreFault.CORRUPT:
             if self._breaker.succeeded(call.era):
                 log.warning("%s works again: %s", self._of, self._name)
         else:
@@ -320,7 +326,7 @@ class Lane:
             self._fault = fault
             if self._breaker.failed(call.era):
                 log.error(
-                    "%s fails: %s fail at once until it works again: %s",
+                    "%s fails: %s are rejected at once until it works again: %s",
                     self._of,
                     self._name,
                     error,
@@ -328,7 +334,7 @@ class Lane:
 
 
 class GuardedStore:
-    """A `HistoryStore` in front of another one."""
+    """A `HistoryStore` that calls another one through bulkheads."""
 
     def __init__(
         self,
@@ -337,13 +343,13 @@ class GuardedStore:
         observer: StoreObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Guard a store; it is closed with this one.
+        """Guard a store, which is closed with this one.
 
         Args:
-            store: what is called.
-            config: limits of its calls.
-            observer: counts them.
-            clock: seconds that never go back.
+            store: The store to call.
+            config: Limits of its calls.
+            observer: Receives the result of each call.
+            clock: Monotonic clock, in seconds.
         """
         self._store = store
         self._kind = config.kind
@@ -357,7 +363,7 @@ class GuardedStore:
 
     @property
     def health(self) -> StoreHealth:
-        """What the store says of itself."""
+        """Health of the store itself."""
         return self._store.health
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
@@ -381,7 +387,7 @@ class GuardedStore:
         return await self.writes.call("erase", lambda: self._store.erase(user))
 
     async def close(self) -> None:
-        """Close the store, and end the calls that it did not end."""
+        """Close the store, and cancel the calls that it has not ended."""
         await self._store.close()
         for task in (tasks := [*self.reads.tasks, *self.writes.tasks]):
             task.cancel()

@@ -1,4 +1,4 @@
-"""Checksums of what the stores keep, and what a check of them finds: damage on a disk or in a server's memory."""
+"""Checksums of stored events, which reveal damage on a disk or in a server's memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from npu_gr.core.history import Events
 
 U64 = npt.NDArray[np.uint64]
 
-# Redis: every event carries its check, because an append there cannot read what it appends to.
-# 22 bytes
+# A record in Redis, 22 bytes. Every event has its own check, since an append in Redis cannot read
+# the records before it.
 CHECKED = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8"), ("check", "<u4")])
 
 
 def row_sum(*fields: bytes | int) -> int:
-    """Hash the fields of a row (xxh3-64) into a signed 64-bit integer, as SQLite has them."""
+    """Hash the fields of a row (xxh3-64) to a signed 64-bit integer, the integer type of SQLite."""
     digest = xxhash.xxh3_64()
     for one in fields:
         data = one if isinstance(one, bytes) else one.to_bytes(8, "little", signed=True)
@@ -30,7 +30,7 @@ def row_sum(*fields: bytes | int) -> int:
 
 
 def check_row(found: int | None, *fields: bytes | int) -> None:
-    """Compare a row with its sum; None = the row is older than the sums.
+    """Compare a row with its checksum; None = the row was written before there were checksums.
 
     Raises:
         StoreFailed: the row is damaged.
@@ -40,14 +40,14 @@ def check_row(found: int | None, *fields: bytes | int) -> None:
 
 
 def damaged(what: str) -> StoreFailed:
-    """Make the error of an entry that cannot be trusted."""
+    """Make the error for a damaged entry."""
     return StoreFailed(
         f"the history store has damaged data of this user: {what}", StoreFault.CORRUPT
     )
 
 
 def pack_checked(key: bytes, events: Events) -> bytes:
-    """Events as CHECKED records; `key` is of the user, and part of every check."""
+    """Convert events to CHECKED records; the user's `key` is part of every check."""
     records = np.empty(len(events), CHECKED)
     records["item"] = events.items
     records["action"] = events.actions
@@ -57,13 +57,13 @@ def pack_checked(key: bytes, events: Events) -> bytes:
 
 
 def unpack_checked(key: bytes, data: bytes) -> Events:
-    """Events of CHECKED records of that user.
+    """Convert a user's CHECKED records to events.
 
     Raises:
-        StoreFailed: a record is damaged, cut short, or another user's.
+        StoreFailed: a record is damaged, incomplete, or of another user.
     """
     if len(data) % CHECKED.itemsize:
-        raise damaged(f"{len(data)} bytes are not whole records")
+        raise damaged(f"{len(data)} bytes are not a whole number of records")
     records = np.frombuffer(data, CHECKED)
     events = Events.make(records["item"], records["action"], records["timestamp"])
     bad = int(np.count_nonzero(records["check"] != _checks(key, events)))
@@ -73,15 +73,20 @@ def unpack_checked(key: bytes, data: bytes) -> Events:
 
 
 def count_bad(key: bytes, data: bytes) -> int:
-    """How many of the CHECKED records are damaged; a rest that is no whole record counts as one."""
-    whole = len(data) // CHECKED.itemsize * CHECKED.itemsize
-    records = np.frombuffer(data[:whole], CHECKED)
+    """Count the damaged CHECKED records; an incomplete last record counts as one."""
+    num_bytes = len(data) // CHECKED.itemsize * CHECKED.itemsize
+    records = np.frombuffer(data[:num_bytes], CHECKED)
     events = Events.make(records["item"], records["action"], records["timestamp"])
-    return int(np.count_nonzero(records["check"] != _checks(key, events))) + (whole != len(data))
+    return int(np.count_nonzero(records["check"] != _checks(key, events))) + (
+        num_bytes != len(data)
+    )
 
 
 def _checks(key: bytes, events: Events) -> npt.NDArray[np.uint32]:
-    """One check an event, by whole columns: calling a library for each event would cost a read a millisecond."""
+    """Compute one check for each event, column by column.
+
+    A library call for each event would make a read a millisecond slower.
+    """
     mixed = np.full(len(events), xxhash.xxh3_64_intdigest(key), np.uint64)
     for column in (events.items, events.actions, events.timestamps):
         mixed = mix(mixed ^ column.astype(np.int64).view(np.uint64))
@@ -89,7 +94,7 @@ def _checks(key: bytes, events: Events) -> npt.NDArray[np.uint32]:
 
 
 def mix(values: U64) -> U64:
-    """Mix each value (the finaliser of splitmix64): each of its bits changes half of the bits of its result."""
+    """Hash each value by the finaliser of splitmix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Any = values ^ (values >> np.uint64(31))
@@ -98,15 +103,15 @@ def mix(values: U64) -> U64:
 
 @dataclass(slots=True)
 class Found:
-    """What a check found."""
+    """The result of a check."""
 
-    num_users: int = 0  # whose history is whole
-    num_events: int = 0  # that are whole
+    num_users: int = 0  # users with an undamaged history
+    num_events: int = 0  # undamaged events
     num_entries: int = 0  # rows or values that were read
-    num_unchecked: int = 0  # of them: written before there were checksums
-    is_complete: bool = True
-    bad_users: set[bytes] = field(default_factory=set)  # whose history cannot be read whole
-    # what the file says of itself, and places that cannot be read
+    num_unchecked: int = 0  # entries without a checksum, written before there were any
+    is_complete: bool = True  # False = the time limit ended the check
+    bad_users: set[bytes] = field(default_factory=set)  # users with a damaged history
+    # Errors that SQLite reports for the file, and places that cannot be read.
     damage: list[str] = field(default_factory=list)
 
     @property
@@ -116,5 +121,5 @@ class Found:
 
 
 def hashed(key: bytes) -> str:
-    """Name a user in reports without naming the user."""
+    """Return a pseudonym of a user, for reports."""
     return hashlib.blake2b(key, digest_size=8).hexdigest()

@@ -1,11 +1,10 @@
 """The embedded history store: SQLite in WAL mode, one file, one process.
 
-Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent
-appends share an fsync, and each is acknowledged only after it. A job that fails is undone alone.
-What an erasure deletes is overwritten before the erasure is acknowledged (`RowOverwrites`), once
-for all erasures of a group. Reads have a connection and a thread of their own, so a read never
-waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk of its
-user.
+One writer thread commits all queued appends in one transaction (group commit): they share an fsync,
+and each is acknowledged only after it. A job that fails is rolled back alone. Rows that an erasure
+deletes are overwritten before it is acknowledged (`RowOverwrites`), once for all erasures of a
+group. Reads have their own connection and thread, so a read never waits for an append. Events are
+stored in chunks of `CHUNK`, so an append rewrites at most one chunk of its user.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from npu_gr.history_store.store import HistoryConfig, StoredHistory, checked, ke
 log = logging.getLogger(__name__)
 
 MAX_GROUP = 512  # jobs that share a transaction
-SAMPLE_S = 2.0  # between two looks at the space that the disk has left
+SAMPLE_S = 2.0  # interval between two readings of the free disk space
 
 
 class _Job(NamedTuple):
     work: Callable[[sqlite3.Connection], Any]
     done: Future[Any]
-    erases: bool = False  # done when what it deleted is overwritten, or cannot be overwritten yet
+    erases: bool = False  # answered only after an attempt to overwrite the deleted rows
 
 
 class _Undone(NamedTuple):
-    """The result of a job that failed; the transaction goes on without it."""
+    """The result of a job that failed and was rolled back; the transaction goes on without it."""
 
     error: Exception
 
 
 class GroupWriter:
-    """The thread that writes: it commits all jobs that have gathered in one transaction."""
+    """The writer thread: commits all queued jobs in one transaction."""
 
     def __init__(
         self, path: Path, db: sqlite3.Connection, overwrites: RowOverwrites, health: StoreHealth
@@ -59,17 +58,17 @@ class GroupWriter:
         """Start the thread.
 
         Args:
-            path: of the file.
-            db: the connection that nobody else writes by.
-            overwrites: of the file.
-            health: told how the overwrites and the disk do.
+            path: Path of the file.
+            db: The only connection that writes.
+            overwrites: Overwrites deleted rows of the file.
+            health: Updated with the results of overwrites and the free disk space.
         """
         self._path = path
         self._db = db
         self._overwrites = overwrites
         self._health = health
         self._max_log_bytes = MAX_LOG_BYTES
-        # committed, not overwritten, and not answered; the thread only
+        # Committed erasures that are not overwritten and not answered; for the thread only.
         self._erased: list[_Job] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.is_closed = False
@@ -78,13 +77,13 @@ class GroupWriter:
         self._thread.start()
 
     async def submit(self, work: Callable[[sqlite3.Connection], Any], erases: bool = False) -> Any:
-        """Run a job in the next transaction.
+        """Run a job in the next transaction, and return its result once it is on the disk.
 
-        Returns its result when that is on the disk, whoever is cancelled.
+        If the caller is cancelled, the job is done all the same.
 
         Args:
-            work: reads and writes the file.
-            erases: wait until what it deleted is overwritten, or cannot be yet.
+            work: Function that reads and writes the file.
+            erases: Also wait for an attempt to overwrite the deleted rows.
 
         Raises:
             StoreFailed: it could not be written, or the store is closed.
@@ -94,15 +93,15 @@ class GroupWriter:
         job = _Job(work, Future(), erases)
         self._jobs.put(job)
         done = asyncio.wrap_future(job.done)
-        done.add_done_callback(_look_at)
+        done.add_done_callback(_retrieve)
         try:
-            # shielded: cancelling the caller does not undo what may be half committed
+            # Shielded, since a cancelled caller must not cancel a job that may be half committed.
             return await asyncio.shield(done)
         except sqlite3.Error as error:
             raise file.failed("written", error) from error
 
     def finish(self) -> None:
-        """Do the jobs that wait, and end the thread."""
+        """Do the queued jobs, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -111,7 +110,7 @@ class GroupWriter:
     def _run(self) -> None:
         stopping = False
         sampled_at = time.monotonic()
-        self._overwrite()  # the log of a process that died
+        self._overwrite()  # rows in the log of a process that was killed
         while not stopping:
             group, stopping = self._gather()
             if group:
@@ -123,15 +122,13 @@ class GroupWriter:
             if is_due:
                 self._sample_disk()
                 sampled_at = time.monotonic()
-        # else SQLite brings the log into the file itself, when the connections are closed
+        # Otherwise SQLite would copy the log into the file when the connections are closed.
         self._overwrite()
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """The next job and those that wait behind it, `MAX_GROUP` at most.
+        """Take up to `MAX_GROUP` jobs, and return them and whether the store is being closed.
 
-        And whether the store is being closed.
-
-        Nothing if no job comes for `SAMPLE_S`.
+        Returns no jobs if none comes within `SAMPLE_S`.
         """
         group: list[_Job] = []
         try:
@@ -147,15 +144,12 @@ class GroupWriter:
         return group, True
 
     def _commit(self, group: Sequence[_Job]) -> None:
-        """Do the jobs in one transaction.
-
-        If it cannot be committed, each half of them is tried alone.
-        """
+        """Do the jobs in one transaction; if it cannot be committed, do each half of them alone."""
         db = self._db
         try:
             db.execute("BEGIN IMMEDIATE")
         except Exception as error:  # noqa: BLE001  (the thread outlives every job)
-            for job in group:  # the file is locked, or gone: no job is the cause
+            for job in group:  # no job is the cause, but e.g. a locked or missing file
                 job.done.set_exception(error)
             return
         try:
@@ -179,9 +173,9 @@ class GroupWriter:
                 job.done.set_result(result)
 
     def _overwrite(self) -> None:
-        """Overwrite what was deleted, and answer the erasures that wait for it, once for all of them.
+        """Overwrite deleted rows once, and answer all erasures that wait for it.
 
-        What cannot be done now, because a reader holds the log or the disk rejects, is tried again
+        If it cannot be done now, since a reader holds the log or the disk fails, it is tried again
         every `SAMPLE_S`.
         """
         try:
@@ -205,7 +199,7 @@ class GroupWriter:
         self._erased.clear()
 
     def _attempt(self, job: _Job) -> Any:
-        """Do one job, or undo it alone. Raises where SQLite has given up the whole transaction."""
+        """Do one job, or roll it back alone. Raises if SQLite rolled back the whole transaction."""
         db = self._db
         db.execute("SAVEPOINT job")
         try:
@@ -226,17 +220,18 @@ class GroupWriter:
 
 
 class EmbeddedStore:
-    """A `HistoryStore` in one file. A second process that opens it gets StoreInUse."""
+    """A `HistoryStore` in one file, which only one process may open."""
 
     def __init__(self, config: HistoryConfig, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open or make the file, bring its schema up to date, and look for damage.
+        """Open or create the file, migrate its schema, and check it for damage.
 
         Args:
-            config: names the file.
-            wall_clock: unix seconds; idempotency keys expire by it.
+            config: Path of the file, and limits.
+            wall_clock: Unix seconds, by which idempotency keys expire.
 
         Raises:
-            StoreInUse: another process has the file. ConfigError: it cannot be used.
+            StoreInUse: another process has the file open.
+            ConfigError: the file cannot be used.
         """
         path = Path(config.path)
         self._config = config
@@ -258,7 +253,7 @@ class EmbeddedStore:
             except sqlite3.Error as error:
                 raise ConfigError(
                     f"history_store.path: {path} cannot be used: {error}; "
-                    f"`npu-gr store {path} --repair NEW` saves what is left"
+                    f"`npu-gr store {path} --repair NEW` saves the undamaged users"
                 ) from error
             self._files = files.pop_all()
         if config.check_s:
@@ -272,7 +267,7 @@ class EmbeddedStore:
     async def write_many(
         self, batch: Sequence[Write]
     ) -> list[Written | StoreFailed | Unprocessable]:
-        """Do the writes as jobs of their own, which share transactions."""
+        """Do each write as a job of its own; the jobs share transactions."""
         done = await asyncio.gather(
             *(self._write_one(one) for one in batch), return_exceptions=True
         )
@@ -314,7 +309,7 @@ class EmbeddedStore:
         return bool(await self._group.submit(lambda db: file.erase(db, key), erases=True))
 
     async def close(self) -> None:
-        """Finish and close; a thread does it, so it also happens if the caller is cancelled."""
+        """Finish and close on a thread, so also if the caller is cancelled."""
         self._group.is_closed = True
         await asyncio.to_thread(self._finish)
 
@@ -333,7 +328,7 @@ class EmbeddedStore:
             self._reader.execute("ROLLBACK")
 
 
-def _look_at(done: asyncio.Future[Any]) -> None:
-    """Look at the result that nobody waits for any more: asyncio would log it as forgotten."""
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a job whose caller was cancelled, or asyncio would log it."""
     if not done.cancelled():
         done.exception()

@@ -1,7 +1,7 @@
-"""Look for damage in the embedded store's file, and save what is whole into a new one.
+"""Checks the file of the embedded store for damage, and saves undamaged entries into a new file.
 
-Only SQLite's trees are walked. Pages outside of them hold rows that were deleted: to search those
-would bring erased users back.
+Only pages of SQLite's trees are read. Other pages may hold deleted rows: reading them would bring
+erased users back.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from npu_gr.history_store.store import EVENT, MAX_EVENTS
 
 log = logging.getLogger(__name__)
 
-# of one user that a walk tries to leave out before it goes on with another user
+# Unreadable chunks of a user that a walk tries to skip before it goes on with the next user.
 _SKIPPED_CHUNKS = 64
-_STEPS = 10_000  # instructions of SQLite between two looks at the clock
+_STEPS = 10_000  # SQLite instructions between two readings of the clock
 _HEADER = b"SQLite format 3\0"
 
 
 def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
-    """Look for damage for a bounded time, log what was found, and return the number of damaged places.
+    """Check for damage for a bounded time, log the result, and return the number of damaged places.
 
     Args:
-        db: connected to the file; left as it was.
-        path: of the file, for the log.
-        limit_s: after it the check ends, complete or not.
+        db: Connection to the file, which is not changed.
+        path: Path of the file, for the log.
+        limit_s: Seconds after which the check ends, complete or not.
     """
     ends_at = time.monotonic() + limit_s
     db.set_progress_handler(lambda: time.monotonic() > ends_at, _STEPS)
@@ -50,10 +50,10 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     extent = "all" if found.is_complete else f"a part, in {limit_s:g} s,"
     if found.num_damaged:
         log.error(
-            "history store %s: %d damaged places (%s of it was checked); the users concerned are "
-            "answered without it: "
-            "`npu-gr store %s` says more, `npu-gr store --repair NEW` saves what is whole",
-            *(path, found.num_damaged, extent, path),
+            "history store %s: %d damaged places (%s of it was checked); affected users are served "
+            "without their stored history: `npu-gr store %s` lists the damage, "
+            "`npu-gr store %s --repair NEW` saves the undamaged users",
+            *(path, found.num_damaged, extent, path, path),
         )
     else:
         log.info(
@@ -69,8 +69,8 @@ def check(path: Path) -> Found:
     """Read every entry, and compare it with its checksum. The file is not changed.
 
     Raises:
-        ConfigError: an instance has the store open, or there is no such file. DataError: it is no
-            store.
+        ConfigError: an instance has the store open, or there is no such file.
+        DataError: the file is no history store.
     """
     with ExitStack() as files:
         db = _open_to_read(path, files)
@@ -137,7 +137,7 @@ def _look(db: sqlite3.Connection, pragma: str, is_over: Callable[[], bool]) -> F
 
 
 def _good(key: bytes, chunks: list[Chunk], total: int) -> list[Chunk]:
-    """The chunks that are whole, in order; `total` < 0 = unknown."""
+    """Return the undamaged chunks of a user, in order; `total` events, < 0 = unknown."""
     good = []
     for row in sorted(chunks, key=lambda row: row.chunk):
         with suppress(StoreFailed):
@@ -149,23 +149,23 @@ def _good(key: bytes, chunks: list[Chunk], total: int) -> list[Chunk]:
 
 @dataclass(slots=True, kw_only=True)
 class Repaired:
-    """What a repair saved, and what it could not."""
+    """The result of a repair."""
 
-    num_users: int  # with at least one event in the new file
-    num_events: int
-    num_lost: int  # events that are known to have been there
-    bad_users: set[bytes]  # who lost some
-    damage: list[str]
+    num_users: int  # users with at least one event in the new file
+    num_events: int  # saved events
+    num_lost: int  # events that are known to be lost
+    bad_users: set[bytes]  # users that lost events
+    damage: list[str]  # places that cannot be read
 
 
 def repair(path: Path, out: Path) -> Repaired:
-    """Save every whole entry of a store into a new file; the old one is only read.
+    """Save every undamaged entry of a store into a new file; the old one is only read.
 
-    A user who lost events keeps the others, in order. Idempotency keys are not saved.
+    A user that lost events keeps the others, in order. Idempotency keys are not saved.
 
     Raises:
-        ConfigError: `out` exists, or an instance has the store open. DataError: nothing can be
-            read.
+        ConfigError: `out` exists, or an instance has the store open.
+        DataError: nothing can be read.
     """
     if out.exists():
         raise ConfigError(f"{out}: exists already")
@@ -184,12 +184,12 @@ def repair(path: Path, out: Path) -> Repaired:
         new = file.connect(out, files)
         file.prepare(new)
         done = _save(old, new)
-        overwrites.run(new)  # rows have moved between the pages of the new file, too
+        overwrites.run(new)  # the new file may hold copies of rows that moved between pages
         return done
 
 
 def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection:
-    """Copy a store with its log, mend the header of a file that was cut short, and open the copy."""
+    """Copy a store with its log, fix the header of a truncated file, and open the copy."""
     copy = folder / "copy.db"
     shutil.copyfile(path, copy)
     log_path = path.with_name(path.name + "-wal")
@@ -199,7 +199,7 @@ def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection
         header = data.read(100)
         if not header.startswith(_HEADER):
             raise DataError(
-                f"{path}: its first page is damaged, and with it the list of tables; restore a copy"
+                f"{path}: its first page, with the list of tables, is damaged; restore a backup"
             )
         page_bytes = int.from_bytes(header[16:18], "big")
         page_bytes = 65536 if page_bytes == 1 else page_bytes
@@ -214,7 +214,7 @@ def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection
         }
     except sqlite3.Error as error:
         raise DataError(
-            f"{path}: its list of tables cannot be read: {error}; restore a copy"
+            f"{path}: its list of tables cannot be read: {error}; restore a backup"
         ) from error
     if not {"users", "chunks"} <= tables:
         raise DataError(f"{path}: no history store")
@@ -232,14 +232,14 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
         except StoreFailed:
             done.bad_users.add(key)
     new.execute("BEGIN IMMEDIATE")
-    # damaged, or an older version's file: the next append names them again
+    # Ignore damaged or missing names of actions: the next append writes them again.
     with suppress(sqlite3.Error, StoreFailed):
         write_names(new, read_names(old))
     for key, chunks in walk.chunks():
         first, total = extents.pop(key, (0, -1))
         good = _good(key, chunks, total)
         is_first = bool(good) and good[0].chunk == first // CHUNK
-        # what was given up may still be in the chunk
+        # The first chunk may still hold events over the limit, which were given up.
         events = events_of(good, first % CHUNK if is_first else 0)
         lost = max(0, total - first - len(events))
         if lost or total < 0 or len(good) < len(chunks):
@@ -258,20 +258,20 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
 
 
 class _Walk:
-    """Reads the tables in the order of their keys, and goes on behind places that cannot be read."""
+    """Reads the tables in the order of their keys, and skips places that cannot be read."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._known: dict[str, list[bytes]] = {}  # table -> users, for `_hints`
-        self.gaps: list[str] = []  # one a place that cannot be read
+        self.gaps: list[str] = []  # one entry for each place that cannot be read
 
     def users(self) -> Iterator[tuple[bytes, tuple[int, int, int | None]]]:
-        """The rows of `users`."""
+        """Yield the rows of `users`."""
         for key, first, total, its_sum in self._rows("users", ("user",), "first", "total"):
             yield key, (first, total, its_sum)
 
     def chunks(self) -> Iterator[tuple[bytes, list[Chunk]]]:
-        """The rows of `chunks`, user by user."""
+        """Yield the rows of `chunks`, user by user."""
         now: bytes | None = None
         gathered: list[Chunk] = []
         for key, *row in self._rows("chunks", ("user", "chunk"), "data", "features"):
@@ -285,7 +285,7 @@ class _Walk:
             yield now, gathered
 
     def _rows(self, table: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Any, ...]]:
-        """Yield rows in the order of their keys: keys, columns, checksum; None of what an older file lacks."""
+        """Yield rows (keys, columns, checksum) by key; a column that the file lacks is None."""
         names = {name for _, name, *_ in self._db.execute(f"PRAGMA table_info({table})")}
         columns = ", ".join(name if name in names else "NULL" for name in (*keys, *more, "sum"))
         at: tuple[Any, ...] | None = (b"", -1)[: len(keys)]
@@ -293,7 +293,7 @@ class _Walk:
             try:
                 for row in self._after(table, keys, columns, at):
                     key = row[: len(keys)]
-                    # a damaged page may hold keys in any order
+                    # A damaged page may hold keys in any order.
                     if isinstance(key[0], bytes) and key > at:
                         at = key
                         yield row
@@ -313,9 +313,9 @@ class _Walk:
     def _behind(
         self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Find the key after which to go on; None = nothing behind `at` can be read."""
+        """Find the key after which to go on; None = nothing after `at` can be read."""
         if (key := self._next(table, keys, at)) is not None:
-            return key  # its row cannot be read, but the tree around it can
+            return key  # only its row cannot be read, so skip it
         for skipped in range(1, _SKIPPED_CHUNKS if len(keys) > 1 else 1):
             one = (at[0], at[1] + skipped)
             if (key := self._next(table, keys, one)) is not None and key[0] == at[0]:
@@ -330,7 +330,10 @@ class _Walk:
         return None
 
     def _hints(self, table: str) -> list[bytes]:
-        """Users of the other table, sorted: those before its first place that cannot be read, and behind its last."""
+        """List the users of the other table, sorted.
+
+        It is read from both ends, up to the first place that cannot be read.
+        """
         other = "users" if table == "chunks" else "chunks"
         if other not in self._known:
             known: set[bytes] = set()
@@ -346,7 +349,7 @@ class _Walk:
     def _next(
         self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """The first key behind `at`; None if it cannot be read, or there is none."""
+        """Return the first key after `at`; None if it cannot be read, or there is none."""
         try:
             key: tuple[Any, ...] | None = self._after(table, keys, ", ".join(keys), at).fetchone()
         except sqlite3.Error:

@@ -1,30 +1,26 @@
-"""The file of the embedded store: its lock, its connections, its tables, and what is done with one user's rows.
+"""The file of the embedded store: lock, connections, tables, operations, overwriting.
 
-    users    user -> first, total: events [0, first) were given up, [first, total) are kept
-    chunks   user, chunk -> `CHUNK` events, and their features if they have any; the last chunk may be shorter
-    keys     user, idempotency key -> what the append that brought it was, and what it answered
-    actions  number -> name of an action: a list that is written before the first event that uses a number, and only
-             grows at its end. So a model whose actions are others is found before it reads a `buy`
-             as a `view`
+    users    user -> first, total: events [0, first) were given up, [first, total) are stored
+    chunks   user, chunk -> `CHUNK` events with their features; the last chunk may be shorter
+    keys     user, idempotency key -> digest of the append's events, and its answer
+    actions  number -> name of an action: a list that only grows at its end, written before the
+             first event that uses a number. So a model with other actions is detected before it
+             reads a `buy` as a `view`
 
-Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0
-have none until they are written again; those of schema 1 have no features.
+Each row has a checksum of its fields, which is checked whenever the row is read. Rows of schema 0
+have none until they are written again; rows of schema 1 have no features.
 
-What was deleted from the embedded store is overwritten: in the file, and in its log.
+Deleted rows are overwritten with zeros, in the file and in its log (WAL). SQLite's `secure_delete`
+alone is not enough: when rows move to another page of a tree, their old bytes stay in the
+unallocated space of the page that they left, between its cell pointers and its cells. So after a
+checkpoint that space is zeroed in each page that the log names; then the log is truncated.
 
-SQLite's `secure_delete` writes zeros over the rows that it deletes, but not everywhere: where rows
-move to another page of a tree, the page that they leave keeps their old bytes in the room between
-its list of cells and its cells. So each page that was written is looked at once it is in the file,
-and that room is filled with zeros. Then the log is cut.
+    pages of the log -> checkpoint into the file -> zero their unallocated space -> truncate the log
 
-    pages of the log -> checkpoint into the file -> zeros into the rooms of those pages -> the log
-    is cut to nothing
+If the process dies in between, the log still names the pages. SQLite never reads unallocated space,
+so a reader in another process is not disturbed.
 
-Whatever the process dies of, the log names the pages until they are done. The room of a page means
-nothing to SQLite: a reader in another process may read on.
-
-Invariant: what this process writes reaches the file by `RowOverwrites.run` alone, so it sees every
-page.
+Invariant: only `RowOverwrites.run` moves pages from the log to the file, so it sees every page.
 """
 
 from __future__ import annotations
@@ -55,34 +51,37 @@ from npu_gr.history_store.event_features import (
 from npu_gr.history_store.store import IdempotencyKey, StoredHistory, key_bytes, merge, pack
 
 SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
-CLEANED = 8  # keys that an append looks at, and removes if they are too old
+CLEANED = 8  # oldest keys that an append visits, and removes if they have expired
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER, sum INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS users (
+  user BLOB PRIMARY KEY, first INTEGER, total INTEGER, sum INTEGER
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks (
   user BLOB, chunk INTEGER, data BLOB, sum INTEGER, features BLOB, PRIMARY KEY (user, chunk)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (
-  id INTEGER PRIMARY KEY, user BLOB, key BLOB, digest BLOB, num_events INTEGER, at INTEGER, sum INTEGER,
-  UNIQUE (user, key)
+  id INTEGER PRIMARY KEY, user BLOB, key BLOB, digest BLOB, num_events INTEGER, at INTEGER,
+  sum INTEGER, UNIQUE (user, key)
 );
 """
 _ACTIONS = "CREATE TABLE IF NOT EXISTS actions (number INTEGER PRIMARY KEY, name BLOB, sum INTEGER)"
 
 
 class KeyLimits(NamedTuple):
-    """How long keys are remembered, and how many."""
+    """How long idempotency keys are remembered, and how many."""
 
     now: int  # unix seconds
     keep_s: float
-    max_keys: int  # of a user
+    max_keys: int  # for each user
 
 
 def lock(path: Path) -> IO[str]:
     """Open the store's lock file. Closing it, or the end of the process, releases the store.
 
     Raises:
-        StoreInUse: another process has the store. ConfigError: the folder cannot be used.
+        StoreInUse: another process has the store open.
+        ConfigError: the folder cannot be used.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,25 +99,26 @@ def lock(path: Path) -> IO[str]:
 
 
 def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
-    """Connect; `files` closes the connection. The file exists: its log gets its mode."""
+    """Connect; `files` closes the connection. The file must exist: its log gets the same mode."""
     connection = files.enter_context(
         closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
     )
     connection.execute("PRAGMA journal_mode=WAL")
-    # an fsync for each commit, which is the acknowledgement
+    # An fsync for each commit, since a commit is acknowledged.
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA secure_delete=ON")
-    connection.execute("PRAGMA wal_autocheckpoint=0")  # `RowOverwrites` does it
+    connection.execute("PRAGMA wal_autocheckpoint=0")  # `RowOverwrites` checkpoints
     return connection
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Make the tables, or bring those of an older version up to date.
+    """Create the tables, or migrate those of an older version.
 
     Raises:
-        ConfigError: a newer version wrote the file. sqlite3.Error: the file cannot be written.
+        ConfigError: a newer version wrote the file.
+        sqlite3.Error: the file cannot be written.
     """
-    # a file that cannot be written is found at start, not by the first append
+    # A write transaction, so that a read-only file is detected at start, not by the first append.
     db.execute("BEGIN IMMEDIATE")
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > SCHEMA:
@@ -138,12 +138,12 @@ def prepare(db: sqlite3.Connection) -> None:
         for statement in filter(str.strip, _TABLES.split(";")):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {SCHEMA}")
-    db.execute(_ACTIONS)  # older versions do without it
+    db.execute(_ACTIONS)  # older versions ignore the table, so the schema number stays
     db.execute("COMMIT")
 
 
 def failed(what: str, error: sqlite3.Error) -> StoreFailed:
-    """Translate an error of SQLite; `what` could not be done."""
+    """Convert an error of SQLite; `what` is "read" or "written"."""
     faults = {
         sqlite3.SQLITE_FULL: StoreFault.DISK_FULL,
         sqlite3.SQLITE_CORRUPT: StoreFault.CORRUPT,
@@ -157,10 +157,10 @@ def failed(what: str, error: sqlite3.Error) -> StoreFailed:
 
 
 def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
-    """Append events, and give up the oldest over `max_events`.
+    """Append events, and delete the oldest over `max_events`.
 
     Returns:
-        How many are kept.
+        Number of events that are stored now.
 
     Raises:
         StoreFailed: the rows to be changed are damaged.
@@ -193,12 +193,12 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
 
 
 def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
-    """Put the newest `max_events` in the place of all that is kept, which may be damaged.
+    """Replace a user's history, which may be damaged, by the newest `max_events` of `events`.
 
-    Return how many they are.
+    The history counts from 0 again. Idempotency keys stay, so a repeated append is still detected.
 
-    The history counts from 0 again. Idempotency keys stay: an append that is sent again is still
-    known.
+    Returns:
+        Number of events that are stored now.
     """
     for table in ("chunks", "users"):
         db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # two names above  # noqa: S608
@@ -206,7 +206,7 @@ def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int)
 
 
 def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
-    """Merge events into what is kept. Raises StoreFailed if that is damaged."""
+    """Merge events into a user's history. Raises StoreFailed if that is damaged."""
     stored = read(db, key, max_events).events
     merged = merge(stored, events, max_events)
     if not merged.changes:
@@ -236,7 +236,7 @@ def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
     )
     rows = [Chunk(*row) for row in found]
     if [row.chunk for row in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
-        raise damaged("a part is missing")
+        raise damaged("a chunk is missing")
     for row in rows:
         row.check(key, min(CHUNK, total - row.chunk * CHUNK))
     return StoredHistory(events_of(rows, start % CHUNK), start)
@@ -260,7 +260,7 @@ def _extent(db: sqlite3.Connection, key: bytes) -> tuple[int, int] | None:
 def check_extent(key: bytes, first: object, total: object, found: int | None) -> None:
     """Check a row of `users`. Raises StoreFailed if it is damaged."""
     if not (isinstance(first, int) and isinstance(total, int) and 0 <= first <= total):
-        raise damaged("its extent makes no sense")
+        raise damaged("its extent is invalid")
     check_row(found, key, first, total)
 
 
@@ -269,7 +269,7 @@ def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> C
         "SELECT data, features, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)
     ).fetchone()
     if row is None:
-        raise damaged("a part is missing")
+        raise damaged("a chunk is missing")
     found = Chunk(chunk, *row)
     found.check(key, num_events)
     return found
@@ -281,10 +281,11 @@ def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> C
 def applied(
     db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: KeyLimits
 ) -> int | None:
-    """Return what the append with this key answered; None if there was none, or too long ago.
+    """Return the answer of the append with this key; None if it is unknown or has expired.
 
     Raises:
-        Unprocessable: the key came with other events. StoreFailed: the row is damaged.
+        Unprocessable: the key was used for other events.
+        StoreFailed: the row is damaged.
     """
     row = db.execute(
         "SELECT digest, num_events, at, sum FROM keys WHERE user = ? AND key = ?", (user, key.key)
@@ -303,9 +304,9 @@ def applied(
 def remember(
     db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_events: int, limits: KeyLimits
 ) -> None:
-    """Keep a key with what its append answers.
+    """Store a key with the answer of its append.
 
-    Forget some that are too old, and the user's oldest over the limit.
+    Deletes a few expired keys, and the user's oldest key over the limit.
     """
     fields = (user, key.key, key.events, num_events, limits.now)
     db.execute(
@@ -332,19 +333,18 @@ def append_once(
     max_events: int,
     limits: KeyLimits,
 ) -> Written:
-    """Append, unless an append with this key was made.
+    """Append events, unless an append with this idempotency key was done before.
 
     Args:
-        db: in a transaction.
-        user: its key.
-        events: oldest first.
-        key: of the append.
+        db: Connection with an open transaction.
+        user: Key of the user (`key_bytes`).
+        events: Events, oldest first.
+        key: Idempotency key of the append.
         max_events: see `append`.
-        limits: of the keys.
+        limits: Limits of the idempotency keys.
 
     Returns:
-        What the append with this key answers, the first time and every time; but later times add
-        nothing.
+        The answer of the first append with this key, with 0 added events if this is a later one.
     """
     known = applied(db, user, key, limits)
     if known is not None:
@@ -358,7 +358,8 @@ def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits
     """Do one write of any mode.
 
     Raises:
-        StoreFailed: rows that it needs are damaged. Unprocessable: its key came with other events.
+        StoreFailed: rows that it needs are damaged.
+        Unprocessable: its idempotency key was used for other events.
     """
     user = key_bytes(one.user)
     match one.mode:
@@ -375,7 +376,7 @@ def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits
 
 
 def read_names(db: sqlite3.Connection) -> tuple[str, ...]:
-    """Read the list of an embedded store.
+    """Read the names of actions by number.
 
     Raises:
         StoreFailed: a row is damaged or missing.
@@ -388,10 +389,10 @@ def read_names(db: sqlite3.Connection) -> tuple[str, ...]:
 
 
 def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]:
-    """Add the names behind the list of an embedded store, if they begin with it; in a transaction.
+    """Extend the list of action names to `names`, if these begin with it; in a transaction.
 
     Returns:
-        The list as it is then.
+        The list that is stored now.
 
     Raises:
         StoreFailed: a row is damaged or missing.
@@ -408,28 +409,25 @@ def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]
     return tuple(names)
 
 
-WAIT_MS = 100  # for a reader, twice in each run
-MAX_LOG_BYTES = 4 << 20  # then the log is brought into the file, though nothing was erased
+WAIT_MS = 100  # longest wait for a reader, twice in each run
+MAX_LOG_BYTES = 4 << 20  # a longer log is checkpointed, even if nothing was erased
 
 _LOG_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
 _TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # first byte of a page -> size of its header
-# From here on the first byte of a page that belongs to no tree, which is a part of a page number,
-# may look like theirs.
+# In a larger file the first byte of a page outside of the trees, part of a page number, could be
+# one of these.
 _MAX_PAGES = 1 << 25
 
 
 class RowOverwrites:
-    """Brings the log into the file, and leaves nothing in either that was deleted.
-
-    The writer's thread only.
-    """
+    """Checkpoints the log into the file, and zeroes deleted rows in both. Writer thread only."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and make it if it is missing, readable by its owner alone.
+        """Open the file, or create it, readable only by its owner.
 
-        Call it before SQLite opens the file, and `close` it after: closing any descriptor of a file
-        gives up all locks that the process has on it.
+        Call it before SQLite opens the file, and `close` after SQLite closed it: closing any
+        descriptor of a file releases all POSIX locks of the process on it.
 
         Raises:
             OSError: the file cannot be used.
@@ -437,7 +435,7 @@ class RowOverwrites:
         self._path = path
         self._log_path = path.with_name(path.name + "-wal")
         self._file = open_private(path)
-        # that the log has named since the last run that was completed
+        # Pages that the log has named since the last completed run.
         self._pages: set[int] = set()
 
     def close(self) -> None:
@@ -446,40 +444,37 @@ class RowOverwrites:
 
     @property
     def log_bytes(self) -> int:
-        """Size of the log now."""
+        """Size of the log."""
         try:
             return self._log_path.stat().st_size
         except OSError:
             return 0
 
     def run(self, db: sqlite3.Connection) -> bool:
-        """Do it for all that was committed.
+        """Overwrite all rows whose deletion was committed.
 
         Args:
-            db: the writer's connection, outside of a transaction.
+            db: The writer's connection, outside of a transaction.
 
         Returns:
-            Whether nothing deleted is left. False: a reader holds the log, or the file is too
-            large; try again.
+            True if no deleted row is left. False if a reader holds the log or the file is too
+            large: call it again later.
 
         Raises:
-            sqlite3.Error, OSError: the disk rejects. Try again.
+            sqlite3.Error, OSError: the disk fails. Call it again later.
         """
         self._pages |= self._logged()
         db.execute(f"PRAGMA busy_timeout = {WAIT_MS}")
         try:
-            return self._all_in_the_file(db) and self._filled(db) and _checkpoint(db, "TRUNCATE")
+            return _checkpoint(db, "FULL") and self._zeroed(db) and _checkpoint(db, "TRUNCATE")
         finally:
             db.execute("PRAGMA busy_timeout = 5000")
 
-    def _all_in_the_file(self, db: sqlite3.Connection) -> bool:
-        return _checkpoint(db, "FULL")
-
-    def _filled(self, db: sqlite3.Connection) -> bool:
-        """Write the zeros. Nobody else can write meanwhile, neither the log nor the file."""
+    def _zeroed(self, db: sqlite3.Connection) -> bool:
+        """Zero the unallocated space of the pages, under a lock against all other writers."""
         try:
             db.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError:  # somebody else writes: that cannot be us
+        except sqlite3.OperationalError:  # another process writes
             return False
         try:
             (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
@@ -488,22 +483,22 @@ class RowOverwrites:
             for page in self._pages:
                 start = (page - 1) * page_bytes
                 data = os.pread(self._file, page_bytes, start)
-                if len(data) < page_bytes:  # a damaged log may name any page
+                if len(data) < page_bytes:  # a damaged log may name pages that do not exist
                     continue
-                room = _room(data, is_first=page == 1)
-                if room is not None:
-                    first, zeros = room
+                space = _unallocated(data, is_first=page == 1)
+                if space is not None:
+                    first, zeros = space
                     os.pwrite(self._file, zeros, start + first)
             os.fdatasync(self._file)
         finally:
             db.execute("ROLLBACK")
-            # pages in memory have the old rooms, and would be written with them
+            # Drop SQLite's page cache, which holds the old bytes and would write them back.
             db.execute("PRAGMA shrink_memory")
         self._pages.clear()
         return True
 
     def _logged(self) -> set[int]:
-        """The pages that the log names, also those of frames that SQLite would not use any more."""
+        """Return the pages that the log names, also in frames that SQLite no longer uses."""
         try:
             data = self._log_path.open("rb")
         except FileNotFoundError:
@@ -522,7 +517,7 @@ class RowOverwrites:
 
 
 def _checkpoint(db: sqlite3.Connection, mode: str) -> bool:
-    """Run a checkpoint, and return whether all of the log is in the file."""
+    """Run a checkpoint, and return whether the whole log is in the file."""
     try:
         is_busy, logged, done = db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
     except sqlite3.OperationalError as error:
@@ -532,8 +527,8 @@ def _checkpoint(db: sqlite3.Connection, mode: str) -> bool:
     return not is_busy and logged == done
 
 
-def _room(page: bytes, is_first: bool) -> tuple[int, bytes] | None:
-    """Where a page of a tree has room that is not zeros, and the zeros; None if there is nothing to do."""
+def _unallocated(page: bytes, is_first: bool) -> tuple[int, bytes] | None:
+    """Find the unallocated space of a page: (first byte, zeros); None if it is zero already."""
     at = 100 if is_first else 0  # the file's header
     header_bytes = _TREE_PAGES.get(page[at])
     if header_bytes is None:

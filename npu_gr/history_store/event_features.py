@@ -1,11 +1,11 @@
-"""Features of stored events: rows of bytes beside the events, in runs of events that have the same features.
+"""Features of stored events: rows of bytes, in runs of consecutive events with the same features.
 
-    layout   msgpack of [[name, width], ...], by name: width 0 = a number, k = up to k names
-    rows     of each event: float32 of a number, NaN = missing; k uint64 hashes of names, 0 = no value
+    layout   msgpack of [[name, width], ...], sorted by name: width 0 = a number, k = up to k names
+    rows     for each event float32 for a number, NaN = missing; k uint64 hashes of names, 0 = none
 
-These are the values as `as_column` makes them: they need no list of names of a checkpoint, so the
-next model reads them too. What all events of a run lack is not in its layout, and what no run says
-of an event is missing.
+The values are those of `as_column`: they do not depend on a checkpoint's vocabulary, so the next
+model can read them too. A feature that all events of a run lack is not in its layout; a feature
+that no run has for an event is missing.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from npu_gr.core.history import Events
 from npu_gr.history_store.checksum import check_row, damaged, row_sum
 from npu_gr.history_store.store import EVENT, unpack
 
-# of a run at most: one event with many values makes the rows of these wide, and no others
+# Most events of a run, since one event with many values makes all rows of its run wide.
 RUN_EVENTS = 256
-_LAYOUTS = 256  # that are remembered; a user has one for each set of features that a model reads
+_LAYOUTS = 256  # size of the cache; there is a layout for each set of features that a model reads
 
 
 class Run(NamedTuple):
-    """Features of events that follow one another."""
+    """Features of consecutive events."""
 
-    start: int  # of the first of them, counted from where the holder of the run says
+    start: int  # index of the first event, from an origin that the holder of the run defines
     layout: bytes
     rows: bytes
 
 
 class RunLayout(NamedTuple):
-    """A layout, read."""
+    """A decoded layout."""
 
     widths: tuple[tuple[str, int], ...]
-    dtype: np.dtype[Any]  # of one row; its fields are named by their places
-    checked: np.dtype[Any]  # the same with a checksum behind it, see `redis_features`
+    dtype: np.dtype[Any]  # of one row; its fields are named "0", "1", ...
+    checked: np.dtype[Any]  # the same, followed by a checksum (see `redis_records.py`)
 
 
 def check_size(events: Events, max_bytes: int) -> None:
-    """Check how much the features of each event take: 4 bytes a number, 8 a name, as many as any of the events has.
+    """Check the bytes that the features take for each event.
+
+    They are 4 bytes a number and 8 bytes a name, with as many names as any of the events has.
 
     Raises:
         Unprocessable: over `max_bytes`.
@@ -65,7 +67,7 @@ def check_size(events: Events, max_bytes: int) -> None:
 
 
 def pack_runs(features: Columns, num_events: int, start: int = 0) -> list[Run]:
-    """Pack the features of n events; `start` is the place of the first of them."""
+    """Pack the features of n events; `start` is the index of the first one."""
     if not features:
         return []
     runs = []
@@ -96,7 +98,7 @@ def _packed(features: Columns, num_events: int, start: int) -> Run | None:
 
 
 def _width(hashes: U64) -> int:
-    """Count the values of the row that has most."""
+    """Return the number of columns that are used by any row."""
     return int(np.count_nonzero(hashes.any(0)))
 
 
@@ -104,12 +106,12 @@ def unpack_runs(runs: Iterable[Run], num_events: int) -> Columns:
     """Read the features of n events.
 
     Args:
-        runs: places are counted from the first of these events; what lies before it, or behind the
-            last, is left out.
+        runs: Packed runs, whose `start` counts from the first of the events; rows of other events
+            are ignored.
         num_events: n.
 
     Raises:
-        StoreFailed: a run makes no sense.
+        StoreFailed: a run is damaged.
     """
     by_layout: defaultdict[bytes, list[Run]] = defaultdict(list)
     for run in runs:
@@ -125,23 +127,24 @@ def unpack_runs(runs: Iterable[Run], num_events: int) -> Columns:
 
 
 def read_rows(dtype: np.dtype[Any], data: bytes) -> Any:
-    """Read whole rows. Raises StoreFailed if they are not whole."""
+    """Read rows. Raises StoreFailed if the last one is incomplete."""
     if len(data) % dtype.itemsize:
-        raise damaged("features of its events are cut")
+        raise damaged("features of its events are incomplete")
     return np.frombuffer(data, dtype)
 
 
 def places_of(starts: I64, lengths: I64) -> I64:
-    """List the places of events in runs that stand one behind the other: [runs], [runs] -> [events of all runs]."""
-    behind = np.cumsum(lengths)
-    return np.repeat(starts - behind + lengths, lengths) + np.arange(int(lengths.sum()))
+    """List the indices of the events of runs: starts [runs], lengths [runs] -> [events]."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(int(lengths.sum()))
 
 
 def place_rows(parts: Iterable[tuple[RunLayout, Any, I64]], num_events: int) -> Columns:
-    """Bring rows of features to the places of their events.
+    """Make columns out of rows of features.
 
     Args:
-        parts: a layout, its rows, and the place of each; places outside of the events are left out.
+        parts: A layout, its rows, and the index of each row's event; indices outside of [0, n) are
+            ignored.
         num_events: n.
     """
     numbers: dict[str, F32] = {}
@@ -164,10 +167,10 @@ def place_rows(parts: Iterable[tuple[RunLayout, Any, I64]], num_events: int) -> 
 
 @lru_cache(_LAYOUTS)
 def read_layout(layout: bytes) -> RunLayout:
-    """Read a layout.
+    """Decode a layout.
 
     Raises:
-        StoreFailed: it is none.
+        StoreFailed: it is damaged.
     """
     try:
         widths = msgspec.msgpack.decode(layout, type=tuple[tuple[str, int], ...])
@@ -177,9 +180,9 @@ def read_layout(layout: bytes) -> RunLayout:
         ]
         dtype, checked = np.dtype(fields), np.dtype([*fields, ("check", "<u4")])
     except (msgspec.MsgspecError, ValueError) as error:
-        raise damaged("features of its events make no sense") from error
+        raise damaged("features of its events are invalid") from error
     if not dtype.itemsize:
-        raise damaged("features of its events make no sense")
+        raise damaged("features of its events are invalid")
     return RunLayout(widths, dtype, checked)
 
 
@@ -187,7 +190,7 @@ def read_layout(layout: bytes) -> RunLayout:
 
 
 def join_runs(older: list[Run], newer: list[Run]) -> list[Run]:
-    """Put runs behind others; two that meet and have one layout become one."""
+    """Append runs to others; adjacent runs with the same layout become one."""
     joined = list(older)
     for run in newer:
         last = joined[-1] if joined else None
@@ -203,35 +206,35 @@ def _end(run: Run) -> int:
 
 
 def dump_runs(runs: list[Run]) -> bytes | None:
-    """Write runs as bytes; None = there are none."""
+    """Encode runs as bytes; None = there are no runs."""
     return msgspec.msgpack.encode(runs) if runs else None
 
 
 def load_runs(data: bytes | None) -> list[Run]:
-    """Read what `dump_runs` wrote. Raises StoreFailed if it makes no sense."""
+    """Decode the result of `dump_runs`. Raises StoreFailed if it is damaged."""
     if data is None:
         return []
     try:
         return msgspec.msgpack.decode(data, type=list[Run])
     except msgspec.MsgspecError as error:
-        raise damaged("features of its events make no sense") from error
+        raise damaged("features of its events are invalid") from error
 
 
-CHUNK = 256  # events
+CHUNK = 256  # events in a chunk
 
 
 class Chunk(NamedTuple):
-    """A row of the embedded store's table `chunks`, without its user: up to `CHUNK` events that follow one another."""
+    """A row of the embedded store's table `chunks`, without its user: up to `CHUNK` events."""
 
-    chunk: int
+    chunk: int  # number of the chunk in the user's history
     data: Any  # EVENT records
-    # runs of `event_features`, places counted from the chunk's first event; None = no event has any
+    # result of `dump_runs`, whose starts count from the chunk's first event
     features: Any
-    sum: int | None  # None = the row is older than the sums
+    sum: int | None  # checksum; None = the row was written before there were checksums
 
     @classmethod
     def make(cls, key: bytes, chunk: int, data: bytes, features: bytes | None) -> Chunk:
-        """Make a row of this user."""
+        """Make a row of the user with this key."""
         return cls(
             chunk,
             data,
@@ -240,32 +243,32 @@ class Chunk(NamedTuple):
         )
 
     def check(self, key: bytes, num_events: int | None) -> None:
-        """Check that the row is whole.
+        """Check that the row is undamaged.
 
         Args:
-            key: of the user.
-            num_events: that it must have; None = unknown.
+            key: Key of the user.
+            num_events: Number of events that it must have; None = unknown.
 
         Raises:
             StoreFailed: it is damaged.
         """
         data, features = self.data, self.features
         if not isinstance(data, bytes) or len(data) % EVENT.itemsize:
-            raise damaged("a part is cut")
+            raise damaged("a chunk is incomplete")
         if num_events is not None and len(data) != num_events * EVENT.itemsize:
             raise damaged(
-                f"a part has {len(data) // EVENT.itemsize} events and should have {num_events}"
+                f"a chunk has {len(data) // EVENT.itemsize} events and should have {num_events}"
             )
         if not isinstance(features, bytes | None):
-            raise damaged("features of its events make no sense")
+            raise damaged("features of its events are invalid")
         check_row(self.sum, key, self.chunk, data, *([] if features is None else [features]))
 
 
 def events_of(rows: Sequence[Chunk], skip: int = 0) -> Events:
-    """Read the events of chunks, but for the first `skip` of them.
+    """Read the events of consecutive chunks, without the first `skip` events.
 
     Raises:
-        StoreFailed: their features make no sense.
+        StoreFailed: their features are damaged.
     """
     events = unpack(b"".join(row.data for row in rows))[skip:]
     runs = []

@@ -1,7 +1,7 @@
-"""Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), and JSON.
+"""Reads interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (also .gz, .zst), JSON.
 
-A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do. Its
-events get the value 1, and their place in the list as timestamp.
+A `.json` file is {"user": [item, ...]}, oldest first, as in data sets of semantic-ID papers. Its
+events get the value 1, and their index in the list as timestamp.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.lines import read_lines
 
 LogFeatureOf = Literal["user", "event", "request", "cross"]
-ToldKind = Literal["", "category", "hashed", "number"]
+DeclaredKind = Literal["", "category", "hashed", "number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureColumn:
-    """One feature of a log.
+    """One feature of a log, of one of four kinds.
 
-    Every event answers a request, which showed its item to its user at its time.
+    An event answers a request, which showed the item to the user.
 
-    user     what is known of the user
-    event    of what happened, known only afterwards
-    request  of the request that the event answers, known before its items are
-    cross    of the user and the event's own item, known when the item is shown
+    user     a property of the user
+    event    a property of the event, known only afterwards
+    request  a property of the request, known before its items are
+    cross    a property of the user and the item, known when the item is shown
     """
 
     name: str
     of: LogFeatureOf
-    # of each event, or each user: float64 and NaN, or objects: str, list of str, None
+    # one for each event, or each user: float64 and NaN, or objects: str, list of str, None
     values: npt.NDArray[Any]
-    kind: ToldKind = ""  # what its owner says that it is; "" = as its values look
+    kind: DeclaredKind = ""  # what its owner says that it is; "" = as its values look
 
     @property
     def is_number(self) -> bool:
@@ -51,24 +51,24 @@ class FeatureColumn:
         return self.values.dtype != np.object_
 
     def of_events(self, part: npt.NDArray[Any] | slice) -> FeatureColumn:
-        """Keep some events, or put them in another order; a feature of users stays as it is."""
+        """Select or reorder events; a feature of users stays as it is."""
         return self if self.of == "user" else replace(self, values=self.values[part])
 
 
-# `12.0` too: what a tool writes whose column had gaps
+# Also `12.0`, which tools write for integers in a column with gaps.
 _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Events of all users, in time order (of equal times: file order). n = number of events."""
+    """Events of all users, in time order, ties in file order. n = number of events."""
 
     users: npt.NDArray[np.int32]  # [n] index into user_names
     items: I64  # [n] external ids
-    values: npt.NDArray[np.float64]  # [n] what the user did, e.g. a rating
+    values: npt.NDArray[np.float64]  # [n] action or rating
     timestamps: I64  # [n] unix seconds
     user_names: list[str]
-    # value v is action_names[int(v)]; none = a value is a number, as a rating is
+    # value v is action_names[int(v)]; empty = values are numbers, such as ratings
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
 
@@ -94,7 +94,7 @@ class ItemValues:
     name: str
     values: list[str]  # vocabulary
     of_item: dict[int, list[int]]  # external item id -> indices into `values`
-    # what the values are ranges of; none = they are no ranges
+    # external item id -> number, if the values are ranges of it; else empty
     numbers: dict[int, float] = field(default_factory=dict)
 
 
@@ -106,15 +106,14 @@ def read_interactions(
     value_column: str = "rating",
     time_column: str = "timestamp",
 ) -> Interactions:
-    """Read a log whole. Blank lines are skipped; fractions of a second are dropped.
+    """Read a log. Blank lines are skipped; fractions of a second are dropped.
 
     Args:
-        path: .inter, .jsonl (also .gz, .zst) or .json.
-        user_column, item_column, value_column, time_column: their names in the file; a .json file
-            has none.
+        path: Path that ends with .inter, .jsonl (also .gz, .zst) or .json.
+        user_column, item_column, value_column, time_column: Column names; unused for .json.
 
     Raises:
-        DataError: names the file, the line and the reason; nothing is returned.
+        DataError: names the file, the line and the reason.
     """
     if path.suffix == ".json":
         return _read_sequences(path)
@@ -178,14 +177,14 @@ def read_edges(
     tenant: str = "",
     tenant_column: str | None = None,
 ) -> tuple[list[UserKey], I64]:
-    """Read who interacted with what, in file order, without times and values.
+    """Read pairs of users and items, in file order, without times and values.
 
     Args:
-        path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the
-            item in its first two columns, separated by tabs or blanks.
-        user_column, item_column: their names in the file; a plain TSV has none.
-        tenant: of every user, where there is no column of it.
-        tenant_column: its name in the file; not for a plain TSV.
+        path: A log (see `read_interactions`), or a plain TSV without a header, which has the user
+            and the item in its first two columns, separated by tabs or blanks.
+        user_column, item_column: Column names; unused for a plain TSV.
+        tenant: Tenant of all users, if there is no `tenant_column`.
+        tenant_column: Column name of the tenant; not for a plain TSV.
 
     Returns:
         Users, and [n] external item ids.
@@ -218,12 +217,12 @@ def read_item_features(
 ) -> list[ItemValues]:
     """Read columns of an atomic `.item` file.
 
-    An empty cell is no value. Of an item that is listed twice the last line counts.
+    An empty cell is no value. If an item occurs twice, its last line counts.
 
     Args:
-        path: the file.
-        columns: of type `token`, or `token_seq`, which holds values separated by blanks.
-        item_column: the name of the column with the item id.
+        path: Path of the file.
+        columns: Column names, of type `token` or `token_seq` (values separated by blanks).
+        item_column: Column name of the item id.
 
     Raises:
         DataError: names the file, the line and the reason; also if a column has another type.
@@ -249,7 +248,7 @@ def read_item_features(
 
 
 def movielens_100k() -> Path:
-    """The path of `ml-100k.inter` in the installed package `recbole`, which is never imported.
+    """Find `ml-100k.inter` in the installed package `recbole`, without importing it.
 
     Raises:
         DataError: the package is not installed; the message has the command.
@@ -261,15 +260,17 @@ def movielens_100k() -> Path:
     for file in files:
         if file.name == "ml-100k.inter":
             return Path(str(file.locate()))
-    raise DataError("MovieLens-100K: this version of recbole does not carry it; use recbole==1.2.1")
+    raise DataError(
+        "MovieLens-100K: this version of recbole does not contain it; use recbole==1.2.1"
+    )
 
 
 def _atomic_rows(
     path: Path, columns: Sequence[str]
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """The types of the wanted columns; and for each line its number and the cells of these columns.
+    """Return the types of the columns, and for each line its number and its cells of the columns.
 
-    The header reads like `user_id:token<TAB>rating:float`.
+    A header is e.g. `user_id:token<TAB>rating:float`.
     """
     lines = read_lines(path)
     try:
@@ -333,7 +334,7 @@ def _bad(path: Path, number: int, reason: object) -> DataError:
 
 
 def _name(cell: object) -> str:
-    """A user's name: text, or a JSON integer."""
+    """Convert a cell to the name of a user: text, or a JSON integer."""
     if cell == "" or isinstance(cell, bool) or not isinstance(cell, str | int):
         raise ValueError(f"{cell!r} is not a user")
     return str(cell)
@@ -346,10 +347,7 @@ def _tenant(cell: object) -> str:
 
 
 def _integer(cell: object) -> int:
-    """An item id, exactly.
-
-    Rejects what was rounded on the way, and Python spellings such as `1_000`.
-    """
+    """Convert a cell to an item id; rejects rounded floats, and spellings such as `1_000`."""
     if isinstance(cell, str) and (match := _INTEGER.fullmatch(cell)):
         return _int64(int(match[1]))
     if isinstance(cell, int) and not isinstance(cell, bool):

@@ -1,4 +1,4 @@
-"""Bulk load of an interaction log into a history store: a second load of the same log changes nothing."""
+"""Bulk load of an interaction log into a history store; it is idempotent."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from npu_gr.core.text_format import cut
 from npu_gr.history_store.interactions import Interactions
 
 BATCH_USERS = 256
-NAMED = 20  # actions in a message
+NAMED = 20  # most actions to list in a message
 
 
 class WritesMany(Protocol):
-    """Where a log is loaded into: a history store, or a service that has one."""
+    """Target of a load: a history store, or a service that has one."""
 
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
-        """Do the writes; see `HistoryStore.write_many`."""
+        """Do the writes (see `HistoryStore.write_many`)."""
         ...
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What a load did."""
+    """The result of a load."""
 
     num_users: int = 0
-    num_added: int = 0  # events
-    # events that were there, or are older than all that the store keeps of a full user
+    num_added: int = 0  # events that were added
+    # Events that were stored already, or are older than all events of a user at the limit.
     num_known: int = 0
-    num_filled: int = 0  # of these, that gained features
-    num_replaced: int = 0  # users whose history was put in the place of another
+    num_filled: int = 0  # stored events that gained features
+    num_replaced: int = 0  # users whose history was replaced
 
 
 async def load_interactions(
@@ -50,23 +50,21 @@ async def load_interactions(
     progress: Callable[[int], None] | None = None,
     features: Sequence[Feature] = (),
 ) -> Loaded:
-    """Write every user's events in time order.
-
-    What ends in the middle is completed by a second load.
+    """Write every user's events in time order. After a failure, load again to complete it.
 
     Args:
-        store: where to write.
-        interactions: in time order.
-        action_names: of the model; the place of a name is the action in the store.
-        tenant: of all these users.
-        mode: MERGE adds what the store lacks. REPLACE puts the log's events in the place of all
-            that it has of a user.
-        progress: called with the number of events of each batch that is written.
-        features: of the model; those of events are loaded where the log has them.
+        store: Target of the load.
+        interactions: Log, in time order.
+        action_names: Actions of the model; the store keeps an action as the index of its name.
+        tenant: Tenant of all users.
+        mode: MERGE adds the events that the store lacks. REPLACE replaces all events that it has of
+            a user by those of the log.
+        progress: Function that is called with the number of events of each written batch.
+        features: Features of the model; event features that the log has are loaded.
 
     Raises:
-        DataError: an action of the log is none of the model's, or a feature has values that do not
-            fit the model's; nothing was loaded.
+        DataError: the model lacks an action of the log, or values of a feature do not fit the
+            model; nothing was loaded.
         StoreFailed: some users could not be written; all others of their batch were.
     """
     actions = _actions(interactions, action_names)
@@ -79,7 +77,7 @@ async def load_interactions(
             raise StoreFailed(
                 f"{len(failures)} of {len(batch)} users could not be written: {failures[0]}; "
                 f"{loaded.num_users} users before them are loaded: load again to complete it, "
-                "nothing is doubled"
+                "no event is stored twice"
             )
         size = sum(len(one.events) for one in batch)
         written = [one for one in results if isinstance(one, Written)]
@@ -118,7 +116,7 @@ def _batches(
 
 
 def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
-    """The model's action of each event: by the name of the log's action, or by the text of its value."""
+    """Map each event to an action of the model, by the log's name of the action or its value."""
     values, codes = np.unique(interactions.values, return_inverse=True)
     known = interactions.action_names
     wanted = [known[int(value)] if known else value_name(value) for value in values.tolist()]
@@ -127,14 +125,13 @@ def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
     if unknown:
         raise DataError(
             f"actions of the log that the model lacks: {_listed(unknown)}; the model has: "
-            f"{_listed(names)}; "
-            f"the log has: {_listed(wanted)}"
+            f"{_listed(names)}; the log has: {_listed(wanted)}"
         )
     return np.array([places[name] for name in wanted], np.int16)[codes]
 
 
 def features_loaded(interactions: Interactions, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Name the features of events that the model reads and the log has."""
+    """List the event features that the model reads and the log has."""
     known = {one.name for one in features if one.of == "event"}
     return tuple(
         column.name
@@ -144,10 +141,7 @@ def features_loaded(interactions: Interactions, features: Sequence[Feature]) -> 
 
 
 def _of_events(interactions: Interactions, features: Sequence[Feature]) -> Columns:
-    """Read the features of all events as the service would read them.
-
-    What the model does not have is left out.
-    """
+    """Convert the event features that the model has, as the service would for a request."""
     known = {one.name: one for one in features if one.of == "event"}
     of_events = [column for column in interactions.columns if column.of == "event"]
     given = {one.name: one.values if one.is_number else one.values.tolist() for one in of_events}

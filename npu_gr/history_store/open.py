@@ -1,4 +1,4 @@
-"""The named choice of a history store."""
+"""Opens the history store that the configuration names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_gr.history_store.store import HistoryConfig, HistoryStore
 
 
 async def open_store(config: HistoryConfig) -> HistoryStore | None:
-    """Open the store that the configuration names; None for kind "none".
+    """Open the configured store; None for kind "none".
 
     Raises:
         ConfigError: the store's file, package or server cannot be used.

@@ -1,17 +1,19 @@
-"""The history store on Redis (6.2 or newer) or Valkey, for fleets: one string of packed events and one index a user.
+"""The history store on Redis (6.2 or newer) or Valkey, for fleets.
 
     npu_gr:{user}:log       CHECKED records, the newest last
-    npu_gr:{user}:first     events given up before them
-    npu_gr:{user}:features  stream of their features, see `redis_records`; missing if no event ever had any
-    npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum of both
-    npu_gr:{user}:order     idempotency keys by their time
-    npu_gr:actions          names of the actions by number: a list that only grows at its end
-    npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
+    npu_gr:{user}:first     number of older events, which were deleted
+    npu_gr:{user}:features  stream of the events' features (see `redis_records.py`); missing if no
+                            event ever had any
+    npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum
+    npu_gr:{user}:order     idempotency keys by time
+    npu_gr:actions          names of actions by number: a list that only grows at its end
+    npu_gr:{user}:events    records without checksums, of an older version: moved to `log` by the
+                            first read or append
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge
-reads, and writes unless somebody else wrote meanwhile. Durability is the server's own (`appendonly
-yes`); an append is acknowledged when the server has answered it. No command is sent twice, because
-an append that was not answered in time may have happened.
+reads, and writes only if no other client has written in between. Durability is the server's own
+(`appendonly yes`); an append is acknowledged when the server has answered. No command is retried,
+since an append that was not answered within its limit may have been done.
 """
 
 from __future__ import annotations
@@ -67,13 +69,13 @@ _SCHEME = "rediss"
 
 
 def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
-    """Return what redis-py needs for a URL.
+    """Return the TLS options of redis-py for a URL; none if it is not `rediss://`.
 
     The server's certificate and its name are always checked.
 
     Args:
-        url: `rediss://` or another one, which needs nothing.
-        tls: None = the authorities that the system trusts, and no certificate of ours.
+        url: URL of the server.
+        tls: Certificate files; None = the system's authorities, and no client certificate.
     """
     if urlsplit(url).scheme != _SCHEME:
         return {}
@@ -89,7 +91,7 @@ def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
 
 
 def is_in_clear(url: str) -> bool:
-    """Whether histories cross a network in clear: not over TLS, and not to this machine."""
+    """Return whether histories cross a network unencrypted: not over TLS, and not to localhost."""
     parts = urlsplit(url)
     if parts.scheme != "redis":
         return False
@@ -101,10 +103,7 @@ def is_in_clear(url: str) -> bool:
 
 
 def tls_trouble(error: BaseException) -> str:
-    """Return what TLS says in an error of a connection, or nothing.
-
-    It names no address and no password.
-    """
+    """Return the TLS reason of a connection error, "" if there is none, without any address."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, ssl.SSLError):
@@ -115,9 +114,9 @@ def tls_trouble(error: BaseException) -> str:
 
 log = logging.getLogger(__name__)
 
-_HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
+_HOW = "redis://, rediss:// or unix://, with / ? # @ : of a password percent-encoded"
 _ACTIONS = "npu_gr:actions"
-_ALL = 2**53  # bytes: more than a value has
+_ALL = 2**53  # bytes, more than any value has
 
 
 class RedisStore:
@@ -139,7 +138,7 @@ class RedisStore:
         """Connect and ping.
 
         Raises:
-            ConfigError: the package is missing, or nobody answers at `history_store.url`.
+            ConfigError: the package is missing, or no server answers at `history_store.url`.
         """
         try:
             from redis.asyncio import BlockingConnectionPool, Redis
@@ -152,7 +151,7 @@ class RedisStore:
         try:
             pool = BlockingConnectionPool.from_url(
                 config.redis_url.reveal(),
-                # reads, and as many appends and erasures; others wait
+                # for reads, and as many for appends and erasures
                 max_connections=2 * config.max_calls,
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
@@ -161,12 +160,12 @@ class RedisStore:
                 **tls_options(str(config.redis_url), config.tls),
                 **_unnamed(),
             )
-        except ValueError:  # its text may hold a piece of the password
+        except ValueError:  # not shown, since its text may contain a part of the password
             raise ConfigError(
                 f"history_store.url: {config.redis_url} is no address of a Redis: {_HOW}"
             ) from None
         if is_in_clear(str(config.redis_url)):
-            log.warning("history_store.url: histories cross the network in clear; use rediss://")
+            log.warning("history_store.url: histories cross the network unencrypted; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await _run(store._client.ping())
@@ -183,12 +182,12 @@ class RedisStore:
     async def write_many(
         self, batch: Sequence[Write]
     ) -> list[Written | StoreFailed | Unprocessable]:
-        """Do the writes of one user one after the other, and those of different users at once."""
+        """Do the writes of one user one after the other, and those of several users in parallel."""
         turns: defaultdict[UserKey, list[int]] = defaultdict(list)
         for place, one in enumerate(batch):
             turns[one.user].append(place)
         results: dict[int, Written | StoreFailed | Unprocessable] = {}
-        free = asyncio.Semaphore(self._config.max_calls)  # connections that a batch takes
+        free = asyncio.Semaphore(self._config.max_calls)  # limits the connections of a batch
 
         async def work(places: list[int]) -> None:
             for place in places:
@@ -240,20 +239,20 @@ class RedisStore:
         if done == scripts.BAD:
             raise damaged("a checksum is wrong")
         if done == scripts.CUT:
-            raise damaged("its bytes are not whole records")
+            raise damaged("its bytes are not a whole number of records")
         if done == scripts.STRAY:
-            raise damaged("it has features of events that are not there")
+            raise damaged("it has features of events that do not exist")
         kept, is_new = done
         return Written(int(kept), len(one.events) if is_new else 0)
 
     async def _merge(self, one: Write) -> Written | None:
-        """Merge events into what is there; None = somebody else wrote meanwhile, and nothing was done."""
+        """Merge events into a history; None = another client wrote meanwhile: nothing was done."""
         first, all_stored, state = await self._read_state(one.user, _ALL, "1")
         stored = all_stored[-self._max_events :]
         merged = merge(stored, one.events, self._max_events)
         if not merged.changes:
             return Written(len(stored), 0)
-        # a history that is written anew counts from 0
+        # A history that is replaced counts from 0 again.
         given_up = (
             first + len(all_stored) + merged.num_added - len(merged.events)
             if merged.is_append
@@ -273,7 +272,7 @@ class RedisStore:
     async def _read_state(
         self, user: UserKey, num_bytes: int, with_state: str
     ) -> tuple[int, Events, str]:
-        """Read the newest events, the index of the first of them, and the state of all."""
+        """Read the index of the first event, the newest events, and the hash of the whole state."""
         keys, key = _keys(user), key_bytes(user)
         while (
             answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))
@@ -295,38 +294,34 @@ class RedisStore:
 
     async def erase(self, user: UserKey) -> bool:
         await _run(self._client.unlink(*_keys(user)))
-        # there is no file of ours; what the server's own files keep until it rewrites them is its
-        # matter
+        # There is no local file. The server's own files keep the bytes until it rewrites them.
         return True
 
     async def num_keys(self, user: UserKey) -> int:
-        """Count the keys that exist of a user."""
+        """Count the Redis keys of a user."""
         return int(await _run(self._client.exists(*_keys(user))))
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def _move_old(self, user: UserKey) -> None:
-        """Write the records of an older version again, with checksums.
-
-        Another instance may do it first.
-        """
+        """Rewrite the records of an older version with checksums, unless another instance has."""
         keys = _keys(user)
         data = await _run(self._client.get(keys[-1])) or b""
         if len(data) % EVENT.itemsize:
-            raise damaged(f"{len(data)} bytes are not whole records")
+            raise damaged(f"{len(data)} bytes are not a whole number of records")
         await _run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
 
 
 async def _run(answer: Awaitable[Any]) -> Any:
-    """Wait for an answer of Redis. Raises StoreFailed."""
+    """Await an answer of Redis, and convert its errors to StoreFailed."""
     from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
     try:
         return await answer
     except (RedisError, OSError) as error:
         name = type(error).__name__
-        # the server answered: say what; else the text may hold the address and its password
+        # Show only the server's own answer: other texts may contain the address and its password.
         text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
         full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
         fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
@@ -334,7 +329,7 @@ async def _run(answer: Awaitable[Any]) -> Any:
 
 
 def _unnamed() -> dict[str, Any]:
-    """Settings with which a connection does not name its library: newer ones look that up on the disk each time."""
+    """Return options that omit the library's name, which redis-py >= 7 reads from disk."""
     try:
         import redis.driver_info  # noqa: F401  (redis >= 7)
     except ImportError:
@@ -348,7 +343,7 @@ def _texts(raw: list[bytes]) -> tuple[str, ...]:
 
 def _keys(user: UserKey) -> list[str]:
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()
-    # one hash slot for all
+    # {name}: all keys of a user are in one hash slot.
     return [
         f"npu_gr:{{{name}}}:{part}"
         for part in ("log", "first", "keys", "order", "features", "events")
@@ -364,21 +359,19 @@ def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> 
     return arguments
 
 
-_READ_BYTES = 1 << 20  # at once, so that a long history does not hold the server up
-_RUNS = 256  # of features at once
+_READ_BYTES = 1 << 20  # of one command, so that a long history does not block the server
+_RUNS = 256  # runs of features of one command
 
 
 async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
-    """Read every user's records, and compare each with its checksum.
-
-    Users that change meanwhile are read as they are.
+    """Compare every record with its checksum, while instances may go on writing.
 
     Args:
-        url: of the server.
-        tls: of a `rediss://` one.
+        url: URL of the server.
+        tls: Certificate files for `rediss://`.
 
     Raises:
-        ConfigError: the package is missing, or nobody answers.
+        ConfigError: the package is missing, or no server answers.
     """
     try:
         from redis.asyncio import from_url
@@ -391,11 +384,13 @@ async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
             async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
                 key = _user_key(name)
                 if key is None:
-                    found.damage.append(f"{name!r} is no name of ours")
+                    found.damage.append(f"{name!r} is no key of a history store")
                     continue
                 found.num_entries += 1
                 bad = num = 0
-                while data := await client.getrange(name, num, num + _whole(_READ_BYTES) - 1):
+                while data := await client.getrange(
+                    name, num, num + _record_bytes(_READ_BYTES) - 1
+                ):
                     assert isinstance(data, bytes)  # the client decodes nothing
                     bad += count_bad(key, data)
                     num += len(data)
@@ -427,7 +422,8 @@ async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:
     return bad
 
 
-def _whole(num_bytes: int) -> int:
+def _record_bytes(num_bytes: int) -> int:
+    """Round down to a whole number of records."""
     return num_bytes // CHECKED.itemsize * CHECKED.itemsize
 
 

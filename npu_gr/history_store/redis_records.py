@@ -1,15 +1,15 @@
-"""What is sent to Redis: the scripts of the history store, and the features of events.
+"""The Lua scripts of the history store on Redis, and the records of events' features.
 
-Each script is one step that nothing comes between. KEYS of all of them: log, first, keys, order,
-features, events; `redis.py` says what they hold.
+Each script is atomic. Unless a comment says otherwise, its KEYS are: log, first, keys, order,
+features, events (see `redis.py`).
 
-Features are a stream of runs, whose rows carry checksums, because an append cannot read there:
+Features are a stream of runs. Each row has a checksum, since an append cannot read the rows before:
 
-    id `end-0`    the run is of the events before the index `end`, counted over everything the user ever did
-    one field     its layout -> its rows, each with a checksum of the user, the layout, the row, and its event's own
+    id `end-0`    the last event of the run has index `end` - 1 among all events of the user
+    one field     layout -> rows, each with a checksum of user, layout, row, and the event's check
 
-So a row that stands beside another event than it came with is found: an instance of an older
-version, which does not know the stream, may have put other events there.
+So features that belong to another event are detected: an instance of an older version, which does
+not know the stream, may have replaced the events.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ U32 = npt.NDArray[np.uint32]
 
 
 class RunGroup(NamedTuple):
-    """Runs of one layout, as a script answers them."""
+    """Runs with the same layout, as a script returns them."""
 
     layout: bytes
-    ends: bytes  # index behind the last event of each run, as text, separated by blanks
-    sizes: bytes  # bytes of each run, the same
-    rows: bytes  # of all of them
+    ends: bytes  # index after the last event of each run, as text, separated by blanks
+    sizes: bytes  # bytes of each run, in the same form
+    rows: bytes  # rows of all runs
 
 
 def pack_entries(key: bytes, events: Events, records: bytes) -> list[tuple[int, bytes, bytes]]:
     """Pack the features of events as entries of the stream.
 
     Args:
-        key: of the user.
-        events: with features.
-        records: the CHECKED records of these events.
+        key: Key of the user.
+        events: Events with features.
+        records: CHECKED records of the events.
 
     Returns:
-        Of each run the place behind its last event, its layout, and its rows.
+        For each run the index after its last event, its layout, and its rows.
     """
     checks = np.frombuffer(records, CHECKED)["check"]
     entries = []
@@ -77,10 +77,10 @@ def unpack_groups(
     """Read the features of events.
 
     Args:
-        key: of the user.
-        groups: of the stream.
-        first_index: of the first of these events.
-        records: their CHECKED records, which are whole.
+        key: Key of the user.
+        groups: Part of the stream.
+        first_index: Index of the first of the events.
+        records: Undamaged CHECKED records of the events.
 
     Raises:
         StoreFailed: a row is damaged, or belongs to another event.
@@ -96,7 +96,7 @@ def unpack_groups(
 
 
 def count_bad_rows(key: bytes, groups: Iterable[RunGroup], first_index: int, records: bytes) -> int:
-    """Count the rows of these events that are damaged, as `unpack_groups` would find them."""
+    """Count the damaged rows of these events, for which `unpack_groups` would fail."""
     checks = np.frombuffer(records, CHECKED)["check"]
     bad = 0
     for group in groups:
@@ -115,16 +115,16 @@ def _placed(group: RunGroup, first_index: int) -> tuple[RunLayout, Any, npt.NDAr
     ends, sizes = (np.array(text.split(), np.int64) for text in (group.ends, group.sizes))
     lengths = sizes // layout.checked.itemsize
     if (lengths * layout.checked.itemsize != sizes).any():
-        raise damaged("features of its events are cut")
+        raise damaged("features of its events are incomplete")
     return layout, rows, places_of(ends - lengths - first_index, lengths)
 
 
 def _num_bad(
     key: bytes, raw: bytes, layout: RunLayout, checks: U32, rows: Any, places: npt.NDArray[np.int64]
 ) -> int:
-    """Count the rows whose checksum is wrong.
+    """Count the rows with a wrong checksum, and those after the last event.
 
-    Those behind the last event are, those before the first are not read.
+    Rows before the first event are ignored.
     """
     is_here = (places >= 0) & (places < len(checks))
     here = rows[is_here]
@@ -136,7 +136,10 @@ def _num_bad(
 
 
 def _row_checks(key: bytes, layout: bytes, checks: U32, rows: Any) -> U32:
-    """One check a row, by whole columns: a sum of its words, each times its own odd number, mixed with all the rest."""
+    """Compute one check for each row, column by column.
+
+    It hashes a sum of the row's words, each times an odd number of its own, with the other inputs.
+    """
     num_bytes = rows.dtype.itemsize
     padded = np.zeros((len(rows), -(-num_bytes // 8) * 8), np.uint8)
     padded[:, :num_bytes] = np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, num_bytes)
@@ -147,16 +150,16 @@ def _row_checks(key: bytes, layout: bytes, checks: U32, rows: Any) -> U32:
     return (mix(mixed ^ checks.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
 
-OLD = -1  # records of an older version are there: move them, then ask again
-OTHER = -2  # the idempotency key came with other events
+# Results of the scripts other than success.
+OLD = -1  # there are records of an older version: move them, then try again
+OTHER = -2  # the idempotency key was used for other events
 BAD = -3  # the idempotency key's entry is damaged
-# the records are: their bytes are not whole ones, and what was appended would be read across them
-CUT = -4
-CHANGED = -5  # somebody else wrote meanwhile: read again
-STRAY = -6  # features are there of events that are not: an older version put others in their place
+CUT = -4  # the last record is incomplete, so records could not be appended to it
+CHANGED = -5  # another client wrote meanwhile: read again
+STRAY = -6  # there are features of events that do not exist: an older version replaced the events
 
-# ARGV: data, limit and size of a record in bytes, an idempotency key ("" = none), the digest of its
-# events, seconds to keep it, most keys of a user; then of each run of features the place behind its
+# ARGV: data, limit and size of a record in bytes, idempotency key ("" = none), digest of its
+# events, seconds to keep it, most keys of a user; then for each run of features the index after its
 # last event, its layout, its rows.
 APPEND = """
 local log, first, keys, order, features = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -182,11 +185,12 @@ if #ARGV > 7 then
   local newest = redis.call('XREVRANGE', features, '+', '-', 'COUNT', 1)[1]
   if newest and tonumber(string.match(newest[1], '%d+')) > total then return -6 end
   for at = 8, #ARGV, 3 do
-    redis.call('XADD', features, string.format('%.0f-0', total + ARGV[at]), ARGV[at + 1], ARGV[at + 2])
+    local id = string.format('%.0f-0', total + ARGV[at])
+    redis.call('XADD', features, id, ARGV[at + 1], ARGV[at + 2])
   end
 end
 local size = redis.call('APPEND', log, ARGV[1])
-if size >= 2 * limit then  -- rewritten once in `limit` bytes: amortised, an append costs what it appends
+if size >= 2 * limit then  -- trimmed every `limit` bytes, so O(appended bytes) amortised
   redis.call('SET', log, redis.call('GETRANGE', log, size - limit, -1))
   local now_first = redis.call('INCRBY', first, (size - limit) / record)
   if redis.call('EXISTS', features) == 1 then
@@ -199,8 +203,11 @@ if key ~= '' then
   local answer = digest .. string.format('%d', kept)
   redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
   redis.call('ZADD', order, string.format('%.0f', now), key)
-  local old = redis.call('ZRANGEBYSCORE', order, '-inf', string.format('%.0f', now - keep), 'LIMIT', 0, 8)
-  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then table.insert(old, redis.call('ZRANGE', order, 0, 0)[1]) end
+  local expired = string.format('%.0f', now - keep)
+  local old = redis.call('ZRANGEBYSCORE', order, '-inf', expired, 'LIMIT', 0, 8)
+  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then
+    table.insert(old, redis.call('ZRANGE', order, 0, 0)[1])
+  end
   for _, one in ipairs(old) do
     redis.call('HDEL', keys, one)
     redis.call('ZREM', order, one)
@@ -210,7 +217,7 @@ if key ~= '' then
 end
 return {kept, 1}
 """
-# Answers the SHA-1 of all that is kept of a user's events, so that a change is found.
+# Returns the SHA-1 of a user's events and features, by which a change is detected.
 _STATE = """
 local function state()
   local parts = {redis.call('GET', KEYS[1]) or ''}
@@ -222,8 +229,8 @@ local function state()
   return redis.sha1hex(table.concat(parts))
 end
 """
-# ARGV: bytes that are wanted, size of a record, and 1 to answer the state too. Runs of features are
-# answered by layout: the ends of all that have it, their sizes, their rows.
+# ARGV: number of bytes to read, size of a record, and 1 to return the state too. Runs of features
+# are returned by layout: the ends of all runs with it, their sizes, their rows.
 READ = (
     _STATE
     + """
@@ -233,7 +240,8 @@ local from = math.max(0, size - want)
 local index = tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2]
 local groups, by_layout = {}, {}
 if redis.call('EXISTS', KEYS[5]) == 1 then
-  for _, entry in ipairs(redis.call('XRANGE', KEYS[5], string.format('%.0f', math.floor(index) + 1), '+')) do
+  local begin = string.format('%.0f', math.floor(index) + 1)
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[5], begin, '+')) do
     local layout, rows = entry[2][1], entry[2][2]
     local group = by_layout[layout]
     if not group then
@@ -248,13 +256,14 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
 end
 for at, layout in ipairs(groups) do
   local group = by_layout[layout]
-  groups[at] = {layout, table.concat(group[1], ' '), table.concat(group[2], ' '), table.concat(group[3])}
+  local ends, sizes = table.concat(group[1], ' '), table.concat(group[2], ' ')
+  groups[at] = {layout, ends, sizes, table.concat(group[3])}
 end
 return {index, redis.call('GETRANGE', KEYS[1], from, -1), groups, ARGV[3] == '1' and state() or ''}
 """
 )
-# ARGV: new records, events given up before them, and the state of what they replace ("" = any);
-# then of each run of features the index behind its last event, its layout, its rows.
+# ARGV: new records, number of older events, and the state that they replace ("" = any); then for
+# each run of features the index after its last event, its layout, its rows.
 PUT = (
     _STATE
     + """
@@ -265,20 +274,22 @@ end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], ARGV[2])
 redis.call('DEL', KEYS[5], KEYS[6])
-for at = 4, #ARGV, 3 do redis.call('XADD', KEYS[5], ARGV[at] .. '-0', ARGV[at + 1], ARGV[at + 2]) end
+for at = 4, #ARGV, 3 do
+  redis.call('XADD', KEYS[5], ARGV[at] .. '-0', ARGV[at + 1], ARGV[at + 2])
+end
 return 1
 """
 )
-# ARGV: the same records with checksums, and how many bytes they were without
+# ARGV: the old records with checksums, and their number of bytes without
 MOVE = """
 if redis.call('STRLEN', KEYS[6]) ~= tonumber(ARGV[2]) then return 0 end
 redis.call('APPEND', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[6])
 return 1
 """
-# KEYS: log, first, features. ARGV: the index that an answer before ended at, most runs, size of a
-# record. Answers where these runs end, the index of the first of their events that is there, the
-# records from it on, and the runs.
+# KEYS: log, first, features. ARGV: index at which the previous answer ended, most runs, size of a
+# record. Returns the index after the last run, the index of its first stored event, the records
+# from that event on, and the runs.
 FEATURES = """
 if redis.call('EXISTS', KEYS[3]) == 0 then return nil end
 local after, record = tonumber(ARGV[1]), tonumber(ARGV[3])
@@ -286,14 +297,16 @@ local runs = redis.call('XRANGE', KEYS[3], string.format('%.0f', after + 1), '+'
 if #runs == 0 then return nil end
 local first = tonumber(redis.call('GET', KEYS[2]) or 0)
 local from = math.max(after, first)
-for at, entry in ipairs(runs) do runs[at] = {string.match(entry[1], '%d+'), entry[2][1], entry[2][2]} end
+for at, entry in ipairs(runs) do
+  runs[at] = {string.match(entry[1], '%d+'), entry[2][1], entry[2][2]}
+end
 local last, records = runs[#runs][1], ''
 if tonumber(last) > from then
   records = redis.call('GETRANGE', KEYS[1], (from - first) * record, (last - first) * record - 1)
 end
 return {last, string.format('%.0f', from), records, runs}
 """
-# KEYS: the list. ARGV: names, from number 0 on. Returns the list as it is then.
+# KEYS: the list. ARGV: names, from number 0 on. Returns the list that is stored now.
 NAME_ACTIONS = """
 local kept = redis.call('LRANGE', KEYS[1], 0, -1)
 if #kept > #ARGV then return kept end

@@ -1,4 +1,4 @@
-"""What a history store must do, its settings, the bytes in which every store keeps events, and how they merge."""
+"""The interface and settings of a history store, the record of an event, and merges."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from npu_gr.core.tls import TlsFiles
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
 
-MAX_EVENTS = 8_388_608  # of a user; keeps a user under the 512 MiB that Redis allows one value
-MAX_FEATURE_BYTES = 65_536  # of an event
+MAX_EVENTS = 8_388_608  # for each user, so that a value of Redis stays under its 512 MiB limit
+MAX_FEATURE_BYTES = 65_536  # for each event
 
 FailurePolicy = Literal["fail", "last_known", "nothing"]
 
@@ -31,47 +31,48 @@ Option = bool | int | float | str | list[str] | dict[str, str]
 
 
 class FeatureStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the features of users come from that requests do not bring."""
+    """The source of user features that requests do not bring."""
 
     entry: str  # feast, or package.module:name of a function or a class
     # keyword arguments: of the class, of feast, of each call of the function
     options: dict[str, Option] = {}
     timeout_s: Seconds = 0.01  # of one call, the wait for its place included
-    max_calls: Count = 32  # at once; as many threads where the source is no coroutine
-    max_queue: Count = 1024  # that wait for their turn; the next one fails at once
-    max_failures: Count = 5  # in a row; then calls fail at once, but for one every `retry_s`
+    max_calls: Count = 32  # calls at a time; also the number of threads of a blocking source
+    max_queue: Count = 1024  # waiting calls; the next one fails at once
+    max_failures: Count = 5  # in a row; then calls fail at once, except one every `retry_s`
     retry_s: Seconds = 0.05
-    # so long a user's features serve his requests; a signal's serve the rank after it
+    # how long features are cached: those that a signal has fetched serve the rank after it
     fresh_s: SecondsOrZero = 30.0
-    # so old ones still stand in where the source fails; 0 = none do
+    # how old cached features may be when the source fails; 0 = they are not used
     stale_s: SecondsOrZero = 3600.0
-    max_users: Count = 100_000  # whose features are remembered
+    max_users: Count = 100_000  # users whose features are cached
 
 
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where behaviours are kept."""
+    """The store of users' behaviours (events)."""
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
-    path: str = "history.db"  # embedded: the file; its folder is made
+    path: str = "history.db"  # embedded: the file; its folder is created
     url: SecretUrl | None = None  # redis; None = redis://127.0.0.1:6379/0; rediss:// is over TLS
     tls: TlsFiles | None = None  # of rediss://
-    # older ones are given up
+    # older events are deleted
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536
-    # of an event: 4 a number, 8 a name; as many names as any event of the write has
+    # 4 bytes a number, 8 a name, with as many names as any event of the write has
     max_feature_bytes_per_event: Annotated[int, msgspec.Meta(ge=0, le=MAX_FEATURE_BYTES)] = 1024
     timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
-    # of one read: a small share of the objectives of those who wait for it
+    # of one read: a small part of the SLO objectives of the requests that wait for it
     read_timeout_s: Seconds = 0.025
-    max_calls: Count = 64  # reads at once, and as many appends and erasures
-    max_queue: Count = 1024  # of each that wait for their turn; the next one fails at once
-    max_failures: Count = 5  # in a row; then calls fail at once, but for one every `retry_s`
+    max_calls: Count = 64  # reads at a time, and as many appends and erasures
+    max_queue: Count = 1024  # waiting calls of each; the next one fails at once
+    max_failures: Count = 5  # in a row; then calls fail at once, except one every `retry_s`
     retry_s: Seconds = 0.05
-    # a request whose history cannot be read: fail = 503 | last_known = what this instance last knew of the user, or 503
-    # if that is nothing | nothing = the same, but without behaviours if nothing is known
+    # a request whose history cannot be read: fail = 503 | last_known = use the history that this
+    # instance last knew, or 503 if it knows none | nothing = the same, but with an empty history
+    # if it knows none
     on_failure: FailurePolicy = "last_known"
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
-    max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
-    check_s: SecondsOrZero = 1.0  # embedded: how long the start looks for damage; 0 = not
+    max_idempotency_keys: Count = 256  # for each user; then the oldest is forgotten
+    check_s: SecondsOrZero = 1.0  # embedded: time for the damage check at start; 0 = no check
 
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):
@@ -87,18 +88,18 @@ class StoredHistory(NamedTuple):
     """The newest events of a user."""
 
     events: Events
-    first_index: int  # of the first of them, counted over everything the user ever did
+    first_index: int  # index of `events[0]` among all events that the user ever had
 
 
 class IdempotencyKey(NamedTuple):
     """An idempotency key as a store keeps it: digests of a fixed size."""
 
     key: bytes  # 16 bytes
-    events: bytes  # 16 bytes, of the events that came with it
+    events: bytes  # 16 bytes, digest of the events that came with the key
 
     @classmethod
     def make(cls, key: str, events: Events) -> IdempotencyKey:
-        """Digest a caller's key and the events that came with it."""
+        """Digest a client's key and the events that came with it."""
         text = key.encode("utf-8", "surrogatepass")
         return cls(
             hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint())
@@ -110,79 +111,75 @@ class HistoryStore(Protocol):
 
     @property
     def health(self) -> StoreHealth:
-        """What the store says of itself."""
+        """Health of the store."""
         ...
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         """Append in the given order; durable when it returns.
 
         Args:
-            user: whose they are.
-            events: oldest first.
-            key: idempotency key. A key that the store remembers of this user appends nothing.
+            user: User of the events.
+            events: Events, oldest first.
+            key: Idempotency key. If the store remembers it for this user, nothing is appended.
 
         Returns:
-            How many events are kept for the user now, or were when the key was first applied.
+            Number of events that are stored for the user now, or were when the key was first used.
 
         Raises:
-            Unprocessable: the key was applied to other events, or their features take too many
-                bytes.
+            Unprocessable: the key was used for other events, or the features take too many bytes.
         """
         ...
 
     async def write_many(
         self, batch: Sequence[Write]
     ) -> list[Written | StoreFailed | Unprocessable]:
-        """Do many writes at once, those of one user in the given order; durable when it returns.
+        """Do many writes, those of one user in the given order; durable when it returns.
 
         Returns:
-            What each write did, or why it did nothing: a write that fails does nothing, and the
-            others are done.
+            The result of each write, or its error: a failed write changes nothing, and the others
+            are done.
 
         Raises:
-            StoreFailed: no write was done, and none because of its own user.
+            StoreFailed: no write was done, for a reason that concerns the whole store.
         """
         ...
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
-        """The newest `last` >= 0 events, oldest first; none for an unknown user."""
+        """Read the newest `last` >= 0 events, oldest first; none for an unknown user."""
         ...
 
     async def actions(self) -> tuple[str, ...]:
-        """The names of the actions whose numbers are kept.
-
-        None = no event was written under a name yet.
-        """
+        """Read the names of actions by number; empty until the first names are written."""
         ...
 
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Remember what the numbers of actions mean; durable when it returns.
+        """Store the names of actions; durable when it returns.
 
         Args:
-            names: by number. They take the place of those that are remembered if they begin with
-                them.
+            names: List of names, by number. They are stored if they begin with the names stored
+                before.
 
         Returns:
-            The names that are remembered then: other ones if `names` do not begin with them.
+            The names that are stored now; not `names` if these do not begin with them.
         """
         ...
 
     async def erase(self, user: UserKey) -> bool:
-        """Forget the user, durably.
+        """Erase the user, durably.
 
         Returns:
-            Whether no byte of the user is left in the store's files here. False: no call finds the
-            user any more, and the store overwrites what is left when it can.
+            True if no byte of the user is left in the store's local files. False: no call finds the
+            user any more, and the store overwrites the remaining bytes as soon as it can.
         """
         ...
 
     async def close(self) -> None:
-        """Finish what was acknowledged, then close the files or connections."""
+        """Finish the acknowledged writes, then close the files or connections."""
         ...
 
 
 def pack(events: Events) -> bytes:
-    """Events as EVENT records, without their features."""
+    """Convert events to EVENT records, without their features."""
     records = np.empty(len(events), EVENT)
     records["item"] = events.items
     records["action"] = events.actions
@@ -191,7 +188,7 @@ def pack(events: Events) -> bytes:
 
 
 def unpack(data: bytes) -> Events:
-    """Events from EVENT records."""
+    """Convert EVENT records to events."""
     records = np.frombuffer(data, EVENT)
     return Events.make(records["item"], records["action"], records["timestamp"])
 
@@ -199,7 +196,7 @@ def unpack(data: bytes) -> Events:
 def checked(
     results: Iterable[Written | StoreFailed | Unprocessable],
 ) -> list[Written | StoreFailed | Unprocessable]:
-    """Return the results of `write_many`, or raise what it raises."""
+    """Return the results of `write_many`, or raise StoreFailed if the whole store failed."""
     made = list(results)
     failures = [
         one for one in made if isinstance(one, StoreFailed) and one.fault is not StoreFault.CORRUPT
@@ -210,9 +207,10 @@ def checked(
 
 
 def key_bytes(user: UserKey) -> bytes:
-    """One key for each (tenant, user): the tenant's length keeps "a"+"bc" and "ab"+"c" apart.
+    """Make the key of a (tenant, user) pair.
 
-    Every Python string has one, lone surrogates included.
+    The tenant's length comes first, so that ("a", "bc") and ("ab", "c") differ. Lone surrogates are
+    allowed.
     """
     tenant, name = (part.encode("utf-8", "surrogatepass") for part in user)
     return len(tenant).to_bytes(4, "big") + tenant + name
@@ -222,30 +220,29 @@ class Merged(NamedTuple):
     """A history after a merge."""
 
     events: Events  # the newest `max_events` of both, oldest first
-    num_added: int  # of them, that were not stored
-    num_filled: int  # of the stored ones, that gained features
-    # the added ones are the last of them, and the others are as they are in the store
-    is_append: bool
+    num_added: int  # number of them that were not stored before
+    num_filled: int  # number of stored events that gained features
+    is_append: bool  # the added events come last, and the stored ones are unchanged
 
     @property
     def changes(self) -> bool:
-        """Whether it is another history than the stored one."""
+        """Whether the history differs from the stored one."""
         return bool(self.num_added or self.num_filled)
 
 
 def merge(stored: Events, events: Events, max_events: int) -> Merged:
-    """Merge events into a stored history, in time order; of equal times what is stored comes first.
+    """Merge events into a stored history, in time order; with equal times stored events come first.
 
-    Events are the same by item, action and time; of those that are the same, there are as many as
-    the fuller of the two sides has. What the store lacks of the features of one that it has is
-    filled in; a value that it has stays. A second merge of the same events changes nothing, however
-    long ago the first one was: nothing is remembered for it.
+    Two events are the same if item, action and time are equal. If the same event occurs several
+    times, the result has as many of it as the side with more. A stored event gains the features
+    that it lacks; a stored value stays. A second merge of the same events changes nothing, however
+    much later it comes.
 
     Args:
-        stored: what the store keeps of the user.
-        events: what is to be in it, in any order.
-        max_events: that the store keeps of a user. What it has given up for newer ones does not
-            come back.
+        stored: Events that the store has of the user.
+        events: Events to merge, in any order.
+        max_events: Most events of a user. Older ones, which the store has deleted, do not come
+            back.
     """
     same = _places(stored, events)
     is_new = same < 0
@@ -265,9 +262,9 @@ def merge(stored: Events, events: Events, max_events: int) -> Merged:
 
 
 def _places(stored: Events, events: Events) -> I64:
-    """Find each event among the stored ones: its place, or -1.
+    """Find the index of each event among the stored ones, or -1.
 
-    The m-th of equal events is the m-th of these there.
+    The m-th of several equal events matches the m-th of the stored ones.
     """
     places = np.full(len(events), -1, np.int64)
     if len(stored):
@@ -281,7 +278,7 @@ def _places(stored: Events, events: Events) -> I64:
 
 
 def _filled(stored: Events, events: Events, same: I64) -> tuple[Events, int]:
-    """Fill in what the stored events lack of the features of the same events, and count those that gain any."""
+    """Add missing features to stored events; return the events and how many gained any."""
     given = events.features
     if not given or not (same >= 0).any():
         return stored, 0

@@ -1,16 +1,18 @@
-"""The Grafana dashboards, as `npu-gr dashboards` writes them, from the templates in `boards/`.
+"""Make the Grafana dashboards that `npu-gr dashboards` writes from the templates in `boards/`.
 
 A template is a dashboard in YAML: rows of panels, each with a title, a sentence that explains it, a
-unit, and PromQL expressions by legend. Two words stand for what every expression repeats:
+unit, and PromQL expressions by legend. Expressions use two variables:
 
-    $of   the label matchers of the instances that the reader chose
-    $w    the window of a rate
+    $of   label matchers of the instances that the reader chose
+    $w    window of a rate
 
-A row or a panel with `each` is there once for each of those kinds of requests, so a new kind gets
-its panels without a line: its expressions and texts say `$kind`, `$Title`, `$plural`, and what else
-`_words` has. Tests hold three things: the files in `dashboards/` are what the templates make, every
-metric that they name is in the registry, and every expression gives figures on a real Prometheus
-that scrapes a real service.
+A row or panel with `each` is repeated for every kind of request in that group, so a new kind gets
+its panels without a change here. Its expressions and texts use the variables that `_words` returns,
+such as `$kind`, `$Title` and `$plural`.
+
+Tests check three things: the files in `dashboards/` are up to date with the templates, every metric
+is in the registry, and every expression returns data on a real Prometheus that scrapes a real
+service.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ Panel = dict[str, Any]
 BOARDS = ("slo", "relay", "engine", "fleet", "store")
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTHS = {"series": 8, "number": 4, "bars": 8, "table": 24}  # of a panel that says none
+WIDTHS = {"series": 8, "number": 4, "bars": 8, "table": 24}  # default width of a panel
 HEIGHTS = {"series": 7, "number": 4, "bars": 7, "table": 7}
 TYPES = {"series": "timeseries", "number": "stat", "bars": "bargauge", "table": "table"}
 OF = {"of": 'job=~"$job", instance=~"$instance"', "w": "$__rate_interval"}
 
 
 def dashboards(objectives: Sequence[Objective]) -> dict[str, dict[str, Any]]:
-    """Make all dashboards, by file name; each objective gives its kind a row."""
+    """Make all dashboards, by file name. There is one objective for each kind of request."""
     return {f"{name}.json": _dashboard(name, objectives) for name in BOARDS}
 
 
@@ -63,9 +65,9 @@ def write(folder: Path, objectives: Sequence[Objective], runbooks: str = RUNBOOK
     """Write every file into a folder.
 
     Args:
-        folder: made if it does not exist.
-        objectives: one for each kind of request.
-        runbooks: folder of the runbook pages, a path or a URL.
+        folder: Folder to write, made if it does not exist.
+        objectives: One objective for each kind of request.
+        runbooks: Folder of the runbook pages, a path or a URL.
 
     Returns:
         The paths of the files.
@@ -106,10 +108,7 @@ def _dashboard(name: str, objectives: Sequence[Objective]) -> dict[str, Any]:
 def _placed(
     rows: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]]
 ) -> Iterator[Panel]:
-    """Place panels in rows from the left.
-
-    One that does not fit any more begins a new line of its row.
-    """
+    """Place the panels of each row from the left, and begin a new line where one does not fit."""
     y = 0
     for row, words in _repeated(rows, kinds):
         at = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
@@ -141,12 +140,12 @@ def _repeated(
     kinds: Sequence[Mapping[str, str]],
     own: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, str]]]:
-    """List rows or panels with their words: one with `each` once for every kind that it is for.
+    """List rows or panels with their template variables; those with `each` once for every kind.
 
     Args:
-        parts: rows, or panels of one row.
-        kinds: the words of every kind.
-        own: the words of the row, where it is one kind's.
+        parts: Rows, or panels of one row.
+        kinds: Template variables of every kind.
+        own: Template variables of the row, if it is repeated for a kind.
     """
     for part in parts:
         if "each" not in part:
@@ -158,7 +157,7 @@ def _repeated(
 
 
 def _words(objective: Objective) -> dict[str, str]:
-    """What a template says of a kind; `is` names the groups of `each` that it is in."""
+    """Return the template variables of a kind; `is` lists its groups, which `each` names."""
     kind: Kind[Any, Any] = KINDS[objective.kind]
     groups = ["kind"]
     if kind.label is not None:
@@ -174,7 +173,7 @@ def _words(objective: Objective) -> dict[str, str]:
         "method": kind.method,
         "path": kind.path,
         "label": kind.label or "",
-        "stages": ", ".join((*kind.stages, "door")),
+        "stages": ", ".join((*kind.stages, "http")),
         "ratio": f"{objective.latency_ratio * 100:.4g}",
         "threshold": f"{objective.threshold_s * 1e3:g}",
     }
@@ -213,7 +212,7 @@ def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
         defaults |= {"thresholds": _thresholds(panel.get("steps", [[None, "blue"]])), "decimals": 2}
     elif kind == "bars":
         defaults |= {"thresholds": _thresholds(panel["steps"]), "min": 0, "max": 1.0}
-    else:  # a sample is a row of the table, its labels are the columns
+    else:  # a table: a row for each sample, a column for each label
         targets[0] |= {"format": "table", "instant": True}
         hidden = dict.fromkeys(("Time", "__name__", "job", "Value"), True)
         made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
@@ -221,7 +220,10 @@ def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
 
 
 def _draw_lines(defaults: dict[str, Any], panel: Mapping[str, Any]) -> None:
-    """Lines over time; `stacked`: as areas on each other; `top`: ends the axis; `limit`: a dashed line."""
+    """Set the options of lines over time.
+
+    `stacked` stacks them as areas, `top` is the end of the axis, `limit` is a dashed line.
+    """
     stacked = panel.get("stacked", False)
     custom: dict[str, Any] = {
         "drawStyle": "line",
@@ -240,7 +242,7 @@ def _draw_lines(defaults: dict[str, Any], panel: Mapping[str, Any]) -> None:
 
 
 def _thresholds(steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Colours from values on; the first value is None."""
+    """Make thresholds of (value, colour from this value on); the first value is None."""
     found = [
         {"value": None if value is None else float(value), "color": colour}
         for value, colour in steps

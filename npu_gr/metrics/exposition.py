@@ -1,7 +1,7 @@
-"""The text of `/metrics`, made one metric family at a time: the event loop serves requests in between.
+"""Write the text of `/metrics`, one metric family at a time.
 
-The whole text takes milliseconds. Made in one piece, it would delay every request beside it by as
-much.
+The whole text takes milliseconds. Written at once, it would delay the requests that the event loop
+serves by as much.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class _OneFamily(Collector):
 
 
 async def expose(metrics: Metrics, accept: str, names: Sequence[str] = ()) -> tuple[bytes, str]:
-    """Make the text and its content type.
+    """Return the text and its content type.
 
     Args:
-        metrics: of this instance.
-        accept: the `Accept` header; a caller that accepts OpenMetrics gets it, with exemplars.
-        names: of samples: only the families that have them. None at all = every family.
+        metrics: Metrics of this instance.
+        accept: `Accept` header; a client that accepts OpenMetrics gets it, with exemplars.
+        names: Sample names; only families with one of them are written. Empty = all families.
     """
     encode, content_type = choose_encoder(accept)
     metrics.refresh()
@@ -44,6 +44,6 @@ async def expose(metrics: Metrics, accept: str, names: Sequence[str] = ()) -> tu
     for family in metrics.registry.collect():
         parts.append(encode(_OneFamily(family)).removesuffix(_EOF))
         await asyncio.sleep(0)
-    # in a thread, because it reads /proc; it brings the end mark of OpenMetrics
+    # in a thread, because it reads /proc; its text ends with the EOF mark of OpenMetrics
     parts.append(await asyncio.to_thread(encode, metrics.process.collector))
     return b"".join(parts), content_type

@@ -1,11 +1,13 @@
-"""Prometheus rules: recordings under Sloth's names and burn-rate alerts of every kind, and the alerts of `causes.yml`.
+"""Make the Prometheus rules: SLO recordings, burn-rate alerts, and the alerts of `causes.yml`.
 
-Source: the names, labels and groups are those that Sloth generates (github.com/slok/sloth,
-examples/_gen/getting-started.yml), so Sloth's public dashboards work with these rules. The windows
-and factors are those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
+Source: names, labels and groups are those that Sloth generates (github.com/slok/sloth,
+examples/_gen/getting-started.yml), so Sloth's public dashboards work with these rules. Windows and
+factors are those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
 
-- A window without traffic records no sample: a division by zero would spoil the average over 30 days.
-- A burn-rate alert needs `MIN_REQUESTS` in its long window: one failure in a quiet night must wake nobody.
+- A window without traffic records no sample, because a division by zero would spoil the average
+  over 30 days.
+- A burn-rate alert needs `MIN_REQUESTS` in its long window, so that one failed request in a quiet
+  night pages no one.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ Rule = dict[str, Any]
 
 
 class Burn(NamedTuple):
-    """Fire while the error budget burns over `factor` times as fast as it may, in the short and in the long window."""
+    """An alert condition: the burn rate is above `factor` in the short and in the long window."""
 
     short: str
     long: str
     factor: float
 
 
-# spends 2 % of the budget in an hour, or 5 % in six hours
+# 2 % of the budget in an hour, or 5 % in six hours
 FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))
-# spends 10 % of it in a day, or in three days
+# 10 % of the budget in a day, or in three days
 SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))
 
 
@@ -48,8 +50,8 @@ def rules(
     """Build the content of a Prometheus rule file.
 
     Args:
-        objectives: one for each kind of request in `KINDS`.
-        runbooks: folder of the runbook pages, a path or a URL.
+        objectives: One objective for each kind of request in `KINDS`.
+        runbooks: Folder of the runbook pages, a path or a URL.
     """
     groups = []
     for objective in objectives:
@@ -116,7 +118,7 @@ def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
 
 
 def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
-    """Record the objective, its error budget, and how fast that burns."""
+    """Record the objective, its error budget, and the burn rate."""
     selector = _selector(labels)
     matched = "/ on(sloth_id, sloth_slo, sloth_service) group_left"
     burn = f"{matched}\nslo:error_budget:ratio{selector}"
@@ -145,7 +147,7 @@ def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
 def _alerts(
     objective: Objective, promise: Promise, labels: dict[str, str], runbooks: str
 ) -> list[Rule]:
-    """A fast burn pages if the kind wakes somebody; every other burn opens a ticket."""
+    """Alert on fast and slow burn: a page for a fast burn of kinds that page, else a ticket."""
     kind = KINDS[objective.kind]
     budget = f"(1-{objective.ratio(promise)!r})"
     plural = kind.plural.capitalize()
@@ -168,7 +170,7 @@ def _alerts(
         )
 
     return [
-        alert("Fast", FAST, "page" if kind.wakes_somebody else "ticket", "much too fast"),
+        alert("Fast", FAST, "page" if kind.pages_on_fast_burn else "ticket", "much too fast"),
         alert("Slow", SLOW, "ticket", "too fast"),
     ]
 

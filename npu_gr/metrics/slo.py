@@ -1,9 +1,9 @@
-"""SLO arithmetic: what a request counts as, which share was good, how much error budget is left.
+"""SLO arithmetic: the result of a request, the attainment, and the remaining error budget.
 
 Source: Google, The Site Reliability Workbook, chapters 2 and 5.
 
-The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for
-the status page, so no name is a metric's label.
+The arithmetic reads no clock. `RecentAnswers` keeps the recent answers by tenant and by version for
+the status page. Tenants and versions are not labels of metrics, because there can be many.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ class Result(StrEnum):
 
     GOOD = "good"  # answered within the threshold
     SLOW = "slow"  # answered later
-    FAILED = "failed"  # rejected for load, out of time, or broken
+    FAILED = "failed"  # rejected for load, over its budget, or an error of the server
 
 
 class Promise(StrEnum):
-    """The two promises that each kind makes; the value of the metric label `slo`."""
+    """The two objectives of each kind; the value of the metric label `slo`."""
 
-    LATENCY = "latency"  # share of the answered requests that were answered in time
+    LATENCY = "latency"  # share of the answered requests that were within the threshold
     AVAILABILITY = "availability"  # share of all requests that were answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The promises of one kind of request."""
+    """The objectives of one kind of request."""
 
     kind: str  # a name in `core.kinds.KINDS`
-    threshold_s: float  # an answer within it is in time
+    threshold_s: float  # longest latency of a good answer
     latency_ratio: float = 0.99
     availability_ratio: float = 0.999
 
     def ratio(self, promise: Promise) -> float:
-        """The share of requests that must keep the promise."""
+        """Return the share of requests that must be good."""
         return self.latency_ratio if promise is Promise.LATENCY else self.availability_ratio
 
 
-LEAST_SHARE = 0.5  # of the threshold: nothing is promised to a caller who grants less
+# share of the threshold; the objectives do not apply to requests with a shorter budget
+LEAST_SHARE = 0.5
 
 
 def is_promised(has_s: float, threshold_s: float) -> bool:
-    """Whether a request has the time that the promise is about.
+    """Whether the objectives apply to a request: its budget is at least half of the threshold.
 
     Args:
-        has_s: what its caller grants, from when the request was whole.
-        threshold_s: an answer within it is in time.
+        has_s: The client's time budget, from the last byte of the request.
+        threshold_s: Longest latency of a good answer.
     """
     return has_s >= LEAST_SHARE * threshold_s
 
@@ -61,17 +62,18 @@ def is_promised(has_s: float, threshold_s: float) -> bool:
 def evaluate(
     status: int, took_s: float, threshold_s: float, has_s: float = float("inf")
 ) -> Result | None:
-    """Count one request.
+    """Return the result of one request for the objectives.
 
     Args:
-        status: of its HTTP answer.
-        took_s: from its last byte to the answer: how fast a caller sends is not our doing.
-        threshold_s: an answer within it is in time.
-        has_s: what the caller grants, from its last byte on.
+        status: HTTP status of the answer.
+        took_s: Seconds from the last byte of the request to the answer; the time in which the
+            client sends the request does not count.
+        threshold_s: Longest latency of a good answer.
+        has_s: The client's time budget, from the last byte of the request.
 
     Returns:
-        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised
-        for): the objectives do not count it.
+        None = the objectives do not count the request, because of an error of the client (a 4xx
+        other than 429), or because its budget was too short.
     """
     if status in (429, 504) and not is_promised(has_s, threshold_s):
         return None
@@ -90,49 +92,43 @@ class Counts(NamedTuple):
     failed: int = 0
 
     def bad_of(self, promise: Promise) -> tuple[int, int]:
-        """Count the requests that broke the promise, and those to which it was made."""
+        """Return the number of bad requests for an objective, and of all requests it counts."""
         if promise is Promise.LATENCY:
             return self.slow, self.good + self.slow
         return self.failed, sum(self)
 
     def attainment(self, promise: Promise) -> float:
-        """The share of requests that kept the promise; 1 if there were no requests."""
+        """Return the share of good requests; 1 if there were no requests."""
         bad, total = self.bad_of(promise)
         return 1.0 - bad / total if total else 1.0
 
     def budget_remaining(self, promise: Promise, ratio: float) -> float:
-        """The share of the error budget that is left: 1 = untouched, 0 = spent, below 0 = overspent."""
+        """Return the share of the error budget that is left: 1 = all, below 0 = overspent."""
         return 1.0 - (1.0 - self.attainment(promise)) / (1.0 - ratio)
 
 
 SLOT_S = 10.0
 LONGEST_S = 3600.0
-RATE_S = 60.0  # that a rate is of
+RATE_S = 60.0  # window of `good_per_s`
 
 
 @dataclass(slots=True)
 class _Slot:
-    number: int  # seconds of the clock, over SLOT_S
+    number: int  # seconds of the clock // SLOT_S
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
 class Rolling:
-    """Results since the start, and over the last hour in slots of `SLOT_S` seconds."""
+    """Counts results since the start, and over the last hour in slots of `SLOT_S` seconds."""
 
     def __init__(self) -> None:
         self._slots: deque[_Slot] = deque()
         self._total = [0, 0, 0]
-        self._since_at = 0.0  # of the newest results that no pause of RATE_S parts
+        self._since_at = 0.0  # first result after the latest pause of at least RATE_S
         self._last_at = float("-inf")
 
     def add(self, now_at: float, result: Result, num: int = 1) -> None:
-        """Count results.
-
-        Args:
-            now_at: never goes back.
-            result: of all of them.
-            num: how many.
-        """
+        """Count `num` equal results at `now_at`, a time of a monotonic clock."""
         number = int(now_at // SLOT_S)
         place = _PLACE[result]
         if not self._slots or self._slots[-1].number != number:
@@ -156,7 +152,7 @@ class Rolling:
         return Counts(*sums)
 
     def good_per_s(self, now_at: float) -> float:
-        """The rate of good results over the last minute, or since they began to come, if that is less."""
+        """Return good results per second over the last minute, or since results began to come."""
         begins_at = (int((now_at - RATE_S) // SLOT_S) + 1) * SLOT_S
         return self.over(now_at, RATE_S).good / max(now_at - max(begins_at, self._since_at), SLOT_S)
 
@@ -169,8 +165,8 @@ class Rolling:
 _PLACE = {result: index for index, result in enumerate(Result)}
 
 
-NEWEST = 2048  # answers that are kept
-WITHIN_S = 300.0
+NEWEST = 2048  # most answers to keep
+WITHIN_S = 300.0  # oldest age of an answer in `RecentAnswers.shares`
 
 
 class RecentAnswer(NamedTuple):
@@ -184,7 +180,7 @@ class RecentAnswer(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What the newest answers of one tenant or version were."""
+    """The recent answers of one tenant or version."""
 
     num: int
     per_s: float
@@ -205,10 +201,10 @@ class RecentAnswers:
         self._newest.append(RecentAnswer(self._clock(), tenant, version, took_s, is_good))
 
     def shares(self, name_of: Callable[[RecentAnswer], str]) -> dict[str, Share]:
-        """Sum them up.
+        """Group the recent answers by name.
 
         Args:
-            name_of: which share an answer belongs to.
+            name_of: Function answer -> name of its group.
 
         Returns:
             The shares by name, the largest first.

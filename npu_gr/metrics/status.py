@@ -1,12 +1,12 @@
-"""The status page: the Structs of its JSON, and its HTML.
+"""The status page and the API console: their HTML, and the Structs of the status page's JSON.
 
-The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It
-holds no data of its own, so it is served without an API key; it asks the reader for a key when the
-server rejects the JSON.
+The status page is one HTML text that loads its JSON, a `StatusReport`, every two seconds, and
+nothing else. The HTML contains no data, so it is served without an API key. If the server rejects
+the request of the JSON, the page asks the reader for a key.
 
-The API console is such a text, too. It reads the OpenAPI document with the reader's key. Browsers
-may not call the public address from a page of the admin address, so for its routes the page makes
-the `curl` call.
+The API console is one HTML text too. It loads the OpenAPI document with the reader's key. A page of
+the admin address may not send requests to the public address (same-origin policy), so for public
+routes the console shows the `curl` command.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of request keeps its objective."""
+    """The objective of one kind of request, and its attainment."""
 
     kind: str  # a name in `core.kinds.KINDS`
     threshold_s: float
-    objective_ratio: float  # share of the answered requests that must be in time
-    attainment_ratio: dict[str, float]  # window -> share of requests answered in time
+    objective_ratio: float  # share of the answered requests that must be within the threshold
+    attainment_ratio: dict[str, float]  # window -> share of requests within the threshold
     budget_remaining_ratio: float  # since the start; below 0 = overspent
-    good: int  # requests since the start; `slow` and `failed` too
+    good: int  # requests since the start, as are `slow` and `failed`
     slow: int
     failed: int
-    per_s: float  # requests answered in time, a second, over the last minute
-    p50_s: float | None  # of the newest requests; None = there were none
+    per_s: float  # goodput over the last minute: requests per second within the threshold
+    p50_s: float | None  # latency of recent requests; None = there were none
     p99_s: float | None
 
 
@@ -36,13 +36,13 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of one memory tier."""
 
     name: str
-    budget: int  # bytes that it may hold
-    entries: int  # prefixes that it holds
+    budget: int  # most bytes that the tier may hold
+    entries: int  # prefixes that the tier holds
     states: dict[str, int]  # state -> bytes
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What the newest answers of one tenant, or of one version of a model, were."""
+    """The recent answers to one tenant, or of one version of a model."""
 
     num: int
     per_s: float
@@ -51,17 +51,17 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a model: the one that serves, or one that drains beside it."""
+    """One version of a model: the one that serves, or one that still drains."""
 
     name: str
     version: str
     device: str
     is_draining: bool
-    served: Served | None  # None = it answered nothing lately
+    served: Served | None  # None = there are no recent answers
 
 
 class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the slowest of the newest requests."""
+    """One of the slowest recent requests."""
 
     age_s: float
     kind: str
@@ -75,11 +75,11 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole JSON. The page does not show an empty part."""
+    """The JSON of the status page, which hides empty parts."""
 
-    name: str  # of the process: "instance"
+    name: str  # name of the process: "instance"
     ready: bool
-    why_not: str  # in words, where `ready` is false
+    why_not: str  # the reason in words, if `ready` is false
     uptime_s: float
     versions: dict[str, str]
     goodput: list[Goodput] = []
@@ -88,8 +88,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
     slow: list[SlowRequest] = []
     models: list[ModelStatus] = []
-    tenants: dict[str, Served] = {}  # "" = requests that name none
-    links: dict[str, str] = {}  # words -> path on this server
+    tenants: dict[str, Served] = {}  # "" = requests without a tenant
+    links: dict[str, str] = {}  # text -> path on this server
 
 
 CONTENT_SECURITY_POLICY = (
@@ -100,19 +100,19 @@ CONTENT_SECURITY_POLICY = (
 
 
 def page(endpoint: str) -> str:
-    """Make the page; `endpoint` is the path of its JSON on the same server."""
+    """Return the HTML of the status page; `endpoint` is the path of its JSON on this server."""
     text = resources.files("npu_gr.metrics").joinpath("status.html").read_text()
     return text.replace("{{endpoint}}", endpoint)
 
 
 def console(endpoint: str, scheme: str, port: int) -> str:
-    """Make the page.
+    """Return the HTML of the API console.
 
     Args:
-        endpoint: path of the OpenAPI document on the same server.
-        scheme: http or https, of the public address.
-        port: of the public address, which has the host of the page unless its reader says
-            otherwise.
+        endpoint: Path of the OpenAPI document on this server.
+        scheme: Scheme of the public address, http or https.
+        port: Port of the public address. Its host is that of the page, and the reader can change
+            it.
     """
     text = resources.files("npu_gr.metrics").joinpath("console.html").read_text()
     for name, value in (("endpoint", endpoint), ("scheme", scheme), ("port", str(port))):

@@ -1,9 +1,9 @@
-"""Two runs of one log side by side: ratios with confidence intervals, and the scores item by item.
+"""Compare two runs of a log: ratios with confidence intervals, and differences of scores.
 
-Intervals come from a block bootstrap. The requests are cut into blocks of neighbours in the log,
-and blocks are drawn with replacement. If both runs answered the same requests, the same blocks are
-drawn for both: a stretch of the log that is hard is then hard for both, and cancels. Percentiles in
-it come from counts in bins of 0.5 %.
+Intervals come from a block bootstrap: requests are cut into blocks of consecutive requests, and
+blocks are drawn with replacement. If both runs answered the same requests, the same blocks are
+drawn for both, so that a slow part of the log affects both and cancels. Percentiles come from
+histograms with bins of 0.5 %.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import SCORED, digest, raw
 from npu_gr.replay.requests import Sample
 
-MAX_LINES = 500  # that wait in memory before the thread writes them
+MAX_LINES = 500  # buffered before the thread writes them
 
 
 class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request's answer."""
+    """The answer of one request, as a line of the file."""
 
-    number: int  # of its record in the log's time order
+    number: int  # of the record, in the log's time order
     kind: str
-    # seconds after the run began; the name in the file stays
+    # seconds after the run began; named `due_s` in the file
     due_at: float = msgspec.field(name="due_s")
     latency_ms: float
     error: str = ""
@@ -45,11 +45,11 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_version: str = ""
     digest: str = ""
     scores: dict[str, bytes] = {}  # task -> raw float32; NaN = unknown item
-    items: list[int] = []  # that the answer chose
+    items: list[int] = []  # returned items
 
 
 def line(sample: Sample) -> AnswerLine:
-    """The line of a sample whose kind has scores."""
+    """Make the line of a sample whose kind has scores."""
     common = AnswerLine(
         number=sample.number,
         kind=sample.record.kind,
@@ -71,7 +71,7 @@ def line(sample: Sample) -> AnswerLine:
 
 
 class AnswerFile:
-    """Writes answers without making the player wait: `async with`, then `add` on the event loop."""
+    """Writes answers in a thread, so that the player never waits. Use it with `async with`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,7 +91,7 @@ class AnswerFile:
         await asyncio.to_thread(self._file.close)
 
     def add(self, sample: Sample) -> None:
-        """Keep a line of a request that is over, if its kind has scores."""
+        """Add a finished request, if its kind has scores. Event loop only."""
         if sample.record.kind in SCORED:
             self._lines.append(line(sample))
             if len(self._lines) >= MAX_LINES:
@@ -107,10 +107,10 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> Iterator[AnswerLine]:
-    """The answers of a run's file, or those that a recorded log carries.
+    """Read the answers of a run's file, or those in a recorded log.
 
     Raises:
-        DataError: names the file, the line and the reason.
+        DataError: a line is invalid; the message names the file, the line and the reason.
     """
     if not path.name.startswith("answers"):
         yield from _logged(path)
@@ -151,16 +151,16 @@ F64 = npt.NDArray[np.float64]
 
 BLOCKS = 100
 RESAMPLES = 1000
-TOP = 10  # best items whose overlap is measured
-WORST = 5  # records named, those with the largest drift
+TOP = 10  # items of the top-k overlap
+WORST = 5  # reported records with the largest drift
 
-_BIN_RATIO = 1.005  # from one bin of latencies to the next
-_LOW_MS = 1e-3  # where the first bin begins
+_BIN_RATIO = 1.005  # ratio of consecutive bin edges of latencies
+_LOW_MS = 1e-3  # lower edge of the first bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRatio:
-    """One figure of both runs and the ratio of B to A, with its 95 % interval."""
+    """A metric of both runs, and the ratio B / A with its 95 % interval."""
 
     name: str
     a: float
@@ -172,42 +172,42 @@ class MetricRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the scores of B are from those of A.
+    """Differences between the scores of B and those of A.
 
     A drift is the largest difference within a request, over the standard deviation of A's scores in
     that request.
     """
 
-    num_compared: int  # requests that both answered
+    num_compared: int  # requests that both runs answered
     num_same_digest: int
-    num_with_values: int  # requests whose scores both runs kept; the figures below are of these
+    num_with_values: int  # requests with scores in both runs; the values below are of these
     max_drift: float = math.nan
     p50_drift: float = math.nan
     p99_drift: float = math.nan
     max_abs: float = math.nan  # in the scores' own unit
-    top_overlap: float = math.nan  # mean share of A's best `TOP` that are among B's best
+    top_overlap: float = math.nan  # mean overlap of the `TOP` best items
     same_first_ratio: float = math.nan
-    num_unknown_differs: int = 0  # requests in which the two runs lack scores for different items
-    worst: list[tuple[int, float]] = field(default_factory=list)  # number of the record, its drift
+    num_unknown_differs: int = 0  # requests whose sets of items without a score differ
+    worst: list[tuple[int, float]] = field(default_factory=list)  # (record number, drift)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of a comparison as plain values."""
+    """The result of a comparison."""
 
     a: str
     b: str
-    is_paired: bool  # both answered the same requests
+    is_paired: bool  # both runs answered the same requests
     ratios: list[MetricRatio]
     drift: Drift
     model_versions: tuple[list[str], list[str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Return the comparison as JSON values."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def render(self) -> Group:
-        """Tables for a terminal."""
+        """Format tables for a terminal."""
         times = Table(
             "",
             "A",
@@ -249,7 +249,7 @@ class _Run:
     numbers: npt.NDArray[np.int64]  # [n]
     latencies_ms: F64  # [n] NaN = failed
     digests: list[str]
-    scores: list[dict[str, npt.NDArray[np.float32]]]  # empty where only the digest was kept
+    scores: list[dict[str, npt.NDArray[np.float32]]]  # empty if only the digest was logged
     versions: list[str]
 
 
@@ -257,13 +257,13 @@ def compare(a: Path, b: Path, slo_s: float, seed: int = 0) -> Comparison:
     """Compare two runs.
 
     Args:
-        a, b: folders that `npu-gr replay --out` wrote, files of answers, or recorded logs that
-            carry answers.
-        slo_s: seconds that a good answer takes at most.
-        seed: of the bootstrap.
+        a, b: Folders that `npu-gr replay --out` wrote, files of answers, or recorded logs with
+            answers.
+        slo_s: Latency objective, in seconds.
+        seed: Seed of the bootstrap.
 
     Raises:
-        DataError: a file cannot be read, or holds no answers.
+        DataError: a file cannot be read, or has no answers.
     """
     first = _load(a)
     second = _load(b)
@@ -282,7 +282,7 @@ def _load(path: Path) -> _Run:
     file = path / "answers.jsonl.gz" if path.is_dir() else path
     rows: list[AnswerLine] = sorted(read_answers(file), key=lambda row: row.number)
     if not rows:
-        raise DataError(f"{file}: holds no answers")
+        raise DataError(f"{file}: no answers")
     return _Run(
         np.array([row.number for row in rows], np.int64),
         np.array([math.nan if row.error else row.latency_ms for row in rows]),
@@ -303,7 +303,7 @@ def _ratios(
     draws_a = _draws(blocks[0].num_blocks, random)
     draws_b = draws_a if is_paired else _draws(blocks[1].num_blocks, random)
     found = []
-    with np.errstate(divide="ignore", invalid="ignore"):  # NaN where nothing was answered
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN if no request was answered
         values = [part.statistics(np.ones((1, part.num_blocks))) for part in blocks]
         drawn = [
             part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)
@@ -316,22 +316,22 @@ def _ratios(
             )
             of_a = float(values[0][name][0])
             of_b = float(values[1][name][0])
-            ratio = float(np.divide(of_b, of_a))  # numpy: a figure of A may be 0
+            ratio = float(np.divide(of_b, of_a))  # with numpy, since the divisor may be 0
             found.append(MetricRatio(name=name, a=of_a, b=of_b, ratio=ratio, low=low, high=high))
     return found, is_paired
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """A run as counts, by blocks of requests that are neighbours in the log."""
+    """Counts of a run by block of consecutive requests."""
 
-    bins: F64  # [blocks, bins] answered, by latency; bins that stay empty are left out
-    middles_ms: F64  # [bins]
-    good: F64  # [blocks, 2] within the SLO, and all
+    bins: F64  # [blocks, bins] answers by latency, without empty bins
+    middles_ms: F64  # [bins] centres of the bins
+    good: F64  # [blocks, 2] requests within the SLO, and all requests
 
     @property
     def num_blocks(self) -> int:
-        """The first dimension of the arrays."""
+        """Number of blocks."""
         return len(self.bins)
 
     @classmethod
@@ -350,13 +350,13 @@ class _Blocks:
         return cls(bins, _LOW_MS * _BIN_RATIO ** (used + 0.5), good)
 
     def statistics(self, draws: F64) -> dict[str, npt.NDArray[Any]]:
-        """Each figure for each draw; NaN where a draw holds no answers.
+        """Compute each metric for each draw; NaN if a draw has no answers.
 
         Args:
-            draws: [n, blocks] how often each block counts.
+            draws: Weights of the blocks: float64 [n, blocks].
 
         Returns:
-            Name of the figure -> [n].
+            Name of the metric -> [n].
         """
         good = draws @ self.good
         within = good[:, 0] / good[:, 1]
@@ -377,7 +377,7 @@ class _Blocks:
 
 
 def _draws(num_blocks: int, random: np.random.Generator) -> F64:
-    """[RESAMPLES, blocks] how often each block is drawn."""
+    """Draw blocks with replacement: counts [RESAMPLES, blocks]."""
     draws: F64 = random.multinomial(
         num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES
     ).astype(np.float64)
@@ -411,11 +411,11 @@ def _drift(a: _Run, b: _Run) -> Drift:
             continue
         if any(not np.array_equal(np.isnan(left[task]), np.isnan(right[task])) for task in left):
             unknown += 1
-        apart = [_apart(left[task], right[task]) for task in sorted(left)]
-        drifts.append((max(drift for drift, _, _, _ in apart), int(a.numbers[i])))
-        largest = max(largest, *(gap for _, gap, _, _ in apart))
-        overlaps.append(apart[0][2])
-        firsts += apart[0][3]
+        differences = [_difference(left[task], right[task]) for task in sorted(left)]
+        drifts.append((max(drift for drift, _, _, _ in differences), int(a.numbers[i])))
+        largest = max(largest, *(gap for _, gap, _, _ in differences))
+        overlaps.append(differences[0][2])
+        firsts += differences[0][3]
     if not drifts:
         return Drift(num_compared=len(both), num_same_digest=same, num_with_values=0)
     values = np.array([drift for drift, _ in drifts])
@@ -438,14 +438,14 @@ def _largest(drifts: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return sorted(drifts, key=lambda pair: (-pair[0], pair[1]))[:WORST]
 
 
-def _apart(
+def _difference(
     a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
 ) -> tuple[float, float, float, bool]:
     """Compare the scores of one request and task.
 
     Returns:
-        The drift, the largest difference, the overlap of the best `TOP`, whether the first item is
-        the same.
+        The drift, the largest difference, the overlap of the `TOP` best items, and whether the
+        best item is the same.
     """
     known = ~(np.isnan(a) | np.isnan(b))
     left = a[known].astype(np.float64)

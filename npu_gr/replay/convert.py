@@ -1,4 +1,4 @@
-"""Make query logs of other data: of ratings, or by a query for DuckDB."""
+"""Make query logs from ratings, or with a DuckDB query."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from npu_gr.core.text_format import near, quoted
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 
-LIKE = 4.0  # the least rating that counts as a like
+LIKE = 4.0  # minimum rating of a like
 
 Labels = dict[str, list[int | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelVocabulary:
-    """The items and actions that the served model knows."""
+    """The items and actions of the served model."""
 
     item_ids: I64  # [n] external ids
-    action_values: tuple[float, ...]  # the value in the data of each action id
+    action_values: tuple[float, ...]  # value in the data, by action index
 
     def events(self, part: Interactions) -> Events:
-        """Behaviours of one user.
+        """Convert the interactions of one user to events.
 
         Raises:
             DataError: a value has no action in the model.
@@ -48,18 +48,18 @@ class ModelVocabulary:
             )
         except KeyError as error:
             raise DataError(
-                f"value {error} is none of the model's actions {self.action_values}"
+                f"value {error} is not an action of the model: {self.action_values}"
             ) from error
 
 
 def _shown(
     next_: Interactions, others: I64, num_candidates: int, random: np.random.Generator
 ) -> tuple[list[int], Labels]:
-    """Candidates in a random order: the items that the user took next, and items drawn from the others.
+    """Draw candidates in a random order: the user's next items, and sampled other items.
 
     Returns:
-        The candidates, and labels: click = the user took it, like = rated `LIKE` or more. A drawn
-        item has no like label.
+        The candidates, and labels: click (a next item) and like (rated `LIKE` or more; null for
+        sampled items).
     """
     drawn = random.choice(others, num_candidates - len(next_), replace=False)
     shuffled = random.permutation(num_candidates)
@@ -77,20 +77,18 @@ def from_ratings(
     num_candidates: int = 100,
     seed: int = 0,
 ) -> list[QueryRecord]:
-    """Ranks, and after each the events that followed it, in time order.
+    """Make ranks, each followed by the events of its items, in time order.
 
-    The history store has what was before.
-
-    A user's held-out events are cut into slices. Each slice becomes a rank whose candidates hold
-    those items, and then the events themselves. Rating data have poor arrivals (in MovieLens half
-    of the stamps repeat the one before), so replay such a log at a rate.
+    A user's held-out events are cut into slices. Each slice becomes a rank whose candidates include
+    its items, and then the events themselves; earlier events must be in the history store. Arrival
+    times of ratings are unrealistic (half of MovieLens' timestamps repeat), so replay at a rate.
 
     Args:
-        heldout: the events to make requests from.
-        vocabulary: of the served model.
-        slice_events: events of one request.
-        num_candidates: of a rank; over `slice_events`.
-        seed: of the drawn items and their order.
+        heldout: Events that become requests.
+        vocabulary: Items and actions of the served model.
+        slice_events: Events per request.
+        num_candidates: Candidates per rank, more than `slice_events`.
+        seed: Seed of the sampled items and their order.
     """
     random = np.random.default_rng(seed)
     records = []
@@ -122,21 +120,20 @@ def from_ratings(
 
 # ---- a query for DuckDB
 
-ROWS = 1024  # that are fetched together
+ROWS = 1024  # per fetch
 _ITEMS = ("candidates", "items", "allow_items", "deny_items")
 _FIELDS = tuple(QueryRecord.__struct_fields__)
 
 
 class SqlSource:
-    """The records of a query, in the order of its rows; iterating counts them by kind."""
+    """The records of a query, in the order of its rows. Iterating counts them in `kinds`."""
 
     def __init__(self, query: str, actions: ActionNames | None = None) -> None:
-        """Run nothing yet.
+        """Prepare the query; iterating runs it.
 
         Args:
-            query: for DuckDB; paths in it are relative to the working directory.
-            actions: of the model, for histories whose actions are names; None = they are places
-                already.
+            query: Query for DuckDB; paths are relative to the working directory.
+            actions: Action names of the model, if histories name actions; None if they are indices.
         """
         self._query = query
         self._actions = actions
@@ -146,8 +143,8 @@ class SqlSource:
         """Run the query.
 
         Raises:
-            DataError: the query fails, gives no row, or a row that is no record. ConfigError: there
-                is no DuckDB.
+            DataError: the query fails, returns no row, or a row is not a record. ConfigError:
+                DuckDB is not installed.
         """
         try:
             import duckdb
@@ -166,9 +163,9 @@ class SqlSource:
                     for row in chunk:
                         yield self._record(dict(zip(names, row, strict=True)))
         except duckdb.Error as error:
-            raise DataError(f"the query: {error}") from error
+            raise DataError(f"the query fails: {error}") from error
         if not self.kinds:
-            raise DataError("the query: it gives no row")
+            raise DataError("the query returns no row")
 
     def _record(self, row: dict[str, Any]) -> QueryRecord:
         try:
@@ -179,7 +176,7 @@ class SqlSource:
         return record
 
     def _plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a row, or a struct within it, what a record has; NULL is absent."""
+        """Convert a row, or a struct in it, to fields of a record; NULL means absent."""
         return {name: self._value(name, value) for name, value in row.items() if value is not None}
 
     def _value(self, name: str, value: Any) -> Any:
@@ -209,17 +206,17 @@ def _check(names: list[str]) -> None:
     for name in names:
         if name not in _FIELDS:
             raise DataError(
-                f"the query: a record has no {name}{near(name, _FIELDS)}; it has "
+                f"the query: unknown column {name}{near(name, _FIELDS)}; a record has "
                 f"{', '.join(_FIELDS)}"
             )
     lacking = [name for name in ("ts", "kind", "user_id") if name not in names]
     if lacking:
-        raise DataError(f"the query: gives no {', '.join(lacking)}")
+        raise DataError(f"the query lacks the columns {', '.join(lacking)}")
 
 
 def _ids(names: Any) -> list[int]:
     if not isinstance(names, list):
-        raise ValueError(f"{quoted(names)} is no list of items; string_split makes one of a text")
+        raise ValueError(f"{quoted(names)} is not a list of items; split a text with string_split")
     ids: list[int] = item_ids(names).tolist()
     return ids
 
@@ -229,14 +226,14 @@ def _seconds(moments: Any) -> list[int]:
 
 
 def _whole(value: Any) -> Any:
-    """A time is whole seconds but in `ts`, and a list is one of plain values."""
+    """Convert a value, with times (other than `ts`) as whole seconds."""
     if isinstance(value, list):
         return [_whole(one) for one in value]
     return int(_scalar(value)) if isinstance(value, datetime) else _scalar(value)
 
 
 def _scalar(value: Any) -> Any:
-    """Make a value of DuckDB plain; a time without a zone is UTC."""
+    """Convert a DuckDB value to a JSON value; a time without a zone is UTC."""
     match value:
         case datetime():
             return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()

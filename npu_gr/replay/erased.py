@@ -1,13 +1,12 @@
-"""The list of erased users beside recordings.
+"""The list of erased users in a folder of recordings.
 
-Every reader leaves their records out, until they are removed.
+Every reader skips the records of these users until they are removed.
 
     {"salt": "..."}                     the first line
-    {"who": "...", "at": 1.7e9}         records of this user up to this time are erased
+    {"who": "...", "at": 1.7e9}         erases records of this user up to this time
 
-A user is in the list as a salted hash of the names in the records, so that it can be read without
-the key of the recordings, and names nobody who is not known already. Whoever adds or drops a line
-holds a lock; a reader needs none.
+A line has a salted hash of the user id and tenant in the records, so that the list can be used
+without the key of the recordings, and reveals no user ids. Writers hold a lock; readers need none.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.file_permissions import make_private, open_private, warn_if_shared
 from npu_gr.core.history import UserKey
 
-KEY_FILE = "hash-key"  # in the folder of the recordings, where the configuration names no other
+KEY_FILE = "hash-key"  # default, in the folder of the recordings
 MIN_KEY_BYTES = 16
 
 
 def recorded_as(user: UserKey, key: bytes | None) -> UserKey:
-    """Return the names that a record has; with a key each is 32 hex digits of HMAC-SHA256.
+    """Return user id and tenant as in a record; with a key, 32 hex digits of HMAC-SHA256 each.
 
-    No tenant stays none.
+    An empty tenant stays empty.
     """
     if key is None:
         return user
@@ -45,8 +44,8 @@ def recorded_as(user: UserKey, key: bytes | None) -> UserKey:
 
 
 def names_of(user: UserKey, folder: Path, key: bytes | None) -> list[UserKey]:
-    """Return every name that the user may have in the recordings of a folder, whatever its configuration was before."""
-    keys = {None, key, _key_beside(folder)}
+    """Return all pseudonyms that a user may have in a folder, also by earlier configurations."""
+    keys = {None, key, _default_key(folder)}
     return [recorded_as(user, one) for one in keys]
 
 
@@ -54,7 +53,7 @@ def read_key(path: Path) -> bytes:
     """Read a key.
 
     Raises:
-        ConfigError: there is none, or it is too short.
+        ConfigError: the key cannot be read, or is too short.
     """
     try:
         key = path.read_bytes().strip()
@@ -62,38 +61,35 @@ def read_key(path: Path) -> bytes:
         raise ConfigError(f"record.hash_key_file: {path}: {error.strerror}") from error
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
-            f"record.hash_key_file: {path} holds {len(key)} bytes, at least "
-            f"{MIN_KEY_BYTES} are needed"
+            f"record.hash_key_file: {path} has {len(key)} bytes, the minimum is {MIN_KEY_BYTES}"
         )
     return key
 
 
 def made_key(folder: Path) -> bytes:
-    """Read the key of a folder, and make it if it is missing.
-
-    Processes that do so at the same time get one key.
+    """Read the key of a folder, or create it; concurrent processes get the same key.
 
     Raises:
-        ConfigError: it cannot be used. OSError: it cannot be made.
+        ConfigError: the key cannot be used. OSError: it cannot be created.
     """
     path = folder / KEY_FILE
     if not path.exists():
-        beside = folder / f".{KEY_FILE}-{os.getpid()}"
-        make_private(beside)
+        temporary = folder / f".{KEY_FILE}-{os.getpid()}"
+        make_private(temporary)
         try:
-            with beside.open("w") as file:
+            with temporary.open("w") as file:
                 file.write(secrets.token_hex(32) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(FileExistsError):
-                path.hardlink_to(beside)
+                path.hardlink_to(temporary)
         finally:
-            beside.unlink()
+            temporary.unlink()
     warn_if_shared(path)
     return read_key(path)
 
 
-def _key_beside(folder: Path) -> bytes | None:
+def _default_key(folder: Path) -> bytes | None:
     try:
         return (folder / KEY_FILE).read_bytes().strip()
     except FileNotFoundError:
@@ -109,7 +105,7 @@ def _hashed(key: bytes, *parts: str) -> str:
 # ---- the list
 
 LIST = "erased.jsonl"
-_LOCK = ".erased.lock"  # held for as long as one small file takes
+_LOCK = ".erased.lock"  # held briefly, to write one small file
 _TRIES = 100
 _TRY_S = 0.05
 
@@ -124,14 +120,14 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ErasedUsers:
-    """A list as it was read. It does not change."""
+    """The erased users of a folder, immutable."""
 
     def __init__(self, salt: str = "", until: Mapping[str, float] | None = None) -> None:
         self._salt = bytes.fromhex(salt)
         self.until: Mapping[str, float] = until or {}  # hash of a user -> unix seconds
 
     def hides(self, names: UserKey, ts: float) -> bool:
-        """Whether a record with these names, of this time, is erased."""
+        """Whether a record of this user and time is erased."""
         if not self.until:
             return False
         return ts <= self.until.get(_who(self._salt, names), float("-inf"))
@@ -140,10 +136,10 @@ class ErasedUsers:
 def read(folder: Path) -> ErasedUsers:
     """Read the list of a folder.
 
-    A last line that was not written whole was not acknowledged, and is left out.
+    An incomplete last line was never acknowledged, and is ignored.
 
     Raises:
-        DataError: it cannot be read, so nobody knows which records may be read.
+        DataError: the list cannot be read, so no record may be read.
     """
     path = folder / LIST
     try:
@@ -162,14 +158,17 @@ def read(folder: Path) -> ErasedUsers:
             until[line.who] = max(line.at, until.get(line.who, line.at))
         return ErasedUsers(salt, until)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise DataError(f"{path}: {error}; nobody knows whose records are erased") from error
+        raise DataError(
+            f"{path}: {error}; without the list it is unknown whose records are erased, so none is "
+            "read"
+        ) from error
 
 
 def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
-    """Add a user under each of its names, durably.
+    """Add a user under all pseudonyms, durably.
 
     Raises:
-        OSError: the disk rejects; the user may not be in the list. DataError: the list is damaged.
+        OSError: writing failed; the user may not be in the list. DataError: the list is damaged.
     """
     path = folder / LIST
     with _locked(folder):
@@ -180,19 +179,19 @@ def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
             _replace(folder, salt.hex(), {})
         lines = b"".join(msgspec.json.encode(_Line(_who(salt, one), at)) + b"\n" for one in names)
         with path.open("r+b") as file:
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)  # a line that was not written whole
-            file.seek(whole)
+            end = file.read().rfind(b"\n") + 1
+            file.truncate(end)  # remove an incomplete last line
+            file.seek(end)
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
 
 
 def drop(folder: Path, done: Mapping[str, float]) -> None:
-    """Drop users whose records are removed, unless they were erased again after this time.
+    """Remove users whose records are gone, unless they were erased again later.
 
     Raises:
-        OSError, DataError: the list is as it was.
+        OSError, DataError: the list is unchanged.
     """
     with _locked(folder):
         known = read(folder)
@@ -211,17 +210,17 @@ def _who(salt: bytes, names: UserKey) -> str:
 
 
 def _replace(folder: Path, salt: str, until: Mapping[str, float]) -> None:
-    beside = folder / f".{LIST}.tmp"
-    make_private(beside)
+    temporary = folder / f".{LIST}.tmp"
+    make_private(temporary)
     lines = [
         msgspec.json.encode(_Salt(salt)),
         *(msgspec.json.encode(_Line(who, at)) for who, at in until.items()),
     ]
-    with beside.open("wb") as file:
+    with temporary.open("wb") as file:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(folder / LIST)
+    temporary.replace(folder / LIST)
     sync_folder(folder)
 
 
@@ -241,7 +240,9 @@ def _lock(handle: int, folder: Path) -> None:
             return
         except BlockingIOError:
             time.sleep(_TRY_S)
-    raise DataError(f"{folder / LIST}: another process has held it for {_TRIES * _TRY_S:g} s")
+    raise DataError(
+        f"{folder / LIST}: another process has locked it for over {_TRIES * _TRY_S:g} s"
+    )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Files of query logs: JSONL, plain, gzip or zstd, by suffix.
 
-Records are read in time order without holding the file. A recorder writes a request when it is
-answered, not when it came; so in a file a record may stand up to `REORDER` places after its time,
-and reading restores the order. A file whose records are later than that is rejected.
+Records are read in time order without loading the file. A recorder writes a request when it is
+answered, not when it arrived; therefore a record may be up to `REORDER` lines late, and reading
+restores the order. A file with later records is rejected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
 
 REORDER = 4096  # records
-MAX_NAMED = 10  # bad lines whose reasons are kept
+MAX_NAMED = 10  # bad lines with a stored reason
 
 BadLines = Literal["fail", "skip"]
 
@@ -35,26 +35,24 @@ _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 class QueryLog:
-    """The records of a file in time order (of equal times: file order).
+    """The records of a file in time order, ties in file order.
 
-    Every `iter` reads the file anew.
+    Every `iter` reads the file again.
 
     Args:
-        path: .jsonl, .jsonl.gz or .jsonl.zst.
-        bad_lines: what to do at a line that is no record, or at an end that is missing. "fail"
-            stops the reading with a DataError; "skip" counts it in `num_bad` and keeps the first
-            `MAX_NAMED` reasons in `bad`.
+        path: File with the suffix .jsonl, .jsonl.gz or .jsonl.zst.
+        bad_lines: How to treat an invalid line or a truncated file. "fail" raises DataError;
+            "skip" counts it in `num_bad` and stores the first `MAX_NAMED` reasons in `bad`.
 
-    Records of users who were erased since are left out, and counted in `num_erased`.
-
-    Iterating raises DataError: names the file, the line and the reason.
+    Records of erased users are skipped, and counted in `num_erased`. A DataError names the file,
+    the line and the reason.
     """
 
     def __init__(self, path: Path, bad_lines: BadLines = "fail") -> None:
         if not path.name.endswith(_JSONL):
             raise DataError(
-                f"{path}: expected a name in {', '.join(_JSONL)}; convert sql makes "
-                "logs of other files"
+                f"{path}: the suffix must be one of {', '.join(_JSONL)}; convert other files with "
+                "npu-gr replay convert sql"
             )
         self.path = path
         self._bad_lines = bad_lines
@@ -73,7 +71,7 @@ class QueryLog:
     def _not_erased(
         self, numbered: Iterator[tuple[int, QueryRecord]]
     ) -> Iterator[tuple[int, QueryRecord]]:
-        """Leave out the users who were erased since: the list beside the file says who."""
+        """Skip the users in the folder's list of erased users."""
         listed = erased.read(self.path.parent)
         for number, record in numbered:
             if listed.hides(UserKey(record.tenant, record.user_id), record.ts):
@@ -85,7 +83,7 @@ class QueryLog:
         self.read_ratio = ratio
 
     def _reject(self, number: int, reason: object) -> None:
-        """Line `number`, counted from 1, is no record."""
+        """Count or raise an invalid line; `number` is from 1."""
         message = f"{self.path}, line {number}: {reason}"
         if self._bad_lines == "fail":
             raise DataError(message)
@@ -115,21 +113,21 @@ class QueryLog:
 
 
 def read(path: Path, bad_lines: BadLines = "fail") -> Iterator[QueryRecord]:
-    """The records of a log in time order; `QueryLog` has the contract."""
+    """Iterate over the records of a log; see `QueryLog`."""
     return iter(QueryLog(path, bad_lines))
 
 
 def in_time_order(name: str, numbered: Iterable[tuple[int, QueryRecord]]) -> Iterator[QueryRecord]:
-    """Put records into the order of their times; of equal times, of their numbers.
+    """Sort records by time, ties by number.
 
     Args:
-        name: what the numbers count, for the message.
-        numbered: records of which none stands over `REORDER` places after its time.
+        name: What a number counts, for messages.
+        numbered: (number, record) pairs, at most `REORDER` places late.
 
     Raises:
-        DataError: one does.
+        DataError: a record is later than that.
     """
-    waiting: list[tuple[float, int, QueryRecord]] = []  # by time, then place in the file
+    waiting: list[tuple[float, int, QueryRecord]] = []  # a heap of (time, number, record)
     last_ts = -float("inf")
     for number, record in numbered:
         if record.ts < last_ts:
@@ -145,31 +143,31 @@ def in_time_order(name: str, numbered: Iterable[tuple[int, QueryRecord]]) -> Ite
 
 
 def write(path: Path, records: Iterable[QueryRecord]) -> int:
-    """Write a log and return the number of its records. Never holds them all.
+    """Write a log, streaming, and return the number of its records.
 
     Raises:
-        DataError: the file cannot be written; what stood at `path` before still does.
+        DataError: the file cannot be written; `path` is unchanged.
     """
-    beside = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         num_records = 0
         encode = msgspec.json.Encoder().encode
-        with create(beside, path.suffix) as file:
-            for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
+        with create(temporary, path.suffix) as file:
+            for num_records, record in enumerate(records, 1):  # noqa: B007  (returned below)
                 file.write(encode(record) + b"\n")
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return num_records
 
 
 def create(path: Path, suffix: str) -> IO[bytes]:
-    """Open a new file that compresses what is written into it as `suffix` says: .gz, .zst, or not at all.
+    """Create a file, compressed if `suffix` is .gz or .zst.
 
-    Only its owner may read it. What stood there before is deleted.
+    Only its owner may read it. An existing file is replaced.
     """
     make_private(path)
     if suffix == ".gz":
@@ -180,20 +178,20 @@ def create(path: Path, suffix: str) -> IO[bytes]:
     return path.open("wb")
 
 
-# ---- the recorder's files, one after the other: `<name>.part` is being written
+# ---- the recorder's files: `<name>.part` is the one being written
 
-PATTERN = "traffic-*.jsonl*"  # our files in a folder, `.part` included
-PART = ".part"  # of a file that is being written
+PATTERN = "traffic-*.jsonl*"  # our files, including `.part`
+PART = ".part"  # suffix of the file being written
 
 
 class RotatingFile:
-    """The file of one folder that is being written. One thread uses it.
+    """The current file of a recording, which is rotated by size and age. Not thread-safe.
 
     Args:
-        folder: it exists.
+        folder: Existing folder.
         suffix: .jsonl, .jsonl.gz or .jsonl.zst.
-        max_bytes: a file that holds so many, before compression, ends.
-        max_s: a file that is so old ends at the next `flush`.
+        max_bytes: Uncompressed size at which the next file begins.
+        max_s: Age at which the next `flush` completes the file.
     """
 
     def __init__(self, folder: Path, suffix: str, max_bytes: int, max_s: float) -> None:
@@ -204,10 +202,10 @@ class RotatingFile:
         self._open: IO[bytes] | None = None
         self._path = folder
         self._began_at = 0.0  # of time.monotonic()
-        self._num = 0  # files begun
+        self._num = 0  # files so far
 
     def write(self, line: bytes) -> None:
-        """Append, to a new file if none is open."""
+        """Append a line, to a new file if none is open."""
         if self._open is None:
             self._num += 1
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -217,15 +215,15 @@ class RotatingFile:
             self._began_at = time.monotonic()
             self._open = create(self._path, Path(self._suffix).suffix)
         self._open.write(line)
-        # counted before compression, so a compressed file is well below
+        # the size before compression, so a compressed file is much smaller
         if self._open.tell() >= self._max_bytes:
             self.close()
 
     def flush(self, is_over: bool) -> None:
-        """Hand everything to the operating system, so that a crash of this process now would lose none of it.
+        """Flush to the operating system, so that a crash of this process loses nothing.
 
         Args:
-            is_over: the recording has ended, so the file ends too.
+            is_over: Whether the recording has ended, which completes the file.
         """
         if self._open is None:
             return
@@ -242,16 +240,13 @@ class RotatingFile:
             self._path.rename(self._path.with_suffix(""))
 
     def abandon(self) -> None:
-        """Go on with a new file, because the disk rejected this one.
-
-        What reached the disk stays there.
-        """
+        """Continue with a new file after an I/O error."""
         with contextlib.suppress(OSError):
             self.close()
         self._open = None
 
 
 def name_leftovers(folder: Path) -> None:
-    """Give their final names to the files of a process that died: they can be read, up to an end that is missing."""
+    """Rename the unfinished files of a process that died; they are readable up to the cut."""
     for left in folder.glob(f"traffic-*{PART}"):
         left.rename(left.with_suffix(""))

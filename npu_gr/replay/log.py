@@ -1,13 +1,11 @@
-"""Query logs, format 1: the records. `npu_gr/replay/files.py` reads and writes files of them.
+"""The records of query logs, format 1. `npu_gr/replay/files.py` reads and writes files of them.
 
-A record says when a request came (`ts`), who sent it, what was asked (`kind` and its fields, named
-as in the HTTP bodies), how long the answer might take, and what the answer was. A column of
-integers is a list, or raw little-endian bytes in base64, as on the wire: items, timestamps and
-candidates are int64, actions int16.
+A record has the arrival time of a request (`ts`), its user, `kind`, fields (named as in the HTTP
+bodies) and deadline, and the answer. A column of integers is a list, or raw little-endian bytes in
+base64 as in HTTP bodies: items, timestamps and candidates are int64, actions int16.
 
-The kinds are those of `npu_gr/core/kinds.py` that are recorded. What a kind's requests may say
-beyond the fields that several kinds share stands in one Struct, in the field of the kind's name;
-`OPTIONS` lists those Structs.
+The kinds are those of `npu_gr/core/kinds.py` that are recorded. Fields that only one kind has are
+in a Struct of `OPTIONS`, in the record's field of the kind's name.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ RECORDED: dict[str, Kind[Any, Any]] = {
     name: kind for name, kind in KINDS.items() if kind.is_recorded
 }
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)
-MAX_MS = 3.6e6  # an hour: the largest deadline or delay that a record may have
+MAX_MS = 3.6e6  # largest deadline or delay of a record: one hour
 
 Column = list[int] | bytes
 LoggedValue = bool | int | float | str | list[bool | int | float | str] | None
@@ -40,33 +38,35 @@ Label = Annotated[int, msgspec.Meta(ge=0, le=1)] | None
 
 
 def column(values: Column, dtype: str = "<i8") -> Any:
-    """A column as an array of `dtype`."""
+    """Convert a column to an array of `dtype`."""
     return np.frombuffer(values, dtype) if isinstance(values, bytes) else np.array(values, dtype)
 
 
 def count(values: Column, width_bytes: int = 8) -> int:
-    """Entries of a column.
+    """Return the number of entries of a column.
 
     Raises:
-        ValueError: the raw bytes hold no whole number of entries.
+        ValueError: the length of the raw bytes is not a multiple of `width_bytes`.
     """
     if not isinstance(values, bytes):
         return len(values)
     if len(values) % width_bytes:
-        raise ValueError(f"{len(values)} bytes are no whole number of {width_bytes}-byte integers")
+        raise ValueError(
+            f"{len(values)} bytes are not a multiple of {width_bytes}, the size of an integer"
+        )
     return len(values) // width_bytes
 
 
 class LoggedColumns(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Features of events or candidates, raw as on the wire, by their names."""
+    """Features of events or candidates by name, raw as in HTTP bodies."""
 
-    numbers: dict[str, bytes] = {}  # float32 a row, NaN = missing
-    names: dict[str, bytes] = {}  # uint64 hashes, as many a row as the feature has values
+    numbers: dict[str, bytes] = {}  # float32 per row, NaN = missing
+    names: dict[str, bytes] = {}  # uint64 hashes, one per row and value of the feature
 
     def columns(self, num_rows: int) -> Columns:
-        """The features of n rows as arrays."""
+        """Convert the features of n rows to arrays."""
         numbers = {name: np.frombuffer(raw, "<f4") for name, raw in self.numbers.items()}
         names = {
             name: np.frombuffer(raw, "<u8").reshape(num_rows, -1)
@@ -76,7 +76,7 @@ class LoggedColumns(
 
     @classmethod
     def of(cls, columns: Columns) -> LoggedColumns | None:
-        """Raw columns; None = there are none."""
+        """Make raw columns; None if there are no features."""
         if not columns:
             return None
         return cls(
@@ -87,24 +87,21 @@ class LoggedColumns(
         )
 
     def on_the_wire(self) -> dict[str, bytes]:
-        """The same as a body has them."""
+        """Return the features as in HTTP bodies."""
         return {**self.numbers, **self.names}
 
 
 class LoggedFeatures(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Features of the user, the request and the candidates.
-
-    Those of events stand in the history.
-    """
+    """Features of the user, the request and the candidates. Those of events are in the history."""
 
     user: dict[str, LoggedValue] | None = None
     request: dict[str, LoggedValue] = {}
     cross: LoggedColumns | None = None
 
     def on_the_wire(self) -> dict[str, Any]:
-        """The same as a body has them."""
+        """Return the features as in HTTP bodies."""
         parts = {
             "user": self.user,
             "request": self.request,
@@ -116,7 +113,7 @@ class LoggedFeatures(
 class LoggedHistory(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Behaviours as columns of one length, oldest first."""
+    """Events as columns of equal length, oldest first."""
 
     items: Column
     actions: Column
@@ -134,7 +131,7 @@ class LoggedHistory(
         return count(self.items)
 
     def events(self) -> Events:
-        """The behaviours as arrays."""
+        """Convert the events to arrays."""
         features = NO_COLUMNS if self.features is None else self.features.columns(len(self))
         return Events(
             column(self.items),
@@ -145,7 +142,7 @@ class LoggedHistory(
 
     @classmethod
     def of(cls, events: Events) -> LoggedHistory:
-        """Raw columns of these behaviours."""
+        """Make raw columns of events."""
         return cls(
             items=events.items.astype("<i8").tobytes(),
             actions=events.actions.astype("<i2").tobytes(),
@@ -157,7 +154,7 @@ class LoggedHistory(
 class LoggedGenerate(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The options of a generate. The service decides about a field that is absent."""
+    """Options of a generate. An absent field has the service's default."""
 
     num_items: int = 50
     beam_width: int | None = None
@@ -172,7 +169,7 @@ class LoggedGenerate(
 class LoggedMatch(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The options of a match."""
+    """Options of a match."""
 
     num_items: int = 50
     exclude_seen: bool = True
@@ -183,7 +180,7 @@ class LoggedMatch(
 class LoggedRecommend(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The options of a recommend. The service decides about a field that is absent."""
+    """Options of a recommend. An absent field has the service's default."""
 
     num_items: int = 10
     num_candidates: int | None = None
@@ -195,18 +192,18 @@ class LoggedRecommend(
     order: AnyOrderName | None = None
 
 
-# Fields of a record that several kinds share. A kind has one if its request has a field of that
-# name that is not among its options; `base` goes with a history that may be a delta.
+# Record fields that several kinds share. A kind has those that its request has and its options have
+# not; `base` belongs to kinds whose history may be a delta.
 SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
-# The user has columns of its own; a replayed append is another append; features stand in
-# `features`.
+# Fields of requests that are not logged as options: the user and the features are logged in other
+# fields, and a replayed append must have a new idempotency key.
 NOT_LOGGED = ("user", "idempotency_key", "request_features", "cross_features")
 
 
 def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
-    """Make the options of a kind from its request's own fields; arrays become columns.
+    """Make the options Struct of a kind from its request; arrays become columns.
 
-    None = it has no own fields.
+    None if the kind has no fields of its own.
     """
     hints = get_type_hints(kind.request)
     fields: list[Any] = []
@@ -233,9 +230,8 @@ def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
     )
 
 
-# The Struct in the record's field of the kind's name. Its fields have the names of the request's
-# own (`core/request.py`). The first three are as format 1 fixed them; another kind's options follow
-# from its request.
+# Options by kind; the fields are named as in the request (`core/request.py`). Format 1 fixes the
+# first three; those of other kinds are derived from their requests.
 OPTIONS: dict[str, type[msgspec.Struct]] = {
     GENERATE.name: LoggedGenerate,
     MATCH.name: LoggedMatch,
@@ -252,50 +248,50 @@ OPTIONS |= {
 class LoggedAnswer(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What the service answered when the log was made."""
+    """The answer when the log was recorded."""
 
     status: int = 200
-    latency_ms: float | None = None  # in the service
-    outcome: str = ""  # of a match: its basis
-    model_version: str = ""  # of a match: its vectors'
-    fingerprint: str = ""  # of the history; what a later delta names as its base
-    digest: str = ""  # of the scores, or of the items and their scores: see `npu_gr/replay/log.py`
-    # task -> raw float32 a candidate, NaN = unknown item; where values were kept
+    latency_ms: float | None = None  # measured in the service
+    outcome: str = ""  # the basis for a match
+    model_version: str = ""  # version of the vectors for a match
+    fingerprint: str = ""  # of the history; the base of a later delta
+    digest: str = ""  # of the scores, or of items and scores; see `digest` below
+    # task -> raw float32 per candidate, NaN = unknown item; empty if only the digest was logged
     scores: dict[str, bytes] = {}
 
 
 class _Format1(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One logged request. A rank may carry what the user did with its candidates."""
+    """One logged request; a rank may have labels of its candidates."""
 
-    ts: float  # seconds, epoch or relative: when the request came
+    ts: float  # arrival in seconds, unix time or relative
     kind: str  # a name in `RECORDED`
     user_id: str
     tenant: str = ""
-    history: LoggedHistory | None = None  # absent: the service's history store has it
-    base: str | None = None  # then `history` continues the prefix of this fingerprint
+    history: LoggedHistory | None = None  # absent if it is in the history store
+    base: str | None = None  # fingerprint of the prefix that `history` continues
     candidates: Column = []
-    num_candidates: int | None = None  # of a signal: how many its rank will bring
-    timestamp: int | None = None  # unix seconds the candidates were shown at
+    num_candidates: int | None = None  # of a signal: candidates of its rank
+    timestamp: int | None = None  # unix seconds when the candidates were shown
     top_k: int | None = None
     deadline_ms: float | None = None
-    # of a rank: `ts` is the user's arrival, retrieval and pre-processing took this long
+    # of a rank: duration of retrieval and pre-processing; then `ts` is the arrival of the user
     delay_ms: float | None = None
     generate: LoggedGenerate | None = None
     match: LoggedMatch | None = None
     recommend: LoggedRecommend | None = None
     features: LoggedFeatures | None = None
-    labels: dict[str, list[Label]] = {}  # task -> one of 0, 1, null (not known) a candidate
+    labels: dict[str, list[Label]] = {}  # task -> 0, 1 or null (unknown) per candidate
     events: LoggedHistory | None = None  # of kind "events"
     answer: LoggedAnswer | None = None
 
     def __post_init__(self) -> None:
         num = count(self.candidates)
         if self.ts != self.ts or abs(self.ts) == float("inf"):
-            raise ValueError(f"ts: {self.ts} is no time")
+            raise ValueError(f"ts: {self.ts} must be finite")
         if self.kind not in RECORDED:
-            raise ValueError(f"kind: {self.kind!r} is none of {', '.join(RECORDED)}")
+            raise ValueError(f"kind: {self.kind!r} must be one of {', '.join(RECORDED)}")
         if self.kind == RANK.name and not num:
             raise ValueError("candidates: a rank needs at least one")
         if self.kind == EVENTS.name and self.events is None:
@@ -303,20 +299,20 @@ class _Format1(
         for name in ("deadline_ms", "delay_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < MAX_MS:
-                raise ValueError(f"{name}: {value} is not in 0 .. 3,600,000")
+                raise ValueError(f"{name}: {value} must be at least 0 and under 3,600,000")
         for task, labels in self.labels.items():
             if len(labels) != num:
-                raise ValueError(f"labels.{task}: {len(labels)} for {num} candidates")
+                raise ValueError(f"labels.{task}: {len(labels)} labels for {num} candidates")
 
     def candidate_ids(self) -> I64:
-        """[c] external item ids."""
+        """Return the external item ids: int64 [c]."""
         ids: I64 = column(self.candidates)
         return ids
 
 
 if TYPE_CHECKING:
     QueryRecord = _Format1
-else:  # and one field for the options of each kind that is newer than format 1
+else:  # with a field for the options of each kind that is newer than format 1
     QueryRecord = msgspec.defstruct(
         "QueryRecord",
         [
@@ -333,9 +329,9 @@ else:  # and one field for the options of each kind that is newer than format 1
     )
 
 
-# ---- the fields of each kind, of which the recorder, the player and the bodies read
+# ---- the fields of each kind
 
-# the outcome of an answer whose own outcome is null: a recommend whose rank failed
+# logged for a null outcome, that of a recommend whose rank failed
 UNRANKED = "unranked"
 
 _OUTCOME = "outcome"
@@ -344,11 +340,11 @@ _VERSION = "model_version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFields:
-    """Names of fields in a kind's answer; the same in `npu_gr/core/request.py` and on the wire."""
+    """Names of fields in a kind's answer, as in `npu_gr/core/request.py` and HTTP bodies."""
 
-    outcome: str | None  # how the answer came to be; None = its answers do not differ
-    has_null_outcome: bool  # `outcome` may be null, which a log calls `UNRANKED`
-    version: str | None  # of what answered: a model, or vectors
+    outcome: str | None  # the field with the outcome, if there is one
+    has_null_outcome: bool  # a null outcome is logged as `UNRANKED`
+    version: str | None  # the field with the version of the model or vectors
     names: frozenset[str]  # all fields
 
 
@@ -373,12 +369,12 @@ def _answer_fields(kind: Kind[Any, Any]) -> AnswerFields:
     )
 
 
-# kind -> the fields of its records and of its request bodies, beside user, tenant and options
+# kind -> fields of its records and request bodies, without user, tenant and options
 REQUEST_FIELDS = {name: _request_fields(name, kind) for name, kind in RECORDED.items()}
 ANSWER_FIELDS = {name: _answer_fields(kind) for name, kind in RECORDED.items()}
 
 
-# ---- digests: two answers are equal if and only if theirs are
+# ---- digests, which are equal if and only if the answers are
 
 TaskScores = Mapping[str, Sequence[float | None] | npt.NDArray[np.float32]]
 
@@ -387,9 +383,8 @@ def digest(scores: TaskScores, items: Sequence[int] | npt.NDArray[np.int64] = ()
     """Hash an answer.
 
     Args:
-        scores: task -> float32 scores; null and NaN are equal. The order of the tasks does not
-            matter.
-        items: the items that the answer chose, where it chose them; their order matters.
+        scores: Task -> float32 scores; null equals NaN, and the order of tasks is ignored.
+        items: Items that the answer returned, in order; empty for candidates of the request.
 
     Returns:
         16 hex digits (xxh3-64).
@@ -402,7 +397,7 @@ def digest(scores: TaskScores, items: Sequence[int] | npt.NDArray[np.int64] = ()
 
 
 def raw(values: Sequence[float | None] | npt.NDArray[np.float32]) -> bytes:
-    """Little-endian float32. Every NaN and every null becomes the same bytes."""
+    """Convert scores to little-endian float32; all NaN and nulls become the same bytes."""
     row = np.array(values, "<f4")
     row[np.isnan(row)] = np.nan
     return row.tobytes()

@@ -1,7 +1,7 @@
-"""The report as one HTML page: tables, and plots that matplotlib draws as SVG text.
+"""The report as one HTML page: tables, and plots of matplotlib as inline SVG.
 
-Text stays text, nothing is loaded, and the same figures give the same bytes. Without the extra
-`plot` there is a sentence in a plot's place, so that a report always has its tables.
+Plots keep text as text, the page loads no other files, and equal metrics give equal bytes. Without
+the extra `plot` a sentence replaces each plot.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from npu_gr.core.request import Outcome
 from npu_gr.replay.report import COLUMNS, LATE_S, PERCENTILES, Report, Study, arrivals, row
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
-SLICE_ANSWERS = 100  # of a slice whose P50 and P99 are drawn
+SLICE_ANSWERS = 100  # minimum for the P50 and P99 of a time slice
 LACKS = "<p class=\"dim\">Plots need <code>pip install 'npu_gr[plot]'</code>.</p>"
-_WIDE_IN = (17.0, 5.6)  # of a plot that has a row of the page for itself
+_WIDE_IN = (17.0, 5.6)  # inches of a full-width plot
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "npu_gr",  # ids of shapes follow from what they draw
+    "svg.hashsalt": "npu_gr",  # deterministic ids of shapes
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -41,13 +41,13 @@ def svg(
     log: str = "",
     size_in: tuple[float, float] = (9.0, 4.4),
 ) -> str:
-    """Plot what `draw` puts on the axes that it gets.
+    """Make a plot.
 
     Args:
-        draw: calls methods of a matplotlib `Axes`.
-        x, y: labels of its axes.
-        log: "x" or "y", the axis that is logarithmic; a linear one begins at 0.
-        size_in: width and height in inches.
+        draw: Function that draws on a matplotlib `Axes`.
+        x, y: Labels of the axes.
+        log: The logarithmic axis: "x", "y" or "". A linear axis begins at 0.
+        size_in: Width and height in inches.
     """
     try:
         import matplotlib as mpl
@@ -82,37 +82,37 @@ def svg(
 
 STYLE = """
 :root { color-scheme: light; --line: #d5d9e0; --dim: #6b7280; }
-body { font: 14px/1.45 system-ui, sans-serif; color: #16191f; background: #fff; max-width: 1480px; margin: 24px auto;
-  padding: 0 16px; }
-h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; } h3 { font-size: 14px; margin: 0 0 4px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(620px, 100%), 1fr)); gap: 20px; }
+body { font: 14px/1.45 system-ui, sans-serif; color: #16191f; background: #fff;
+  max-width: 1480px; margin: 24px auto; padding: 0 16px; }
+h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; }
+h3 { font-size: 14px; margin: 0 0 4px; }
+.plots { display: grid; gap: 20px;
+  grid-template-columns: repeat(auto-fill, minmax(min(620px, 100%), 1fr)); }
 figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius: 8px; }
 figure:first-child { grid-column: 1 / -1; }
 svg { width: 100%; height: auto; display: block; max-height: 560px; }
-table { border-collapse: collapse; margin: 8px 0 16px; } td, th { padding: 3px 10px; text-align: right; }
+table { border-collapse: collapse; margin: 8px 0 16px; }
+td, th { padding: 3px 10px; text-align: right; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
 tr { border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
 dt { font-weight: 600; } dd { margin: 0 0 8px; max-width: 80ch; }
-.warn { color: #dc2626; font-weight: 600; } .dim { color: var(--dim); } pre { overflow: auto; max-height: 400px; }
+.warn { color: #dc2626; font-weight: 600; } .dim { color: var(--dim); }
+pre { overflow: auto; max-height: 400px; }
 """
 
 _TIME = "s since the run began"
 _LATENCY = "ms from the due time"
 _WORDS = {
-    "offered, goodput": "ranks that were sent a second; those of them that were answered within "
-    "the objective (SLO)",
-    "due time": "when a request should leave, by the log or the rate. Latencies count from it, so "
-    "a load generator "
-    "that falls behind hides nothing",
-    "send-lag": f"how late requests left. Over {LATE_S * 1e3:g} ms at P99 the load generator was "
-    "the limit, not the "
-    "service",
-    "hits": "ranks that found the keys and values (KV) of the user's history: in device memory "
-    "(hbm_hit), in host "
-    "memory (dram_hit), or while they were being computed (joined)",
-    "miss_full, degraded": "ranks that computed all of the history; that read only its newest "
-    "part, to be in time",
-    "cached tokens": "share of all history tokens that were read from KV instead of being computed",
+    "offered, goodput": "ranks sent per second; those answered within the objective (SLO)",
+    "due time": "when a request should be sent, by the log or the rate. Latencies count from it, "
+    "so that delays of the load generator are included",
+    "requests left late by": f"how late the load generator sent. If the P99 exceeds "
+    f"{LATE_S * 1e3:g} ms, the load generator was the bottleneck, not the service",
+    "hits": "ranks that reused the keys and values (KV) of the user's history: from device "
+    "memory (hbm_hit), from host memory (dram_hit), or from a running prefill (joined)",
+    "miss_full, degraded": "ranks that computed the full history; ranks that used only its newest "
+    "part to meet the deadline",
+    "cached tokens": "share of the history tokens that were read from KV instead of computed",
 }
 
 
@@ -154,12 +154,12 @@ def _run(run: Report, anchor: str) -> str:
     )
     figures = "".join(figure(title, plot) for title, plot in plots)
     warning = (
-        '<p class="warn">The load generator was late: these latencies are partly its own.</p>'
+        '<p class="warn">The load generator was late, so the latencies include its delays.</p>'
         if run.was_late
         else ""
     )
     cut = (
-        ('<p class="warn">Interrupted: only what was answered before counts.</p>')
+        '<p class="warn">Interrupted: only requests answered before count.</p>'
         if run.interrupted
         else ""
     )
@@ -200,7 +200,7 @@ def _goodput(runs: Sequence[Report]) -> str:
 
 
 def _latency(run: Report) -> str:
-    """Every request of the sample as a point; P50 and P99 only of slices with enough answers."""
+    """Plot a sample of the requests, and P50 and P99 of slices with enough answers."""
 
     def draw(axes: Any) -> None:
         for colour, name in _outcomes_of(run):
@@ -242,7 +242,7 @@ def _outcomes(run: Report) -> str:
 
 
 def _outcomes_of(run: Report) -> list[tuple[str, str]]:
-    """The outcomes of a run in a fixed order, each with the colour that it has in all plots of it."""
+    """Return (colour, outcome) pairs in a fixed order, the same in all plots of a run."""
     found = {outcome for part in run.slices for outcome in part["outcomes"]}
     known = (*Outcome, "error")
     names = [str(name) for name in (*known, *sorted(found.difference(known))) if name in found]
@@ -250,12 +250,12 @@ def _outcomes_of(run: Report) -> list[tuple[str, str]]:
 
 
 def figure(title: str, plot: str) -> str:
-    """A plot (SVG) under its title, as HTML."""
+    """Return the HTML of a plot (SVG) with a title."""
     return f"<figure><h3>{escape(title)}</h3>{plot}</figure>"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table. Cells are HTML already; titles of columns are text."""
+    """Return an HTML table. Cells are HTML; titles of columns are text and get escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows

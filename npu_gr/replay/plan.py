@@ -1,21 +1,20 @@
-"""A plan: the requests of a query log with their due times, one after the other.
+"""Plan a replay: the requests of a query log with their due times. No clock, no I/O.
 
-Pure: no clock, no I/O.
+Records keep their order. Times are the log's divided by `speed`; or requests with scores are sent
+at `rate`, with the others evenly between them. Delays within a cascade are real time, independent
+of the speed:
 
-Records keep their order in time. Times are the log's, divided by `speed`; or requests with scores
-are paced anew at `rate` and the others are spread evenly between them. A cascade does not get
-faster under load, so its own delays keep their real seconds whatever the speed:
-
-    the log has signals        a signal belongs to the user's next rank within `PAIR_S` and leaves as long before it
-    a rank has delay_ms        `ts` is the user's arrival: signal at once, rank after the recorded delay
-    rank_delay_s               the same with a modelled delay: log-normal, seeded
-    signal_lead_s              `ts` is the rank's time: signal that much earlier
+    the log has signals    a signal belongs to the user's next rank within `PAIR_S`, and keeps its
+                           distance from it
+    a rank has delay_ms    `ts` is the user's arrival: signal at once, rank after the recorded delay
+    rank_delay_s           the same with a random delay: log-normal, seeded
+    signal_lead_s          `ts` is the rank's time: signal this much earlier
 
 Invariants:
-  I1  due times are sorted and the first one is 0
+  I1  due times ascend from 0
   I2  a user's ranks, generates and events are due in the log's order
   I3  the same records and options give the same plan
-  I4  memory is bounded by the records within `PAIR_S` and the lead, never by the log's length
+  I4  memory is bounded by the records within `PAIR_S` and the lead, not by the log's length
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _Gap = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options, checked also where they are constructed in code.
+    """Options of a replay, validated also when constructed in code (ValueError).
 
-    Raises ValueError with the field's name and limit.
-
-    Arrivals are the log's own (`speed`); or made (`rate`); or there are none and a fixed number of
-    requests is in flight (`closed`).
+    Arrivals are those of the log (`speed`), generated (`rate`), or a closed loop with a fixed
+    number of requests in flight (`closed`).
     """
 
-    base_url: Annotated[str, Meta(description="service or router, http or https; /v1/... is added")]
+    base_url: Annotated[
+        str, Meta(description="URL of a service or router, http or https, without /v1")
+    ]
     api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = (
         None
     )
@@ -64,30 +63,24 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["poisson", "constant"], Meta(description="gaps between ranks at rate")
     ] = "poisson"
     closed: Annotated[
-        Count | None, Meta(description="requests in flight, the next when one is over")
+        Count | None, Meta(description="requests in flight; the next one is sent when one ends")
     ] = None
     signal_lead_s: Annotated[
         _Gap | None,
-        Meta(
-            description="s from signal to rank, where the log has no signal; None = "
-            "only the log's own"
-        ),
+        Meta(description="s from signal to rank if the log has no signal; None = only the log's"),
     ] = None
     rank_delay_s: Annotated[
         _Gap | None,
-        Meta(
-            description="where the log has neither signal nor delay_ms: signal at arrival, rank "
-            "this median later"
-        ),
+        Meta(description="median s from signal to rank if the log has neither signal nor delay_ms"),
     ] = None
     rank_delay_p99_s: Annotated[
         _Gap | None, Meta(description="its P99 (log-normal); None = always the median")
     ] = None
     histories: Annotated[
         Literal["logged", "whole", "delta"],
-        Meta(description="how histories are sent; logged = as the log has them"),
+        Meta(description="how histories are sent; logged = as in the log"),
     ] = "logged"
-    start_s: Annotated[float, Meta(ge=0, description="log seconds to leave out at the start")] = 0.0
+    start_s: Annotated[float, Meta(ge=0, description="log seconds to skip at the start")] = 0.0
     limit: Annotated[Count | None, Meta(description="log records, oldest first; None = all")] = None
     sample_users: Annotated[
         float, Meta(gt=0, le=1, description="share of the users to replay, by hash")
@@ -95,37 +88,34 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     duration_s: Annotated[
         Seconds | None, Meta(description="s of sending; None = the whole log")
     ] = None
-    warmup_s: Annotated[
-        float, Meta(ge=0, description="s of sending at the start that are not counted")
-    ] = 0.0
+    warmup_s: Annotated[float, Meta(ge=0, description="s at the start that are not counted")] = 0.0
     timeout_s: Annotated[
-        Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")
+        Seconds, Meta(description="budget in s of a request without deadline_ms")
     ] = 1.0
-    slo_s: Annotated[
-        Seconds, Meta(description="s from due to answered that a good rank takes at most")
-    ] = 0.1
+    slo_s: Annotated[Seconds, Meta(description="latency objective in s, from the due time")] = 0.1
     bad_lines: Annotated[
-        Literal["fail", "skip"], Meta(description="a line of the log that is no record")
+        Literal["fail", "skip"], Meta(description="how to treat an invalid line of the log")
     ] = "fail"
-    seed: Annotated[int, Meta(ge=0, description="of random arrivals and delays")] = 0
+    seed: Annotated[int, Meta(ge=0, description="seed of random arrivals and delays")] = 0
 
     def __post_init__(self) -> None:
-        # msgspec checks what it decodes, but not what code constructs
+        # msgspec validates decoded values, but not constructed ones
         for field in msgspec.structs.fields(self):
             try:
                 msgspec.convert(getattr(self, field.name), field.type)
             except msgspec.ValidationError as error:
                 raise ValueError(f"{field.name}: {error}") from None
         if self.rate is not None and self.speed != 1.0:
-            raise ValueError(
-                f"rate: {self.rate} together with speed {self.speed}; give one of them"
-            )
+            raise ValueError(f"rate: {self.rate} excludes speed {self.speed}; give one of them")
         if self.closed is not None and (self.rate is not None or self.speed != 1.0):
-            raise ValueError(f"closed: {self.closed} has no arrivals; give neither rate nor speed")
+            raise ValueError(
+                f"closed: {self.closed} excludes rate and speed, since a closed loop has no "
+                "arrivals"
+            )
         if self.signal_lead_s is not None and self.rank_delay_s is not None:
             raise ValueError(
-                "rank_delay_s: together with signal_lead_s; one of them says which "
-                "end the log's time is"
+                "rank_delay_s excludes signal_lead_s: the log's time is either the arrival or the "
+                "rank"
             )
         if (
             self.rank_delay_p99_s is not None
@@ -136,28 +126,30 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError("base_url: expected http://host:port or https://host")
         if url.username or url.query or url.fragment:
-            raise ValueError("base_url: no user, query or fragment; a key goes into api_key")
+            raise ValueError(
+                "base_url: must have no user, query or fragment; a key goes into api_key"
+            )
 
 
 # ---- the plan
 
-PAIR_S = 5.0  # log seconds from a signal to its rank, at most
-MAX_BETWEEN = 10_000  # records held between two paced ones, to be spread; more are paced themselves
+PAIR_S = 5.0  # maximum log seconds from a signal to its rank
+MAX_BETWEEN = 10_000  # buffered records between two paced ones; further ones are paced too
 
 _Z99 = 2.3263478740408408  # standard normal quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Send one request; its record's `kind` says to which route."""
+    """A planned request; the `kind` of its record determines the route."""
 
     record: QueryRecord
     due_at: float  # seconds after the run began
-    number: int  # of the record in the log's time order; a made signal has its rank's
+    number: int  # of the record in the log's time order; a generated signal has its rank's
 
 
 def plan(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Action]:
-    """Every request of the run, in the order of their due times. `records` come in time order."""
+    """Yield all requests of the run by due time. `records` must be in time order."""
     first_at = None
     for due_at, _, number, record in _cascades(records, options):
         first_at = due_at if first_at is None else first_at
@@ -165,17 +157,17 @@ def plan(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Act
 
 
 def user_of(record: QueryRecord) -> UserKey:
-    """The user who sent the request."""
+    """Return the user of a request."""
     return UserKey(record.tenant, record.user_id)
 
 
 def share_of(user: UserKey, shares: int) -> int:
-    """Which of `shares` equal parts, from 0, the user belongs to: by a hash of the name."""
+    """Return the part of a user among `shares` equal parts, by a hash of the name."""
     return xxhash.xxh3_64_intdigest(f"{user.tenant}\0{user.user}".encode()) % shares
 
 
 Timed = tuple[int, float, QueryRecord]  # number, seconds after the start, record
-Due = tuple[float, int, int, QueryRecord]  # due time, place among equal times, number, record
+Due = tuple[float, int, int, QueryRecord]  # due time, tie-breaker, number, record
 
 
 def _chosen(
@@ -194,10 +186,7 @@ def _chosen(
 
 
 def _timed(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Timed]:
-    """Each chosen record with the time at which it would be sent if there were no cascades.
-
-    Ascending.
-    """
+    """Yield the selected records with their times before cascades are applied, ascending."""
     numbered = _chosen(records, options)
     timed = _scaled(numbered, options.speed) if options.rate is None else _paced(numbered, options)
     for number, sent_at, record in timed:
@@ -218,7 +207,7 @@ def _paced(numbered: Iterator[tuple[int, QueryRecord]], options: ReplayOptions) 
     head = list(islice(numbered, 1000))
     any_scored = any(record.kind in SCORED for _, record in head)
     between: list[tuple[int, QueryRecord]] = []
-    paced_at = 0.0  # of the newest paced record
+    paced_at = 0.0  # time of the newest paced record
 
     def gap_s() -> float:
         rate = options.rate or 0.0
@@ -241,15 +230,12 @@ def _paced(numbered: Iterator[tuple[int, QueryRecord]], options: ReplayOptions) 
 
 
 def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Due]:
-    """Everything with its due time, in the order of due times.
-
-    Signals are made, or moved to their ranks.
-    """
+    """Yield all requests by due time, with signals generated or aligned with their ranks."""
     delays = np.random.default_rng([options.seed, 1])
     lead_s = options.signal_lead_s or 0.0
     ready: list[Due] = []
-    signals: dict[int, Timed] = {}  # by number, oldest first: those whose rank has not come yet
-    waiting: dict[UserKey, list[int]] = {}  # their numbers by user
+    signals: dict[int, Timed] = {}  # by number, oldest first: signals without a rank yet
+    waiting: dict[UserKey, list[int]] = {}  # numbers of these signals by user
     # due time of the user's newest request that is not a signal
     newest_at: dict[UserKey, float] = {}
     place = count()
@@ -284,7 +270,7 @@ def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterato
             newest_at[user] = due_at
         while signals and record.ts - (oldest := next(iter(signals.values())))[2].ts > PAIR_S:
             push(oldest[1], oldest[0], settle(oldest[0])[2])
-        settled_at = sent_at - max(PAIR_S, lead_s)  # nothing that is still to come is due before
+        settled_at = sent_at - max(PAIR_S, lead_s)  # no later record is due earlier
         if signals:
             settled_at = min(settled_at, next(iter(signals.values()))[1])
         while ready and ready[0][0] <= settled_at:
@@ -300,7 +286,7 @@ def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterato
 def _delay_s(
     record: QueryRecord, options: ReplayOptions, random: np.random.Generator
 ) -> float | None:
-    """Seconds from the user's arrival to the rank; None where `ts` is the rank's own time."""
+    """Return the seconds from the user's arrival to the rank; None if `ts` is the rank's time."""
     if record.delay_ms is not None:
         return record.delay_ms * 1e-3
     median_s = options.rank_delay_s

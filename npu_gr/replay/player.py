@@ -1,15 +1,15 @@
-"""The player sends planned requests to a service and turns each into a `Sample`.
+"""Send planned requests to a service, and make a `Sample` of each.
 
-Open loop: every request leaves when it is due, whatever became of the requests before it. Latency
-counts from the due time, so a service that stalls is charged for the requests that it kept waiting
-(no coordinated omission); how late the player itself sent is published beside it.
+Open loop: every request is sent at its due time, independent of earlier answers. Latency counts
+from the due time, so a stall of the service counts for all delayed requests (no coordinated
+omission). The lag of the player itself is reported separately.
 
-One thing is kept in order. A write (a user's events) leaves after the answers to the user's earlier
-requests, and the user's later requests leave after the answer to the write. A rank's latency
-includes that wait; the player's lateness does not.
+Writes are ordered: a user's events are sent after the answers to the user's earlier requests, and
+later requests of the user after the answer to the write. The latency of a rank includes this wait,
+the lag does not.
 
-Closed loop, by choice: a fixed number of requests is in flight, and the next one leaves when one is
-over. Latency then counts from sending.
+Closed loop (option `closed`): a fixed number of requests is in flight, and the next one is sent
+when one ends. Latency then counts from sending.
 """
 
 from __future__ import annotations
@@ -32,20 +32,17 @@ from npu_gr.replay.log import RECORDED, QueryRecord
 from npu_gr.replay.plan import Action, ReplayOptions, user_of
 from npu_gr.replay.requests import Sample, SentHistories, encode, read_answer
 
-BATCH = 256  # actions that are read and encoded ahead, in a thread
-# that thread keeps the interpreter for so long at most, so the player is late by no more
+BATCH = 256  # requests that a thread reads and encodes ahead
+# switch interval of the interpreter, which bounds the delay by that thread
 SWITCH_S = 1e-4
-SETTLE_S = 0.1  # from the first batch to its first due time
-PATIENCE_S = 1.0  # the client waits so much longer than the deadline it sends
-# the last part of a sleep, which is a thread's: an event loop's timers may be late by 1 ms
+SETTLE_S = 0.1  # from the first encoded batch to the first due time
+PATIENCE_S = 1.0  # client timeout beyond the deadline of the request
+# the last part of a sleep runs in a thread, since timers of an event loop may be 1 ms late
 _THREAD_S = 0.005
 
 
 async def sleep_until(wake_at: float) -> None:
-    """Sleep until an instant of `time.monotonic()`.
-
-    An instant that is over still lets the loop turn once.
-    """
+    """Sleep until an instant of `time.monotonic()`; if it is past, yield to the event loop once."""
     wait_s = wake_at - time.monotonic()
     if wait_s <= 0:
         await asyncio.sleep(0)
@@ -61,25 +58,23 @@ async def play(
     on_sample: Callable[[Sample], None],
     start_at: float | None = None,
 ) -> None:
-    """Send everything; each request becomes a sample when it is over.
+    """Send all requests, and report each when it ends. Cancelling stops it at once.
 
     Args:
-        actions: read as they are needed, in a thread.
-        options: the service, and how to send.
-        on_sample: called on the event loop.
-        start_at: instant of `time.monotonic()` that due times count from; None = `SETTLE_S` after
-            the first requests are encoded.
-
-    Cancelling it stops sending and waits for nothing more.
+        actions: Planned requests; a thread reads them on demand.
+        options: Service and way of sending.
+        on_sample: Callback on the event loop, for each finished request.
+        start_at: Instant of `time.monotonic()` from which due times count; None for `SETTLE_S`
+            after the first requests are encoded.
     """
     headers = {"Content-Type": "application/json", **calling_headers(options.api_key)}
-    base_url = options.base_url.rstrip("/") + "/"  # a router may live under a path
+    base_url = options.base_url.rstrip("/") + "/"  # a router may be below a path
     connector = aiohttp.TCPConnector(limit=0, ssl=calling_context())
     async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http:
         player = _Player(http, options, on_sample)
         batches = _ahead(actions, player.body)
         try:
-            with _undisturbed():
+            with _low_jitter():
                 first: list[tuple[Action, bytes]] = await anext(batches, [])
                 player.start_at = time.monotonic() + SETTLE_S if start_at is None else start_at
                 await sleep_until(player.start_at)
@@ -105,23 +100,23 @@ class _Player:
         self._histories = SentHistories(options.histories)
         self._slots = None if options.closed is None else asyncio.Semaphore(options.closed)
         self._sent: set[asyncio.Task[None]] = set()
-        # a user's running requests; True = a write
+        # running requests by user; True for a write
         self._open: dict[UserKey, dict[asyncio.Task[None], bool]] = {}
         self.start_at = 0.0  # of time.monotonic()
 
     def body(self, record: QueryRecord) -> bytes:
-        """The body where it can be encoded ahead: a delta depends on the answers before it."""
+        """Encode a body ahead, unless it depends on earlier answers (deltas)."""
         return encode(record) if self._options.histories == "logged" else b""
 
     async def send_all(self, batch: list[tuple[Action, bytes]]) -> None:
-        """Start each request when it is due."""
+        """Start each request at its due time."""
         for action, body in batch:
             due_at = self.start_at + action.due_at
             if self._slots is not None:
                 await self._slots.acquire()
                 due_at = time.monotonic()
             else:
-                await sleep_until(due_at)  # a late player too must let its tasks send
+                await sleep_until(due_at)  # even if late, so that started tasks can send
             self._start(action, body, due_at)
 
     def _start(self, action: Action, body: bytes, due_at: float) -> None:
@@ -146,7 +141,7 @@ class _Player:
         if self._slots is not None:
             self._slots.release()
         if not task.cancelled():
-            task.result()  # a defect of ours is raised, not kept
+            task.result()  # raises an error of ours
 
     async def finish(self) -> None:
         """Wait for every answer."""
@@ -154,7 +149,7 @@ class _Player:
             await asyncio.gather(*self._sent)
 
     async def cancel(self) -> None:
-        """Give up what is still running."""
+        """Cancel the running requests."""
         running = list(self._sent)
         for task in running:
             task.cancel()
@@ -165,7 +160,7 @@ class _Player:
     ) -> None:
         record = action.record
         is_write = _is_write(record)
-        free_at = due_at  # when it could leave
+        free_at = due_at  # earliest possible time of sending
         if after:
             await asyncio.wait(after)
             free_at = max(due_at, time.monotonic())
@@ -179,7 +174,7 @@ class _Player:
         was_resent = error == "409" and outgoing is not record
         if was_resent:
             content, error = await self._request(record, encode(record), budget_ms)
-        latency_s = time.monotonic() - due_at  # before anything is decoded
+        latency_s = time.monotonic() - due_at  # without decoding
         answer = None
         if not error:
             try:
@@ -205,11 +200,11 @@ class _Player:
     async def _request(
         self, record: QueryRecord, body: bytes, budget_ms: float
     ) -> tuple[bytes, str]:
-        """The body of the answer, and the error as `Sample.error` names it."""
+        """Return the body of the answer, and the error as in `Sample.error`."""
         kind = RECORDED[record.kind]
         path = kind.path.lstrip("/")  # relative to the session's base
         timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + PATIENCE_S)
-        # the user stands in a header too: a router reads it there to place the request
+        # a router reads the user from a header to place the request
         headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", **placing_headers(record.user_id)}
         try:
             async with self._http.request(
@@ -229,10 +224,7 @@ def _is_write(record: QueryRecord) -> bool:
 async def _ahead(
     actions: Iterable[Action], body: Callable[[QueryRecord], bytes]
 ) -> AsyncGenerator[list[tuple[Action, bytes]], None]:
-    """Batches of actions with their bodies.
-
-    A thread makes the next batch while one is being sent.
-    """
+    """Yield batches of actions with their bodies; a thread makes the next one meanwhile."""
     rest: Iterator[Action] = iter(actions)
 
     def take() -> list[tuple[Action, bytes]]:
@@ -248,8 +240,8 @@ async def _ahead(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Make threads yield soon, and keep the garbage collector from objects that are older than the block."""
+def _low_jitter() -> Iterator[None]:
+    """Reduce jitter: let threads yield quickly, and exempt existing objects from the collector."""
     before_s = sys.getswitchinterval()
     gc.collect()
     gc.freeze()

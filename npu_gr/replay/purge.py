@@ -1,9 +1,8 @@
-"""Remove the records of erased users from recordings: `npu-gr record --purge FOLDER`, and a process beside an instance.
+"""Remove the records of erased users: `npu-gr record --purge FOLDER`, and a process per instance.
 
-A file that holds such records is written anew beside itself, synced, and renamed over; until then
-it is whole. A line that is no record is removed too, because nobody can tell whose it is. A file
-that is being written (`.part`) is not touched: users who may be in it stay in the list of
-`erased.py`.
+A file with such records is rewritten to a temporary file, synced, and renamed. Invalid lines are
+removed too, since their user is unknown. An unfinished file (`.part`) is not changed; users who may
+be in it stay in the list of `erased.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from npu_gr.replay import erased
 from npu_gr.replay.erased import ErasedUsers
 from npu_gr.replay.files import PART, PATTERN, create
 
-HELD = 3  # exit code: a file that is being written, or another purge, holds some
-_BESIDE = ".purge-"
+HELD = 3  # exit code: an unfinished file or another purge prevents the removal of some
+_TEMPORARY = ".purge-"
 _LOCK = ".purge.lock"
 
 
 class _Who(msgspec.Struct, frozen=True):
-    """What of a record says whose it is; the rest is skipped."""
+    """The fields of a record that identify its user and time."""
 
     ts: float
     user_id: str
@@ -46,28 +45,28 @@ class _Who(msgspec.Struct, frozen=True):
 
 
 class Purged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a purge has done."""
+    """The result of a purge."""
 
-    num_files: int  # that were read
+    num_files: int  # files read
     num_rewritten: int
     num_removed: int  # records of erased users
-    num_unreadable: int  # lines that are no records, removed too
-    num_left: int  # names of erased users that a file may still hold
-    failed: list[str]  # files that could not be written anew, each with its reason
+    num_unreadable: int  # invalid lines, removed too
+    num_left: int  # pseudonyms of erased users that a file may still have
+    failed: list[str]  # files that could not be rewritten, each with the reason
 
 
 def purge(folder: Path) -> Purged:
-    """Remove the records of every user who is in the list now.
+    """Remove the records of all users in the list.
 
     Raises:
-        ConfigError: another purge of the folder runs. DataError: the list cannot be read. OSError:
-            nor the folder.
+        ConfigError: another purge of the folder is running. DataError: the list cannot be read.
+            OSError: the folder cannot be read.
     """
     with _alone(folder):
-        for left in folder.glob(f"{_BESIDE}*"):
-            left.unlink()  # of a purge that was killed
+        for left in folder.glob(f"{_TEMPORARY}*"):
+            left.unlink()  # a temporary file of a killed purge
         listed = erased.read(folder)
-        # first: one may be completed meanwhile
+        # before the loop, since one may be completed meanwhile
         written = [_began_at(path) for path in folder.glob(f"{PATTERN}{PART}")]
         newest_at = max(listed.until.values(), default=float("-inf"))
         num_files = num_rewritten = num_removed = num_unreadable = 0
@@ -77,7 +76,7 @@ def purge(folder: Path) -> Purged:
                 continue
             try:
                 removed, unreadable = _purge_file(path, listed)
-            except FileNotFoundError:  # too old: the recorder has deleted it
+            except FileNotFoundError:  # deleted by the recorder because of its age
                 continue
             except (OSError, DataError) as error:
                 failed.append(f"{path.name}: {error}")
@@ -86,7 +85,7 @@ def purge(folder: Path) -> Purged:
             num_rewritten += removed + unreadable > 0
             num_removed += removed
             num_unreadable += unreadable
-        # who was erased before it began is not in it
+        # users who were erased before the oldest unfinished file began are not in it
         is_held_until = min(written, default=float("inf"))
         done = {who: at for who, at in listed.until.items() if not failed and at < is_held_until}
         if done:
@@ -102,40 +101,37 @@ def purge(folder: Path) -> Purged:
 
 
 def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
-    """Write a file anew without what is erased.
-
-    Return how many records and lines that are none were removed.
-    """
-    removed = unreadable = kept = 0
+    """Rewrite a file without erased records and invalid lines, and return how many of each."""
+    removed = unreadable = num_kept = 0
     for _, verdict in _evaluated(path, listed):
         removed += verdict == "erased"
         unreadable += verdict == "unreadable"
-        kept += verdict == "kept"
+        num_kept += verdict == "kept"
     if not removed + unreadable:
         return 0, 0
-    beside = path.with_name(_BESIDE + path.name)
+    temporary = path.with_name(_TEMPORARY + path.name)
     try:
-        if kept:
-            with create(beside, path.suffix) as file:
+        if num_kept:
+            with create(temporary, path.suffix) as file:
                 for line, verdict in _evaluated(path, listed):
                     if verdict == "kept":
                         file.write(line + b"\n")
-            with beside.open("rb") as written:
+            with temporary.open("rb") as written:
                 os.fsync(written.fileno())
-            path.stat()  # the recorder may have deleted it meanwhile: then it stays deleted
-            beside.replace(path)
+            path.stat()  # raises if the recorder has deleted it meanwhile
+            temporary.replace(path)
         else:
             path.unlink()
         erased.sync_folder(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return removed, unreadable
 
 
 def _evaluated(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
-    """Each line, and whether it is kept, erased or unreadable.
+    """Yield each line with "kept", "erased" or "unreadable".
 
-    What follows a place that cannot be read is one line.
+    The rest of a file after damage counts as one unreadable line.
     """
     decode = msgspec.json.Decoder(_Who).decode
     try:
@@ -150,12 +146,12 @@ def _evaluated(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
                 yield line, "unreadable"
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk, not the file
+            raise  # an I/O error, not a damaged file
         yield b"", "unreadable"
 
 
 def _began_at(path: Path) -> float:
-    """When a recording began, by its name; 0 if the name does not say so."""
+    """Return the start time in a recording's name as unix seconds; 0 if it has none."""
     with suppress(ValueError, IndexError):
         return float(calendar.timegm(time.strptime(path.name.split("-")[1], "%Y%m%dT%H%M%SZ")))
     return 0.0
@@ -168,15 +164,15 @@ def _alone(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ConfigError(f"{folder}: another purge runs") from error
+        raise ConfigError(f"{folder}: another purge is running") from error
     finally:
         os.close(handle)
 
 
 def main() -> None:
-    """Purge the folder that the command line names, at the lowest priority.
+    """Purge the folder of the command line at the lowest priority.
 
-    Exit code: 0 = all removed, 1, `HELD`.
+    Exit code: 0 if all records were removed, 1 after an error, else `HELD`.
     """
     os.nice(19)
     try:
@@ -195,43 +191,43 @@ if __name__ == "__main__":
     main()
 
 
-# ---- a process beside an instance
+# ---- the process of an instance
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 3600.0  # from the end of a run to the next: each reads all files
-LIMIT_S = 3600.0  # of a run
+EVERY_S = 3600.0  # between runs, since each reads all files
+LIMIT_S = 3600.0  # time limit of a run
 
 
 class Purger:
-    """One thread, which waits for the process. Start it, and `close` it.
+    """Runs purges of a folder in a process, from a thread. Call `start` and `close`.
 
     Args:
-        folder: of the recordings; it exists.
+        folder: Existing folder of the recordings.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # unix seconds of the oldest erasure whose records are there; from anywhere
+        # unix seconds of the oldest erasure that is not complete; read by any thread
         self.erased_at: float | None = None
-        self.runs: Counter[str] = Counter()  # by their result: ok, held, failed
+        self.runs: Counter[str] = Counter()  # by result: ok, held, failed
         self._wake = threading.Event()
         self._stopping = False
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._run, name="recordings-purge", daemon=True)
 
     def start(self) -> None:
-        """Begin with what is listed already."""
+        """Start the thread, which begins with users already in the list."""
         self._thread.start()
 
     def listed(self, at: float) -> None:
-        """Say that a user was added to the list at this time."""
+        """Note that a user was added to the list at this time."""
         if self.erased_at is None:
             self.erased_at = at
         self._wake.set()
 
     def close(self) -> None:
-        """End a run that has begun; the next start continues."""
+        """Stop a running purge; the next start continues it."""
         self._stopping = True
         self._wake.set()
         if (process := self._process) is not None:
@@ -255,14 +251,15 @@ class Purger:
                 self.runs[result] += 1
                 if result == "failed":
                     log.error(
-                        "recordings in %s hold erased users; it is tried again: %s",
+                        "purging %s failed, so it still has records of erased users; it will be "
+                        "retried: %s",
                         self._folder,
                         why,
                     )
             next_at = time.monotonic() + EVERY_S
 
     def _purge(self) -> tuple[str, str]:
-        """Run the process; return its result, and why it failed."""
+        """Run the process; return its result, and the reason of a failure."""
         command = [sys.executable, "-P", "-m", "npu_gr.replay.purge", str(self._folder)]
         paths = os.pathsep.join(path for path in sys.path if path)
         try:

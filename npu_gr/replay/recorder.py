@@ -1,12 +1,12 @@
-"""The recorder: a running service's requests and answers as a query log, written by a thread of its own.
+"""Record the requests and answers of a running service as a query log, in a thread.
 
-A request hands over references to what it has, and goes on; if the queue is full, the record is
-dropped and counted. The thread encodes, hashes, compresses and writes. Whole users are sampled, so
-that a user's order, signals and deltas stay together.
+A request only queues references; if the queue is full, its record is dropped and counted. The
+thread encodes, hashes, compresses and writes. Users are sampled, not requests, so that the order,
+signals and deltas of a user stay together.
 
 Invariants:
-  I1  `offer` never waits, for the disk or for the thread
-  I2  the queue holds at most `max_queue_bytes`, the folder at most `max_files` files
+  I1  `offer` never waits for the disk or the thread
+  I2  the queue has at most `max_queue_bytes`, the folder at most `max_files` files
   I3  every offered record is counted once: written, dropped, failed or erased
 """
 
@@ -56,63 +56,60 @@ from npu_gr.replay.purge import Purger
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 1.0  # a crash loses at most the records of so long
-RECORD_BYTES = 1000  # of a queued request, beside its arrays: a generous guess
-KEPT_S = 3600.0  # that an erasure is known to the recorder itself: longer than any request takes
+FLUSH_S = 1.0  # a crash loses at most the records of this time
+RECORD_BYTES = 1000  # upper estimate of a queued request without its arrays
+ERASURE_S = 3600.0  # time to remember an erasure, longer than any request takes
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where requests are recorded, and how many of them.
+    """Recording of requests; `npu-gr record` switches it on and off."""
 
-    `npu-gr record` switches a recording on and off.
-    """
-
-    folder: str  # is made; its traffic-*.jsonl* files are ours
-    enabled: bool = False  # from the start
-    sample_ratio: _Share = 1.0  # of the users
-    # hashed: users and tenants become HMAC-SHA256 by a key
+    folder: str  # created if missing; its traffic-*.jsonl* files are managed
+    enabled: bool = False  # record from the start
+    sample_ratio: _Share = 1.0  # share of the users
+    # hashed: users and tenants are replaced by their HMAC-SHA256
     users: Literal["hashed", "clear"] = "hashed"
-    # holds the key; absent: `hash-key` in the folder, which is made
+    # key of the hashes; absent: `hash-key` in the folder, created if missing
     hash_key_file: str | None = None
-    scores: bool = False  # scores too, not only their digest
+    scores: bool = False  # record scores, not only their digest
     suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl.gz"
-    max_queue_bytes: SomeBytes = 67_108_864  # that wait for the disk; more is dropped
+    max_queue_bytes: SomeBytes = 67_108_864  # of queued records; further ones are dropped
     max_file_bytes: SomeBytes = 268_435_456  # then the next file begins
     max_file_s: Seconds = 3600.0
     max_files: Count = 24  # then the oldest is deleted
 
     def __post_init__(self) -> None:
         if self.users == "clear" and self.hash_key_file is not None:
-            raise ValueError("users: clear together with hash_key_file; give one of them")
+            raise ValueError("users: clear excludes hash_key_file; give one of them")
 
 
 class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Record this share of the users for so long."""
+    """A request to record a share of the users for some time."""
 
     sample_ratio: _Share = 1.0
-    # null = until it is switched off
+    # null: until it is switched off
     duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] | None = 3600.0
 
 
 class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the recorder records now, and what it has done since the service started."""
+    """State of the recorder, and counts since the service started."""
 
     recording: bool
-    ends_in_s: float | None  # None = when it is told
+    ends_in_s: float | None  # None if it has no end, or is off
     sample_ratio: float
     written: int
     dropped: int  # the queue was full
-    failed: int  # the disk rejected
-    erased: int  # their user was erased while they were queued
+    failed: int  # could not be written
+    erased: int  # the user was erased while the record was queued
     queued_bytes: int
-    files: list[str]  # newest last; `.part` is being written
+    files: list[str]  # newest last; `.part` is unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRequest:
-    """A request that is over, as the service saw it."""
+    """A finished request and its answer."""
 
     kind: str  # a name in `KINDS`, of a kind with `is_recorded`
     arrived_at: float  # epoch seconds
@@ -121,11 +118,11 @@ class RecordedRequest:
     user: UserKey
     status: int  # of the HTTP answer
     request: Request
-    answer: Answer | None = None  # None = it failed, and `status` says how
+    answer: Answer | None = None  # None if it failed with `status`
 
     @property
     def num_bytes(self) -> int:
-        """About the memory that the request holds while it is queued."""
+        """Estimated memory of the queued request."""
         history = _history(self.request)
         total = RECORD_BYTES + (0 if history is None else history.nbytes)
         total += _arrays_bytes(self.request)
@@ -138,12 +135,12 @@ def _history_ref(request: Request) -> HistoryRef:
 
 
 def _history(request: Request) -> Events | None:
-    """The behaviours that came with the request."""
+    """Return the events that the request has."""
     return request.events if isinstance(request, EventsRequest) else _history_ref(request).events
 
 
 def _arrays_bytes(message: Any) -> int:
-    """Bytes of the arrays that the message holds directly or by name."""
+    """Return the bytes of the arrays in the fields of a message and in its mappings."""
     total = 0
     for name in message.__struct_fields__:
         value = getattr(message, name)
@@ -153,14 +150,14 @@ def _arrays_bytes(message: Any) -> int:
 
 
 class Recorder:
-    """Writes offered requests into files: `with Recorder(...) as recorder`.
+    """Writes offered requests to files. Use it with `with`.
 
-    One thread, the event loop's, calls the methods; `status` may be called from any.
+    Methods belong to the event loop's thread, except for `status`.
 
     Args:
-        config: the section.
-        on_result: called with "written", "dropped", "failed" or "erased" and how many, from either
-            thread.
+        config: Section `record` of the configuration.
+        on_result: Callback with "written", "dropped", "failed" or "erased" and a number, from the
+            event loop or the recorder's thread.
 
     Raises:
         ConfigError: the folder or the key cannot be used.
@@ -182,17 +179,17 @@ class Recorder:
             warn_if_shared(*self._files())
         except OSError as error:
             raise ConfigError(f"record.folder: {config.folder}: {error.strerror}") from error
-        self._queue: deque[tuple[int, RecordedRequest]] = deque()  # each with its bytes
-        self._offered_bytes = 0  # written by the event loop's thread only
-        self._taken_bytes = 0  # written by the recorder's thread only
+        self._queue: deque[tuple[int, RecordedRequest]] = deque()  # (bytes, request)
+        self._offered_bytes = 0  # only the event loop writes it
+        self._taken_bytes = 0  # only the recorder's thread writes it
         self._num = {"written": 0, "dropped": 0, "failed": 0, "erased": 0}
-        # hash of a user, by this process alone -> unix seconds of an erasure, the oldest first; it
-        # must name nobody
+        # hash of a user (of this process, so that it identifies no user elsewhere) -> unix seconds
+        # of the erasure, oldest first
         self._erased: dict[int, float] = {}
         self._was_on = config.enabled
         self._wake = threading.Event()
         self._stopping = False
-        # a user whose 32-bit hash is below it is recorded; 0 = the recording is off
+        # users whose 32-bit hash is below it are recorded; 0 = recording is off
         self._threshold = 0
         self._ends_at = math.inf  # of time.monotonic()
         self._ratio = config.sample_ratio
@@ -207,7 +204,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Write what is queued."""
+        """Write the queued records, and stop."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -216,14 +213,14 @@ class Recorder:
     # ---- the event loop's side
 
     def switch_on(self, sample_ratio: float, duration_s: float | None) -> None:
-        """Record this share of the users for `duration_s`, or until `switch_off` (None)."""
+        """Record a share of the users for `duration_s`, or until `switch_off` if None."""
         self._was_on = True
         self._ratio = sample_ratio
         self._threshold = round(sample_ratio * (1 << 32))
         self._ends_at = math.inf if duration_s is None else time.monotonic() + duration_s
 
     def switch_off(self) -> None:
-        """Accept nothing more. The thread writes what is queued and completes the file."""
+        """Stop recording. The thread writes the queued records and completes the file."""
         self._threshold = 0
         self._wake.set()
 
@@ -250,40 +247,40 @@ class Recorder:
         self._wake.set()
 
     async def erase(self, user: UserKey) -> bool:
-        """Hide all records of the user that came up to now, queued ones too, and have them removed.
+        """Hide all records of the user up to now, also queued ones, and schedule their removal.
 
         Returns:
-            Whether files may still hold bytes of the user.
+            Whether files may still have data of the user.
 
         Raises:
-            Unavailable: the list of erased users cannot be written; nothing that is on the disk is
+            Unavailable: the list of erased users cannot be written; records on disk are not
                 hidden.
         """
         at = time.time()
         unnamed = hash(user)
         self._erased.pop(unnamed, None)
         self._erased[unnamed] = at
-        while next(iter(self._erased.values())) < at - KEPT_S:
+        while next(iter(self._erased.values())) < at - ERASURE_S:
             del self._erased[next(iter(self._erased))]
         try:
             is_listed = await asyncio.to_thread(self._list, user, at)
         except (OSError, DataError) as error:
             raise Unavailable(
-                f"the recordings cannot forget the user: {error}; ask again"
+                f"the recordings could not erase the user: {error}; send the request again"
             ) from error
         if is_listed:
             self.purger.listed(at)
         return is_listed
 
     def _list(self, user: UserKey, at: float) -> bool:
-        """Add the user to the list of the folder, unless it holds nothing."""
+        """Add the user to the folder's list, unless the folder has no recordings."""
         if not self._folder.is_dir() or not (self._was_on or self._files()):
             return False
         erased.add(self._folder, names_of(user, self._folder, self._key), at)
         return True
 
     def status(self) -> RecordStatus:
-        """For people. It lists the folder, so call it from another thread than the event loop's."""
+        """Return the state. It lists the folder, so do not call it on the event loop."""
         is_on = self.is_on
         return RecordStatus(
             recording=is_on,
@@ -311,7 +308,7 @@ class Recorder:
             self._wake.clear()
 
     def _write(self, file: RotatingFile) -> None:
-        """Write everything that is queued now, and delete the files that are too many."""
+        """Write the queued records, and delete the oldest files beyond `max_files`."""
         while self._queue:
             num_bytes, request = self._queue.popleft()
             result = "written"
@@ -322,7 +319,7 @@ class Recorder:
                     record = record_of(request, self._key, self._config.scores)
                     file.write(msgspec.json.encode(record) + b"\n")
             except (OSError, ValueError) as error:
-                log.error("recording: %s", error)
+                log.error("recording failed: %s", error)
                 result = "failed"
                 file.abandon()
             self._taken_bytes += num_bytes
@@ -332,13 +329,13 @@ class Recorder:
             for old in self._files()[: -self._config.max_files]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            log.error("recording: %s", error)
+            log.error("recording failed: %s", error)
             file.abandon()
 
     def _files(self) -> list[Path]:
         try:
             return sorted(self._folder.glob(PATTERN))
-        except FileNotFoundError:  # a folder that somebody has removed holds nothing
+        except FileNotFoundError:  # the folder was removed
             return []
 
     def _count(self, result: str, num: int) -> None:
@@ -347,12 +344,12 @@ class Recorder:
 
 
 def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -> QueryRecord:
-    """The log's record of a request.
+    """Make the record of a request.
 
     Args:
-        recorded: the request and its answer.
-        key: with it, user and tenant become 32 hex digits of HMAC-SHA256.
-        keep_scores: log the scores of candidates too, not only their digest.
+        recorded: The request and its answer.
+        key: Key for HMAC-SHA256 of user and tenant; None to record them in clear text.
+        keep_scores: Log the scores of candidates, not only their digest.
     """
     kind = recorded.kind
     request = recorded.request
@@ -363,7 +360,7 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     }
     if "candidates" in fields:
         fields["candidates"] = _plain(fields["candidates"])
-    if "timestamp" in own and fields["timestamp"] is None:  # the service took the time of arrival
+    if "timestamp" in own and fields["timestamp"] is None:  # its default is the time of arrival
         fields["timestamp"] = int(recorded.arrived_at)
     events = _history(request)
     if events is not None:
@@ -376,7 +373,7 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
         made = options(
             **{name: _plain(getattr(request, name)) for name in options.__struct_fields__}
         )
-        # a record without options is one of before there were any
+        # records of kinds newer than format 1 omit default options
         if kind in IN_FORMAT_1 or msgspec.to_builtins(made):
             fields[kind] = made
     return QueryRecord(
@@ -391,7 +388,7 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
 
 
 def _features_of(request: Request) -> LoggedFeatures | None:
-    """The features that came with a request, beside those of events; None = there are none."""
+    """Return the features of a request without those of events; None if it has none."""
     user = _history_ref(request).user_features
     late: OneRow = getattr(request, "request_features", {})
     cross: Columns = getattr(request, "cross_features", NO_COLUMNS)
@@ -427,7 +424,7 @@ def _answer_of(recorded: RecordedRequest, keep_scores: bool) -> LoggedAnswer:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a request as the log has it: raw columns for arrays, lists for tuples."""
+    """Convert a value to that of the log: arrays to raw columns, tuples to lists."""
     match value:
         case np.ndarray():
             return value.astype("<i8").tobytes()
@@ -440,7 +437,7 @@ def _plain(value: Any) -> Any:
 
 
 def _key(config: RecordConfig) -> bytes | None:
-    """The key that names are hashed by; None: they are recorded in clear."""
+    """Return the key for hashing names; None to record them in clear text."""
     if config.users == "clear":
         return None
     return (
@@ -457,11 +454,13 @@ def _check_writable(folder: Path) -> None:
 
 
 def the(recorder: Recorder | None) -> Recorder:
-    """The instance's recorder.
+    """Return the instance's recorder.
 
     Raises:
         NotFound: the configuration has no section `record`.
     """
     if recorder is None:
-        raise NotFound("this instance does not record: its configuration has no section record")
+        raise NotFound(
+            "this instance has no recorder; add the section `record` to its configuration"
+        )
     return recorder

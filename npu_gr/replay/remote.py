@@ -1,4 +1,4 @@
-"""Switch a running service's recorder on and off from outside, over HTTP at its admin address."""
+"""Switch the recorder of a running service on and off, over its admin address."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import aiohttp
 from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 
-PERIOD_S = 5.0  # from one status to the next
-SETTLE_S = 1.5  # over the recorder's FLUSH_S: what is queued is on disk and the file has its name
+PERIOD_S = 5.0  # between two status requests
+SETTLE_S = 1.5  # longer than the recorder's FLUSH_S, until the file is complete
 
 
 async def show_status(url: str, api_key: str | None) -> dict[str, Any]:
-    """The recorder's status (`RecordStatus` as a dict).
+    """Return the recorder's status (`RecordStatus` as a dict).
 
     Raises:
-        Unavailable: says what the service answered.
+        Unavailable: the service rejects the request or does not answer.
     """
     async with _session(url, api_key) as http:
         return await _call(http, "GET")
@@ -31,22 +31,22 @@ async def record_for(
     seconds: float,
     sample_ratio: float,
     stop: asyncio.Event,
-    tell: Callable[[dict[str, Any]], None],
+    on_status: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Record until `seconds` are over or `stop` is set, and return the status afterwards.
+    """Record for `seconds` or until `stop` is set, and return the status afterwards.
 
-    The service knows the time limit too, so the recording ends even if this process dies.
+    The service gets the time limit too, so the recording ends even if this process dies.
 
     Args:
-        url: its admin address.
-        api_key: sent as a bearer token.
-        seconds: to record for.
-        sample_ratio: share of the users, 0 to 1.
-        stop: set it to end early.
-        tell: called with the status every `PERIOD_S`.
+        url: Admin address of the service.
+        api_key: Sent as a bearer token.
+        seconds: Duration of the recording.
+        sample_ratio: Share of the users, 0 to 1.
+        stop: Ends the recording early when set.
+        on_status: Callback with the status every `PERIOD_S`.
 
     Raises:
-        Unavailable: says what the service answered.
+        Unavailable: the service rejects the request or does not answer.
     """
     order = {"sample_ratio": sample_ratio, "duration_s": seconds}
     loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ async def record_for(
                 try:
                     await asyncio.wait_for(stop.wait(), min(left_s, PERIOD_S))
                 except TimeoutError:
-                    tell(await _call(http, "GET"))
+                    on_status(await _call(http, "GET"))
         finally:
             await _call(http, "DELETE")
         await asyncio.sleep(SETTLE_S)
@@ -85,5 +85,5 @@ async def _call(http: aiohttp.ClientSession, method: str, body: object = None) -
             return found
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Unavailable(
-            f"the service cannot be asked: {str(error) or type(error).__name__}"
+            f"the service does not answer: {str(error) or type(error).__name__}"
         ) from error

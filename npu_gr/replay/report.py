@@ -1,4 +1,4 @@
-"""The report of a replay: latency from the due time, goodput, hits, and the quality of the served scores."""
+"""The report of a replay: latency from the due time, goodput, hits, and quality of scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npu_gr.replay.log import RECORDED, SCORED
 from npu_gr.replay.tally import HITS, Latency, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
-LATE_S = 0.005  # a p99 send-lag over this says that the load generator, not the service, was slow
+LATE_S = 0.005  # above this P99 of the send lag, the load generator was too slow
 CDF_POINTS = 200
 
 
@@ -34,66 +34,66 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All figures of a run as plain values; `as_dict` is for JSON, `render` for people."""
+    """All metrics of a run; `as_dict` is for JSON, `render` for a terminal."""
 
-    interrupted: bool  # then only requests that were answered before count
+    interrupted: bool  # only requests answered before the interruption count
     duration_s: float
-    offered_per_s: float  # requests with scores that were due, a second
+    offered_per_s: float  # due requests with scores, per second
     slo_s: float
-    num_ranks: int  # requests of every kind that has scores
+    num_ranks: int  # requests of all kinds with scores
     num_within_slo: int
-    latencies: list[Latencies]  # of a kind, then of each of its outcomes
+    latencies: list[Latencies]  # per kind, and per kind and outcome
     outcomes: dict[str, int]
     reasons: dict[str, int]
-    errors: dict[str, int]  # "rank 504": how often
-    prefix_tokens_ratio: float  # of the history tokens, how many came from cached KV
+    errors: dict[str, int]  # "rank 504" -> count
+    prefix_tokens_ratio: float  # share of the history tokens from cached KV
     stages_p50_ms: dict[str, float]
     lag_ms: dict[str, float]
     auc: dict[str, float]  # by task, pooled over the labelled candidates
     ndcg_at_10: dict[str, float]  # by task, mean over ranks with a positive
     num_labelled: dict[str, int]  # by task, ranks with a positive
     settings: dict[str, Any]
-    num_warmup: int = 0  # requests before the counting
-    num_resent: int = 0  # deltas whose prefix the service had forgotten
+    num_warmup: int = 0  # requests in the warm-up, not counted
+    num_resent: int = 0  # deltas whose prefix was no longer cached
     sent_bytes: int = 0  # of bodies
     model_versions: dict[str, int] = field(default_factory=dict)
-    # answers equal to, different from the log's
+    # answers "equal" to or "different" from the log's
     logged_digests: dict[str, int] = field(default_factory=dict)
-    bad_lines: list[str] = field(default_factory=list)  # the first of them
+    bad_lines: list[str] = field(default_factory=list)  # reasons of the first ones
     num_bad_lines: int = 0
     cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
-    slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
-    # of a sample: due at s, ms, outcome
+    slices: list[dict[str, Any]] = field(default_factory=list)  # metrics by time
+    # a sample of (due time in s, latency in ms, outcome)
     points: list[tuple[float, float, str]] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
-        """Ranks answered within the SLO, a second."""
+        """Ranks answered within the SLO, per second."""
         return self.num_within_slo / self.duration_s if self.duration_s else 0.0
 
     @property
     def attainment_ratio(self) -> float:
-        """The share of all ranks that were answered within the SLO; NaN without any."""
+        """Share of all ranks answered within the SLO; NaN without ranks."""
         return self.num_within_slo / self.num_ranks if self.num_ranks else float("nan")
 
     @property
     def was_late(self) -> bool:
-        """Whether the load generator could not send on time, so that its latencies are partly its own."""
+        """Whether the load generator sent late, so that latencies include its delays."""
         return self.lag_ms.get("p99", 0.0) > LATE_S * 1e3
 
     def hit_ratio(self, outcome: str) -> float:
-        """The share of the answered ranks that had this outcome."""
+        """Return the share of the answered ranks with an outcome."""
         total = sum(self.outcomes.values())
         return self.outcomes.get(outcome, 0) / total if total else 0.0
 
     def latency_ms(self, name: str, percentile: str) -> float:
-        """A percentile ("p50") of the latencies of this name; NaN if there are none."""
+        """Return a percentile ("p50") of the latencies of a name; NaN if there are none."""
         return next(
             (row.ms[percentile] for row in self.latencies if row.name == name), float("nan")
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Return the metrics as JSON values."""
         fields = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"
         }
@@ -108,11 +108,11 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as text. A figure that could not be measured is null."""
+        """Return `as_dict` as JSON; metrics that could not be measured are null."""
         return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
 
     def render(self) -> Group:
-        """Tables for a terminal."""
+        """Format tables for a terminal."""
         latency = Table(
             "ms from the due time",
             "count",
@@ -134,7 +134,7 @@ class Report:
         return Group(latency, summary)
 
     def facts(self) -> list[tuple[str, str]]:
-        """What a reader should know beside latencies, each with its name."""
+        """Return the other metrics as (name, text) pairs."""
         goodput = f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms"
         share = self.attainment_ratio if self.num_ranks else 0.0
         late = "  THE LOAD GENERATOR WAS LATE" if self.was_late else ""
@@ -142,36 +142,36 @@ class Report:
             ("goodput", f"{goodput}, of {self.offered_per_s:.1f} offered"),
             ("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s"),
             ("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}"),
-            ("not a hit because", _said(self.reasons)),
-            ("errors", _said(self.errors)),
-            ("stages, P50 ms", _said(self.stages_p50_ms)),
-            ("send-lag ms", _said(self.lag_ms) + late),
+            ("cache misses, by reason", _listed(self.reasons)),
+            ("errors", _listed(self.errors)),
+            ("stages, P50 ms", _listed(self.stages_p50_ms)),
+            ("requests left late by, ms", _listed(self.lag_ms) + late),
             ("sent", f"{self.sent_bytes / 1e6:.2f} MB of bodies"),
-            ("model versions", _said(self.model_versions)),
+            ("model versions", _listed(self.model_versions)),
         ]
         found += [(f"AUC {task}", f"{value:.4f}") for task, value in self.auc.items()]
         for task, value in self.ndcg_at_10.items():
             found.append((f"NDCG@10 {task}", f"{value:.4f} over {self.num_labelled[task]} ranks"))
         if self.logged_digests:
-            found.append(("answers against the log", _said(self.logged_digests)))
+            found.append(("answers compared with the log", _listed(self.logged_digests)))
         if self.num_resent:
-            found.append(("deltas sent again, whole", str(self.num_resent)))
+            found.append(("deltas resent as full histories", str(self.num_resent)))
         if self.num_warmup:
             found.append(("warm-up requests, not counted", str(self.num_warmup)))
         if self.num_bad_lines:
             found.append((f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)))
         return [
             *found,
-            ("settings", _said({k: v for k, v in self.settings.items() if v is not None})),
+            ("settings", _listed({k: v for k, v in self.settings.items() if v is not None})),
         ]
 
 
-def _said(values: dict[str, Any]) -> str:
-    said = (
+def _listed(values: dict[str, Any]) -> str:
+    texts = (
         f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}"
         for key, value in values.items()
     )
-    return ", ".join(said) or "none"
+    return ", ".join(texts) or "none"
 
 
 def summarise(
@@ -184,11 +184,11 @@ def summarise(
     """Make the report of a run.
 
     Args:
-        tally: its sums.
-        settings: of the run, for the report.
-        interrupted: the run was ended early.
-        bad_lines: reasons of the first bad lines of the log.
-        num_bad_lines: all of them.
+        tally: Sums of the run.
+        settings: Settings of the run.
+        interrupted: Whether the run was ended early.
+        bad_lines: Reasons of the first bad lines of the log.
+        num_bad_lines: Number of all bad lines.
     """
     first_at = min(tally.first_due_at, tally.ended_at)
     sending_s = tally.last_due_at - first_at
@@ -235,11 +235,12 @@ def summarise(
     )
 
 
-_ORDER = (*SCORED, *(name for name in RECORDED if name not in SCORED))  # of kinds in tables
+# order of kinds in tables
+_ORDER = (*SCORED, *(name for name in RECORDED if name not in SCORED))
 
 
 def environment(seed: int | None) -> dict[str, Any]:
-    """The machine and the versions that the client ran with, and the seed."""
+    """Describe the machine and versions of the client, and the seed."""
     return {
         "npu_gr": __version__,
         "python": platform.python_version(),
@@ -290,20 +291,20 @@ def _sorted(counts: Counter[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Reports of several runs, in the order they were made."""
+    """Reports of several runs, in their order."""
 
     runs: list[Report] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Return the metrics as JSON values."""
         return {"runs": [run.as_dict() for run in self.runs]}
 
     def to_json(self) -> str:
-        """`as_dict` as text. A figure that could not be measured is null."""
+        """Return `as_dict` as JSON; metrics that could not be measured are null."""
         return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
 
     def render(self) -> RenderableType:
-        """Tables for a terminal: one run has tables of its own, of several each is a row."""
+        """Format for a terminal: the tables of a single run, or one row per run."""
         if len(self.runs) == 1:
             return self.runs[0].render()
         run_column = Column(COLUMNS[0], no_wrap=True)
@@ -315,7 +316,7 @@ class Study:
 
 
 def arrivals(settings: dict[str, Any]) -> str:
-    """What sets a run of these settings apart from the others."""
+    """Describe the arrivals of a run."""
     if settings["closed"] is not None:
         return f"closed, {settings['closed']} in flight"
     if settings["rate"] is not None:
@@ -330,7 +331,7 @@ COLUMNS = (
 
 
 def row(run: Report) -> list[str]:
-    """A run's line in the table of several, whose columns are `COLUMNS`."""
+    """Return the cells of a run in the table with `COLUMNS`."""
     return [
         arrivals(run.settings) + (", interrupted" if run.interrupted else ""),
         f"{run.offered_per_s:.1f}",

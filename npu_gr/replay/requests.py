@@ -1,6 +1,6 @@
-"""What a replay sends and gets: request bodies of records, and what became of each request.
+"""Request bodies and answers of a replay.
 
-Histories are sent as logged, whole, or as deltas on what the service knows.
+Histories are sent as logged, complete, or as deltas to what the service has cached.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from npu_gr.replay.log import (
 )
 from npu_gr.replay.plan import user_of
 
-MAX_USERS = 200_000  # of whom a client remembers the newest prefix
-MAX_EVENTS = 16_000_000  # remembered for "whole"; 18 bytes each
+MAX_USERS = 200_000  # with a remembered prefix
+MAX_EVENTS = 16_000_000  # remembered for "whole", 18 bytes each
 
 HistoryMode = Literal["logged", "whole", "delta"]
 
 
 def encode(record: QueryRecord) -> bytes:
-    """The record's request body, JSON.
+    """Encode the JSON body of a record's request.
 
-    Columns are raw: a record has ids and indices, a list would be read as names.
+    Columns are raw, since the service would read the ids and indices of a list as names.
     """
     body: dict[str, object] = {"user_id": record.user_id}
     if record.tenant:
         body["tenant"] = record.tenant
     body |= {name: _raw(getattr(record, name)) for name in REQUEST_FIELDS[record.kind]}
-    # a signal that the plan made from a rank has the candidates themselves
+    # a signal that was generated from a rank has candidates instead of their number
     if "num_candidates" in body:
         body["num_candidates"] = record.num_candidates or len(record.candidate_ids()) or None
     if record.features is not None:
@@ -67,8 +67,8 @@ def _raw(value: object) -> object:
 
 class _KnownPrefix(NamedTuple):
     num_events: int
-    digest: str  # of those events
-    fingerprint: str  # the service's name of them
+    digest: str  # hash of those events
+    fingerprint: str  # of the service, names the prefix
 
 
 class _Whole(NamedTuple):
@@ -81,29 +81,29 @@ _NOTHING = _Whole("", Events.empty(), None)
 
 
 class SentHistories:
-    """Rewrites the histories of records on their way out.
+    """Rewrites the histories of records before they are sent.
 
-    Each client has one of its own, and all records of the client's users pass through it in order.
+    Each client has its own, through which all records of its users pass in order.
     """
 
     def __init__(self, mode: HistoryMode) -> None:
         self.mode = mode
-        # "delta": what the service knows
+        # for "delta": the cached prefix of the service
         self._prefixes: OrderedDict[UserKey, _KnownPrefix] = OrderedDict()
-        # "whole": what the log's bases mean
+        # for "whole": the history of the log's last fingerprint
         self._wholes: OrderedDict[UserKey, _Whole] = OrderedDict()
         self._num_events = 0  # in `_wholes`
 
     def outgoing(self, record: QueryRecord) -> QueryRecord:
-        """The record as it is sent."""
+        """Return the record to send."""
         if not RECORDED[record.kind].takes_delta or self.mode == "logged":
             return record
-        if record.history is None and record.base is None:  # the history store has it
+        if record.history is None and record.base is None:  # it is in the history store
             return record
         return self._delta(record) if self.mode == "delta" else self._whole(record)
 
     def answered(self, record: QueryRecord, fingerprint: str) -> None:
-        """Remember that the service knows this logged record's whole history by `fingerprint`."""
+        """Remember that the service has cached the record's full history as `fingerprint`."""
         if (
             self.mode != "delta"
             or record.history is None
@@ -140,7 +140,7 @@ class SentHistories:
         if record.base is not None:
             known = self._wholes.get(user, _NOTHING)
             if known.fingerprint != record.base:
-                return record  # the log does not say what the base was
+                return record  # the log does not have the base
             events = known.events + events
             if known.user_features is not None and (features is None or features.user is None):
                 features = msgspec.structs.replace(
@@ -163,44 +163,44 @@ class SentHistories:
             self._num_events -= len(self._wholes.popitem(last=False)[1].events)
 
 
-# ---- what became of a request
+# ---- answers
 
 
 class AnsweredHistory(TypedDict):
-    """The report's part of what an answer says of the history."""
+    """The fields of an answer's history that the report needs."""
 
     num_tokens: int
     fingerprint: NotRequired[str]
 
 
 class ReplayedAnswer(TypedDict):
-    """The report's part of an answer that has scores, in one shape for all kinds."""
+    """The fields of an answer with scores that the report needs, the same for all kinds."""
 
-    # the value of the field that the kind's answers differ by; `UNRANKED` where it was null
+    # value of the kind's outcome field; `UNRANKED` for null
     outcome: str
     reason: str
-    # task -> score of a candidate; null = unknown. Of chosen items: {"": ...}
+    # task -> score per candidate, null = unknown; {"": ...} for returned items
     scores: dict[str, list[float | None]]
     stages_s: dict[str, float]
     prefix_tokens: int
     history: AnsweredHistory
-    items: NotRequired[list[int]]  # ids of those that the answer chose
-    model_version: NotRequired[str]  # or that of the vectors
+    items: NotRequired[list[int]]  # ids of returned items
+    model_version: NotRequired[str]  # or version of the vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """What became of one request."""
+    """The result of one request."""
 
     record: QueryRecord
     due_at: float  # seconds after the run began
-    lag_s: float  # from when it could leave to when it left
-    latency_s: float  # from when it was due to its answer
+    lag_s: float  # delay of sending by the player
+    latency_s: float  # from the due time to the answer
     error: str  # "" = none; an HTTP status, "timeout", "no connection" or "bad answer"
-    answer: ReplayedAnswer | None  # of a kind that has scores, without error
+    answer: ReplayedAnswer | None  # None after an error, or if the kind has no scores
     number: int = 0  # of its action
     num_bytes: int = 0  # of the body
-    was_resent: bool = False  # the service had forgotten the prefix of a delta
+    was_resent: bool = False  # the prefix of a delta was no longer cached
 
 
 class _Unscored(TypedDict):
@@ -208,7 +208,7 @@ class _Unscored(TypedDict):
 
 
 def _wire_type(name: str, kind: Kind[Any, Any]) -> Any:
-    """A Struct of the fields of the kind's body that `ReplayedAnswer` needs."""
+    """Make a Struct of the fields of a kind's answer that `ReplayedAnswer` needs."""
     has = ANSWER_FIELDS[name]
     row = list[float | None]
     fields: list[Any] = [("scores", dict[str, row] if kind.scored is Scored.CANDIDATES else row)]
@@ -237,24 +237,24 @@ _UNSCORED = msgspec.json.Decoder(_Unscored)
 
 
 def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | None, str]:
-    """Read the body of a good answer.
+    """Parse the body of a successful answer.
 
     Args:
-        record: what was asked.
-        content: JSON.
+        record: The request.
+        content: JSON body.
 
     Returns:
-        The answer (None for a kind without scores), and the fingerprint of its history ("" = not
-        said).
+        The answer (None for a kind without scores), and the fingerprint of its history ("" if it
+        has none).
 
     Raises:
-        msgspec.MsgspecError, ValueError: the service broke its contract.
+        msgspec.MsgspecError, ValueError: the answer is invalid.
     """
     decoder = _SCORED.get(record.kind)
     if decoder is None:
         try:
             return None, _UNSCORED.decode(content).get("history", {}).get("fingerprint", "")
-        except msgspec.MsgspecError:  # nothing in it is needed
+        except msgspec.MsgspecError:  # no field is required
             return None, ""
     body = decoder.decode(content)
     has = ANSWER_FIELDS[record.kind]
@@ -275,5 +275,5 @@ def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | N
         return answer, history.get("fingerprint", "")
     num = len(record.candidate_ids())
     if any(len(scores) != num for scores in answer["scores"].values()):
-        raise ValueError(f"expected {num} scores a task")
+        raise ValueError(f"expected {num} scores per task")
     return answer, history.get("fingerprint", "")

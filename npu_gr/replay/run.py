@@ -1,4 +1,4 @@
-"""A replay from log to report."""
+"""Replay a log against a service, and report."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from npu_gr.replay.report import Report, summarise
 from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import Tally
 
-TELL_S = 0.25  # from one call of `show` to the next
+SHOW_S = 0.25  # between calls of `show`
 
 
-class Progress(NamedTuple):
-    """How far a run is."""
+class ReplayProgress(NamedTuple):
+    """The progress of a run."""
 
     num_done: int  # requests
     num_good: int  # within the SLO
@@ -39,22 +39,20 @@ async def replay(
     options: ReplayOptions,
     *,
     stop: asyncio.Event | None = None,
-    show: Callable[[Progress], None] = lambda _progress: None,
+    show: Callable[[ReplayProgress], None] = lambda _progress: None,
     answers: Path | None = None,
 ) -> Report:
-    """Play the log against a running service.
-
-    When `stop` is set, end and report what was answered so far.
+    """Replay a log against a running service.
 
     Args:
-        log: a file, or records.
-        options: where to, how fast, for how long.
-        stop: set it to end the run early; None = it ends with the log.
-        show: called a few times a second.
-        answers: the file that `compare.AnswerFile` writes; None = none.
+        log: A file, or records.
+        options: Service, speed and duration.
+        stop: Ends the run early when set; the report then has the answers so far.
+        show: Callback for the progress, a few times per second.
+        answers: Output file of `compare.AnswerFile`, if any.
 
     Raises:
-        DataError: the log cannot be read, or has nothing to send.
+        DataError: the log cannot be read, or has no records to send.
     """
     run = _Run(log, options)
     playing = asyncio.create_task(run.play(answers))
@@ -62,9 +60,9 @@ async def replay(
     try:
         while not playing.done() and not stopping.done():
             await asyncio.wait(
-                {playing, stopping}, timeout=TELL_S, return_when=asyncio.FIRST_COMPLETED
+                {playing, stopping}, timeout=SHOW_S, return_when=asyncio.FIRST_COMPLETED
             )
-            show(Progress(run.num_done, run.tally.num_within_slo, run.read_ratio))
+            show(ReplayProgress(run.num_done, run.tally.num_within_slo, run.read_ratio))
     finally:
         interrupted = playing.cancel()
         stopping.cancel()
@@ -80,7 +78,7 @@ async def replay(
 
 
 class _Run:
-    """Everything that a run has found so far can be read at any time."""
+    """A run; its counts can be read while it runs."""
 
     def __init__(self, log: Path | Iterable[QueryRecord], options: ReplayOptions) -> None:
         self._options = options
@@ -92,25 +90,25 @@ class _Run:
         self.tally = Tally(options.slo_s, options.warmup_s)
         self.num_planned = 0
         self.num_done = 0
-        self._last_number = -1  # of the records read
+        self._last_number = -1  # of the last record read
 
     @property
     def bad_lines(self) -> tuple[int, list[str]]:
-        """How many lines of the log were no records, and the first of them."""
+        """Number of bad lines in the log, and reasons of the first ones."""
         return (self._log.num_bad, self._log.bad) if isinstance(self._log, QueryLog) else (0, [])
 
     @property
     def read_ratio(self) -> float:
-        """The share of the log that has been read, for progress bars."""
+        """Share of the log that has been read."""
         if isinstance(self._log, QueryLog):
             return self._log.read_ratio
         return (self._last_number + 1) / max(len(self._log), 1)
 
     async def play(self, answers: Path | None) -> None:
-        """Send everything. Cancelling stops it at once.
+        """Send all requests. Cancelling stops it at once.
 
         Raises:
-            DataError: the log cannot be read, see `QueryLog`.
+            DataError: the log cannot be read.
         """
         async with contextlib.AsyncExitStack() as stack:
             note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
@@ -133,7 +131,7 @@ class _Run:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[asyncio.Event]:
-    """An event that the first Ctrl-C sets, for `replay`; a second one interrupts as usual.
+    """Yield an event that the first Ctrl-C sets; a second one interrupts as usual.
 
     Main thread only.
     """

@@ -1,9 +1,8 @@
-"""The sums of a run, in constant memory however long it is.
+"""Accumulate the metrics of a run in constant memory.
 
-Latencies are HDR histograms of the whole run and of its slices of time, and a sample of points. The
-quality of served scores is exact, and fair to ties: these count as the mean over every order of
-them, so a model that cannot tell the candidates apart earns what chance earns (McSherry and Najork,
-ECIR 2008). NaN, an unknown item, ranks last.
+Latencies are HDR histograms of the run and of time slices, and a sample of points. Quality metrics
+are exact, and average over all orders of tied scores, so that constant scores get the metric of a
+random order (McSherry and Najork, ECIR 2008). NaN, the score of an unknown item, ranks last.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from npu_gr.replay.log import SCORED, digest
 from npu_gr.replay.requests import ReplayedAnswer, Sample
 
 MAX_S = 3600.0
-MAX_SLICES = 60  # wide enough for percentiles
+MAX_SLICES = 60  # so that each has enough requests for percentiles
 MAX_POINTS = 1000
 
-_UNITS_PER_S = 1e6  # counted in microseconds
+_UNITS_PER_S = 1e6  # microseconds
 
 
 class Latency:
     """A histogram of seconds.
 
-    Percentiles are exact to a part in 1,000 (`digits` = 3) or in 100 (2). A value over an hour
-    counts as an hour.
+    Percentiles have `digits` significant digits. Values over an hour count as an hour.
     """
 
     def __init__(self, digits: int = 3) -> None:
@@ -46,15 +44,15 @@ class Latency:
         return int(self._counts.get_total_count())
 
     def record(self, seconds: float) -> None:
-        """Count one value."""
+        """Add a value."""
         self._counts.record_value(max(1, round(min(seconds, MAX_S) * _UNITS_PER_S)))
 
     def merge(self, other: Latency) -> None:
-        """Count all values of `other` too."""
+        """Add all values of another histogram."""
         self._counts.add(other._counts)
 
     def percentile_s(self, percent: float) -> float:
-        """The percentile, 0 to 100, in seconds; NaN if nothing was recorded."""
+        """Return a percentile (0 to 100) in seconds; NaN without values."""
         return (
             float(self._counts.get_value_at_percentile(percent)) / _UNITS_PER_S
             if len(self)
@@ -62,23 +60,23 @@ class Latency:
         )
 
     def cdf(self) -> Iterator[tuple[float, float]]:
-        """(seconds, share of the values that are at most so long), ascending."""
+        """Yield (seconds, share of values up to it), ascending."""
         for step in self._counts.get_recorded_iterator():
             yield step.value_iterated_to / _UNITS_PER_S, step.total_count_to_this_value / len(self)
 
 
 @dataclass(slots=True)
 class Slice:
-    """The requests that were due in one slice of the run."""
+    """The requests that were due in a time slice."""
 
     num_due: int = 0
     num_good: int = 0  # answered within the SLO
-    # of the answers; "error" counts the requests without one
+    # by outcome; requests without an answer have "error"
     outcomes: Counter[str] = field(default_factory=Counter)
     latency: Latency = field(default_factory=lambda: Latency(2))
 
     def merge(self, other: Slice) -> None:
-        """Count all requests of `other` too."""
+        """Add the requests of another slice."""
         self.num_due += other.num_due
         self.num_good += other.num_good
         self.outcomes.update(other.outcomes)
@@ -86,9 +84,9 @@ class Slice:
 
 
 class Slices:
-    """A run cut into at most `MAX_SLICES` slices of equal width.
+    """At most `MAX_SLICES` time slices of equal width.
 
-    The width doubles when the run outgrows them.
+    The width doubles when the run gets longer.
     """
 
     def __init__(self) -> None:
@@ -96,7 +94,7 @@ class Slices:
         self.slices: list[Slice] = []
 
     def at(self, due_at: float) -> Slice:
-        """The slice of an instant, in seconds after the run began."""
+        """Return the slice of a time in seconds after the run began."""
         while (index := int(max(due_at, 0.0) / self.width_s)) >= MAX_SLICES:
             self._halve()
         while len(self.slices) <= index:
@@ -119,24 +117,24 @@ class Point(NamedTuple):
 
 
 class Scatter:
-    """A sample of a run's requests: all of them, or beyond `max_points` those with the smallest hashes."""
+    """A sample of the requests: the `max_points` with the smallest hashes."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_points = max_points
-        # a heap of minus the hash: the first one leaves first
-        self._kept: list[tuple[int, Point]] = []
+        # a heap of (negative hash, point), so that the largest hash is first
+        self._sample: list[tuple[int, Point]] = []
 
     def add(self, number: int, point: Point) -> None:
-        """Count one request: its number in the log, and what became of it."""
+        """Add a request with its number in the log."""
         entry = (-xxhash.xxh3_64_intdigest(struct.pack("<qd", number, point.due_at)), point)
-        if len(self._kept) < self._max_points:
-            heapq.heappush(self._kept, entry)
+        if len(self._sample) < self._max_points:
+            heapq.heappush(self._sample, entry)
         else:
-            heapq.heappushpop(self._kept, entry)
+            heapq.heappushpop(self._sample, entry)
 
     def points(self) -> list[Point]:
-        """List the sample, by due time."""
-        return sorted(point for _, point in self._kept)
+        """Return the sample by due time."""
+        return sorted(point for _, point in self._sample)
 
 
 # ---- quality of served scores
@@ -145,10 +143,10 @@ F64 = npt.NDArray[np.float64]
 
 
 def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Expected DCG of the first k over that of the best order, binary gains, log2 discount; NaN without a positive.
+    """Compute NDCG@k with binary gains, averaged over tied orders; NaN without a positive.
 
     Args:
-        k: at least 1.
+        k: Cutoff, at least 1.
         scores: [n], higher is better.
         labels: [n], 0 or 1.
     """
@@ -173,7 +171,7 @@ def _read(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[F64, npt.NDArra
 
 
 def _tied(values: F64, positive: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-    """Groups of equal scores, best first: (first place, last place + 1, positives among them)."""
+    """Yield groups of equal scores, best first: (start, stop, number of positives)."""
     order = np.argsort(-values, kind="stable")
     ranked = values[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
@@ -187,28 +185,27 @@ def _tied(values: F64, positive: npt.NDArray[np.bool_]) -> Iterator[tuple[int, i
 
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 
-# of a float32 score: sign, 8 of exponent, 11 of mantissa; scores that differ below that count as
-# ties
-_KEPT_BITS = 20
+# of a float32 score: sign, 8 bits of exponent, 11 of mantissa; smaller differences count as ties
+_SCORE_BITS = 20
 
 
 class PooledAuc:
-    """AUC over any number of labelled scores, from counts of scores rounded to 11 bits of mantissa."""
+    """Streaming AUC, from counts of scores rounded to 11 bits of mantissa."""
 
     def __init__(self) -> None:
-        # by label, ascending score
-        self.counts: npt.NDArray[np.int64] = np.zeros((2, 1 << _KEPT_BITS), np.int64)
+        # by label, then score in ascending order
+        self.counts: npt.NDArray[np.int64] = np.zeros((2, 1 << _SCORE_BITS), np.int64)
 
     def add(self, scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> None:
-        """Count labelled scores: `scores` without NaN, and which of them are positive."""
+        """Add scores without NaN, and whether each is positive."""
         bits = (scores.astype("<f4") + np.float32(0)).view("<u4")  # -0.0 becomes 0.0
-        # as unsigned integers in the scores' order
+        # map to unsigned integers in the order of the scores
         ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-        rounded = np.minimum(ordered.astype(np.int64) + (1 << (31 - _KEPT_BITS)), (1 << 32) - 1)
-        np.add.at(self.counts, (labels.astype(np.int64), rounded >> (32 - _KEPT_BITS)), 1)
+        rounded = np.minimum(ordered.astype(np.int64) + (1 << (31 - _SCORE_BITS)), (1 << 32) - 1)
+        np.add.at(self.counts, (labels.astype(np.int64), rounded >> (32 - _SCORE_BITS)), 1)
 
     def value(self) -> float:
-        """The AUC; NaN without a positive, or without a negative."""
+        """Return the AUC; NaN without positives or negatives."""
         negative, positive = self.counts.astype(np.float64)
         pairs = negative.sum() * positive.sum()
         below = np.cumsum(negative) - negative
@@ -216,11 +213,11 @@ class PooledAuc:
 
 
 class Tally:
-    """Sums over the samples of a run, from which `report.summarise` makes a report.
+    """Sums over the samples of a run, for `report.summarise`.
 
     Args:
-        slo_s: an answer within it is in time.
-        warmup_s: samples that were due before it are counted in `num_warmup` only.
+        slo_s: Latency objective, in seconds.
+        warmup_s: Samples due earlier count only in `num_warmup`.
     """
 
     def __init__(self, slo_s: float, warmup_s: float = 0.0) -> None:
@@ -232,7 +229,7 @@ class Tally:
         self.stages: defaultdict[str, Latency] = defaultdict(Latency)
         self.slices = Slices()
         self.scatter = Scatter()
-        self.num_scored = 0  # requests of the kinds that have scores
+        self.num_scored = 0  # requests of kinds with scores
         self.num_within_slo = 0  # of these
         self.num_resent = 0
         self.num_bytes = 0  # of bodies
@@ -244,14 +241,15 @@ class Tally:
         self.logged_digests: Counter[str] = Counter()
         self.history_tokens = 0
         self.prefix_tokens = 0  # of these, read from cached KV
-        self.first_due_at = float("inf")  # these three: seconds after the run began
+        # seconds after the run began
+        self.first_due_at = float("inf")
         self.last_due_at = 0.0
         self.ended_at = 0.0
         self.auc: defaultdict[str, PooledAuc] = defaultdict(PooledAuc)
         self.ndcg: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])  # sum, count
 
     def add(self, sample: Sample) -> None:
-        """Count a request that is over."""
+        """Add a finished request."""
         if sample.due_at < self.warmup_s:
             self.num_warmup += 1
             return

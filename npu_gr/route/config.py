@@ -12,7 +12,7 @@ import msgspec
 
 from npu_gr.core import settings
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
-from npu_gr.core.text_format import whole
+from npu_gr.core.text_format import full_match
 from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.server.auth.rules import is_loopback_name
 
@@ -28,7 +28,7 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `name` decides its users and must stay when an address changes.
     """
 
-    name: Annotated[str, msgspec.Meta(pattern=whole(NAME))]
+    name: Annotated[str, msgspec.Meta(pattern=full_match(NAME))]
     host: str
     port: Port
     admin_port: PortOrNone = 8081  # for `npu-gr fleet items` and `reload`; 0 = it has none

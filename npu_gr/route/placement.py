@@ -206,7 +206,7 @@ def order(
     signalled: str | None = None,
     has_room: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """ScoreBlend the instances for a request: the chosen one, then those that take it if the ones before do not.
+    """Order the instances for a request: the chosen one, then those that take it if the ones before do not.
 
     Args:
         ring: of the instances.

@@ -29,7 +29,7 @@ import numpy as np
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind
-from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, begin, log_line
+from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, ThrottledLog, Trace, begin, log_line
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
 from npu_gr.handlers.base import HeldPermit
@@ -103,7 +103,7 @@ class AccessLog:
         self.newest = RecentRequests()
         # of a request that belongs to a kind
         self.on_line: Callable[[str, AccessLine], None] = self.newest.add
-        self._faults = SeldomLog(logging.getLogger(__name__))
+        self._faults = ThrottledLog(logging.getLogger(__name__))
 
     def write(
         self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None

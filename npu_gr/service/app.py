@@ -1,10 +1,8 @@
-"""The composition root: build every part once, start it, drain it, stop it.
+"""The composition root: build, start, drain and stop all parts. `build.py` makes the models.
 
-`build.py` makes the models.
-
-Start: backend -> device threads -> models (loaded, proven, warmed up) -> history store -> jobs ->
-service -> HTTP. Stop, in the other order: unready -> HTTP drained -> recorder -> jobs and models ->
-history store -> device threads.
+Start: backend -> device threads -> models (loaded, verified, warmed up) -> history store ->
+handlers -> service -> HTTP. Stop in reverse order: unready -> HTTP drained -> recorder -> handlers
+and models -> history store -> device threads.
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 class OpenedInstance(NamedTuple):
-    """A ready instance, without HTTP in front of it."""
+    """A ready instance, without HTTP."""
 
     service: Service
-    served: ServiceProtocol  # the service, or the recorder in front of it
+    served: ServiceProtocol  # the service, wrapped by the recorder if there is one
     metrics: Metrics
     recorder: Recorder | None
 
@@ -66,14 +64,14 @@ class OpenedInstance(NamedTuple):
 async def instance(
     config: Config, read: Callable[[], Config] | None = None
 ) -> AsyncIterator[tuple[web.Application, Service]]:
-    """Run a ready instance in this process while the block runs.
+    """Run a ready instance in this process for the block.
 
     Args:
-        config: what it serves.
-        read: reads the configuration again, for a reload; None = the instance cannot be reloaded.
+        config: Configuration of the instance.
+        read: Function that reads the configuration again; None to disable reloads.
 
     Raises:
-        ConfigError: a setting, a file or a device is not as configured; nothing is left running.
+        ConfigError: a setting, file or device cannot be used; nothing is left running.
     """
     async with opened(config, read) as ready:
         with spans(config.server) as tracing:
@@ -89,11 +87,11 @@ async def opened(
     """Run an instance without HTTP: models loaded, tiers allocated, parity tested, warmed up.
 
     Args:
-        config: what it serves.
-        read: as for `instance`.
+        config: Configuration of the instance.
+        read: See `instance`.
 
     Raises:
-        ConfigError: a setting, a file or a device is not as configured; nothing is left running.
+        ConfigError: a setting, file or device cannot be used; nothing is left running.
     """
     settings = LiveConfig(config)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
@@ -191,9 +189,9 @@ async def run(
     """Serve until SIGTERM, then drain and stop; SIGHUP reloads the configuration.
 
     Args:
-        config: what is served.
-        ready: set once requests are accepted.
-        read: see `instance`.
+        config: Configuration of the instance.
+        ready: Set once requests are accepted.
+        read: See `instance`.
 
     Raises:
         ConfigError: see `instance`.
@@ -204,7 +202,7 @@ async def run(
             service.set_ready("draining")
 
         async def reload() -> None:
-            with suppress(NpuGrError):  # the log has it
+            with suppress(NpuGrError):  # it has been logged
                 await service.reload_models()
 
         with on_hangup(reload):
@@ -212,10 +210,10 @@ async def run(
 
 
 def open_backend(config: Config, metrics: Metrics) -> Backend:
-    """Choose the backend by its configured name, and report what runs its operators.
+    """Choose the configured backend, and export the implementations of its operators.
 
     Raises:
-        ConfigError: the backend cannot be loaded here.
+        ConfigError: the backend cannot be loaded.
     """
     backend = choose(config.backend, config.native, config.hstu_library, config.attention)
     torch.set_num_threads(config.threads)
@@ -227,15 +225,15 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
 async def open_models(
     config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics
 ) -> Versions:
-    """Load, prove and warm up the configured models.
+    """Load, verify and warm up the configured models.
 
     Args:
-        config: names them.
-        backend, scheduler: run them; the scheduler runs already.
-        metrics: where they count.
+        config: Configuration of the instance.
+        backend, scheduler: Backend, and a started scheduler.
+        metrics: Metrics of the models.
 
     Raises:
-        ConfigError: a model cannot be served as configured. DeviceError: it failed the parity
+        ConfigError: a model cannot be served as configured. DeviceError: a model failed the parity
             self-test.
     """
     ranking = generation = None
@@ -252,27 +250,26 @@ async def open_models(
 
 
 async def check_store(store: HistoryStore, versions: Versions, config: Config) -> None:
-    """Check that the numbers of actions in the store are those of the ranker.
-
-    What cannot be read is not compared.
+    """Check that the store's action names are those of the ranker; skipped if the store fails.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they differ.
     """
     if versions.rankers is None:
         return
     try:
-        kept = await store.actions()
+        stored = await store.actions()
     except StoreFailed as error:
-        log.error("the actions of the history store are not compared with the ranker's: %s", error)
+        log.error(
+            "the actions of the history store could not be compared with the ranker's: %s", error
+        )
         return
-    if told := difference(kept, versions.ranker().model.actions):
+    if changed := difference(stored, versions.ranker().model.actions):
         raise ConfigError(
-            f"history_store: the history store was filled with other actions than {config.checkpoint} "
-            f"has: {told}; "
-            "name a checkpoint whose actions begin with those of the store, or another store "
-            "(history_store.path, "
-            "history_store.url) and load the log into it"
+            "history_store: the history store was filled with other actions than "
+            f"{config.checkpoint} has: {changed}; use a checkpoint whose actions begin with those "
+            "of the store, or another store (history_store.path, history_store.url), and load the "
+            "log into it"
         )
 
 
@@ -301,14 +298,12 @@ def _histories(
 def observe(
     metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler, service: Service
 ) -> None:
-    """Connect what changes by itself to the metrics.
-
-    Every gauge reads the setting in force when it is scraped.
+    """Connect gauges, which read the current settings when they are scraped.
 
     Args:
-        metrics: of the instance.
-        settings: in force.
-        scheduler, service: what is observed.
+        metrics: Metrics of the instance.
+        settings: Current configuration.
+        scheduler, service: Observed parts.
     """
     scheduler.on_batch = metrics.engine.batch_done
     scheduler.on_worked = metrics.engine.worked

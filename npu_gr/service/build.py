@@ -1,9 +1,8 @@
-"""Make models ready to serve: load, place, prove, warm up, allocate pages.
+"""Prepare models for serving, at start or for a reload: load, verify, warm up, allocate pages.
 
-At the start, or beside a serving model.
-
-A model that is opened beside a serving one shares the pages of that one. `Prepared.activate` takes
-the pages over; nothing fails or waits between that and the model's first request.
+A model that is prepared while another version serves shares the pages of that version.
+`Prepared.activate` takes the pages over; nothing fails or waits between that and its first
+request.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
-from npu_gr.service.warmup import SELF_TEST_TOKENS, choose_attention, lent, prove
+from npu_gr.service.warmup import SELF_TEST_TOKENS, borrowed_pages, choose_attention, verify
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +62,13 @@ M = TypeVar("M", Ranking, Generation)
 def kv_layout(
     shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend
 ) -> KVLayout:
-    """Lay out the prefix KV of a ranker in pages.
+    """Make the page layout of a ranker's prefix KV.
 
     Args:
-        shape: of the model.
-        config: page size and dtype.
-        checkpoint: whose dtype is the default.
-        backend: arranges the elements of a page as its kernels read them.
+        shape: Shape of the model.
+        config: Page size and dtype.
+        checkpoint: Checkpoint with the default dtype.
+        backend: Backend, whose kernels determine the arrangement of a page.
     """
     dtype = config.kv_cache.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
@@ -87,15 +86,14 @@ def kv_layout(
 class Prepared(Generic[M]):
     """A model that is ready to serve.
 
-    `activate` makes it take over its pages and returns it; that cannot fail.
-
-    A field that is None is as it is in service.
+    `activate` makes it take over the pages, and returns it; it cannot fail. A field that is None is
+    unchanged.
     """
 
     activate: Callable[[], M]
-    actions: tuple[str, ...] | None = None  # names, of a ranker
+    actions: tuple[str, ...] | None = None  # action names of a ranker
     scored: ScoredItems | None = None  # of a ranker
-    items: ServedCatalogue | None = None  # that a generator finds
+    items: ServedCatalogue | None = None  # catalogue of a generator
 
 
 async def open_ranking(
@@ -103,22 +101,22 @@ async def open_ranking(
     backend: Backend,
     scheduler: Scheduler,
     metrics: Metrics,
-    beside: Ranking | None = None,
+    serving: Ranking | None = None,
 ) -> Prepared[Ranking]:
-    """Load, prove and warm up the ranker of the configured checkpoint.
+    """Load, verify and warm up the ranker of the configured checkpoint.
 
     Args:
-        config, backend, scheduler, metrics: of the instance; the scheduler runs.
-        beside: the ranker that serves now, whose pages are shared. It is the result if the version
-            is the same.
+        config, backend, scheduler, metrics: Parts of the instance; the scheduler is started.
+        serving: The current ranker, whose pages are shared; returned if the version is the same.
 
     Raises:
-        ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
+        ConfigError: the model cannot be served as configured. DeviceError: it failed the parity
+            self-test.
     """
     checkpoint = await asyncio.to_thread(_placed, config, backend)
     names = await asyncio.to_thread(_names, config.checkpoint)
-    if beside is not None and checkpoint.version == beside.version:
-        return _renamed(beside, names)
+    if serving is not None and checkpoint.version == serving.version:
+        return _renamed(serving, names)
     shape = checkpoint.model.config
     if config.recommend is not None:
         order = checkpoint.order
@@ -129,7 +127,7 @@ async def open_ranking(
             has_neighbours=order is not None and order.neighbours is not None,
         )
     layout = kv_layout(shape, config, checkpoint, backend)
-    if beside is None:
+    if serving is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
         tiers = open_tiers(
             config.kv_cache,
@@ -140,22 +138,22 @@ async def open_ranking(
             least_pages=test_pages,
         )
     else:
-        tiers = beside.relay.tiers
+        tiers = serving.relay.tiers
         if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
-                f"checkpoint: {config.checkpoint} needs pages of another layout than the one that "
-                "serves; start anew"
+                f"checkpoint: {config.checkpoint} needs another page layout than the current one; "
+                "restart the instance"
             )
     pool, dram = tiers
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     engine.objective_s = config.slo.objective_s(RANK.name)
-    tried = await _attention(engine, backend, vocabulary, pool, checkpoint.version, config, beside)
-    await prove(
+    tried = await _attention(engine, backend, vocabulary, pool, checkpoint.version, config, serving)
+    await verify(
         engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config
     )
-    if beside is not None:
-        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    if serving is not None:
+        engine.copy_bytes_per_s = serving.engine.copy_bytes_per_s
     scored = ScoredItems(engine, vocabulary)
     model = ModelInfo(
         name=checkpoint.name,
@@ -200,22 +198,22 @@ async def _attention(
     pool: PrefixPool,
     version: str,
     config: Config,
-    beside: Ranking | None,
+    serving: Ranking | None,
 ) -> tuple[AttentionWay, ...]:
-    """Choose what runs the attention.
+    """Choose the implementation of attention.
 
-    A ranker beside a serving one takes what that one has, if it can.
+    In a reload, that of the serving ranker has priority.
     """
-    if beside is not None and config.attention == "auto":
-        way = beside.model.ops["hstu_attention"]
+    if serving is not None and config.attention == "auto":
+        way = serving.model.ops["hstu_attention"]
         if way in possible(engine, backend, "auto"):
             engine.backend = backend.running(way)
-            return beside.model.attention
+            return serving.model.attention
     return await choose_attention(engine, backend, vocabulary, pool, version, config)
 
 
 def _names(folder: str | None) -> ItemNames:
-    """Read the names of items beside a checkpoint."""
+    """Read the item names in the folder of a checkpoint."""
     assert folder is not None
     try:
         return ItemNames.load(Path(folder)) or EMPTY
@@ -224,7 +222,7 @@ def _names(folder: str | None) -> ItemNames:
 
 
 def _actions(folder: Path) -> ActionNames | None:
-    """Read the names of actions beside a generator."""
+    """Read the action names in the folder of a generator."""
     try:
         return load_actions(folder)
     except DataError as error:
@@ -232,7 +230,7 @@ def _actions(folder: Path) -> ActionNames | None:
 
 
 def _renamed(model: M, names: ItemNames) -> Prepared[M]:
-    """Prepare a model that serves already: only the names beside it may be others."""
+    """Prepare the serving model itself, with new names."""
 
     def activate() -> M:
         model.names = names
@@ -242,7 +240,7 @@ def _renamed(model: M, names: ItemNames) -> Prepared[M]:
 
 
 def describe(backend: Backend) -> str:
-    """Name a device and its kernels."""
+    """Describe a device and its kernels."""
     return f"{backend.name} {backend.kernels}".strip()
 
 
@@ -250,7 +248,7 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
     found = config.calibration
     if found is not None and (found.version, found.device) != (version, describe(backend)):
         log.warning(
-            "ignored the calibration: it is of %s on %s, this is %s on %s; run npu-gr calibrate",
+            "the calibration of %s on %s is ignored, since this is %s on %s; run npu-gr calibrate",
             *(found.version, found.device, version, describe(backend)),
         )
         return None
@@ -258,7 +256,7 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
 
 
 def _placed(config: Config, backend: Backend) -> Checkpoint:
-    """Load the checkpoint in the configured dtype onto the device, with side features folded into the items."""
+    """Load the checkpoint to the device in the configured dtype, and freeze the item table."""
     assert config.checkpoint is not None
     checkpoint = load_checkpoint(Path(config.checkpoint))
     if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
@@ -268,7 +266,7 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
     check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
     model = checkpoint.model.to(backend.device).eval()
     model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
-    backend.synchronize()  # a device thread reads it in a stream of its own
+    backend.synchronize()  # before a device thread reads it in another stream
     return checkpoint
 
 
@@ -277,18 +275,18 @@ async def open_generation(
     backend: Backend,
     scheduler: Scheduler,
     metrics: Metrics,
-    beside: Generation | None = None,
+    serving: Generation | None = None,
 ) -> Prepared[Generation]:
-    """Load the generator of the section `generate` and warm it up over its catalogue.
+    """Load the generator of the section `generate`, and warm it up over its catalogue.
 
     Args:
-        config, backend, scheduler, metrics: of the instance; the scheduler runs.
-        beside: the generator that serves now. Its pages are shared; so is its catalogue, with the
-            items that were added or withdrawn, if file and codes are the same. It is the result if
-            version and section are the same.
+        config, backend, scheduler, metrics: Parts of the instance; the scheduler is started.
+        serving: The current generator, whose pages are shared. Its catalogue, with added and
+            withdrawn items, is shared too if file and codes are the same. It is returned if version
+            and section are the same.
 
     Raises:
-        ConfigError: it cannot be served as configured.
+        ConfigError: the generator cannot be served as configured.
     """
     section = config.generate
     assert section is not None
@@ -296,11 +294,11 @@ async def open_generation(
     version = await asyncio.to_thread(hf_files.version, folder)
     names = await asyncio.to_thread(_names, section.checkpoint)
     actions = await asyncio.to_thread(_actions, folder)
-    if beside is not None and (version, section) == (beside.version, beside.config):
-        return _renamed(beside, names)
+    if serving is not None and (version, section) == (serving.version, serving.config):
+        return _renamed(serving, names)
     model = await asyncio.to_thread(_generative, config, section, backend)
     layout = layout_of(model, config.kv_cache.page_tokens)
-    if beside is None:
+    if serving is None:
         tiers = open_tiers(
             msgspec.structs.replace(
                 config.kv_cache, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes
@@ -312,11 +310,11 @@ async def open_generation(
             section="generate",
         )
     else:
-        tiers = beside.relay.tiers
+        tiers = serving.relay.tiers
         if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
-                f"generate.checkpoint: {folder} needs pages of another layout than the one that "
-                "serves; start anew"
+                f"generate.checkpoint: {folder} needs another page layout than the current one; "
+                "restart the instance"
             )
     pool, dram = tiers
     engine = await asyncio.to_thread(
@@ -324,15 +322,15 @@ async def open_generation(
     )
     engine.objective_s = config.slo.objective_s(GENERATE.name)
     await check_generator(engine, section.codes, section.first_token, f"checkpoint {folder}")
-    if beside is not None:
-        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    if serving is not None:
+        engine.copy_bytes_per_s = serving.engine.copy_bytes_per_s
     elif dram is not None:
         num_pages = min(tier.budget_bytes for tier in (pool, dram)) // layout.page_bytes
         num_tokens = min(SELF_TEST_TOKENS, num_pages * layout.page_tokens)
-        async with lent(pool, dram, version, num_tokens) as (runs, dram_runs):
+        async with borrowed_pages(pool, dram, version, num_tokens) as (runs, dram_runs):
             await engine.measure_copy(dram.arena, dram_runs, runs, num_tokens)
-    if beside is not None and section.items == beside.config.items:
-        items = beside.items
+    if serving is not None and section.items == serving.config.items:
+        items = serving.items
     else:
         items = ServedCatalogue(
             Path(section.catalogue),
@@ -391,11 +389,11 @@ def _generate_engine(
     if generator.max_prompt_tokens < num_levels + section.num_frame_tokens:
         raise ConfigError(
             f"generate.checkpoint: {section.checkpoint} takes prompts of "
-            f"{generator.max_prompt_tokens} tokens, "
-            f"one item and what stands around it are {num_levels + section.num_frame_tokens}"
+            f"{generator.max_prompt_tokens} tokens, but one item and the tokens around it take "
+            f"{num_levels + section.num_frame_tokens}"
         )
     engine = GenerateEngine(generator, scheduler, arena)
-    backend.synchronize()  # weights and arenas, before a device thread uses them
+    backend.synchronize()  # before a device thread uses weights and arenas
     return engine
 
 
@@ -410,9 +408,9 @@ def observe_relay(
     """Connect a model's relay and its tiers to the metrics.
 
     Args:
-        metrics: of the instance.
-        kind: "rank" or "generate"; the tiers of others than rank have it as their names' prefix.
-        engine, pool, dram, relay: what is observed.
+        metrics: Metrics of the instance.
+        kind: "rank" or "generate", the prefix of tier names other than those of rank.
+        engine, pool, dram, relay: Observed parts.
     """
     prefix = "" if kind == RANK.name else f"{kind}_"
     relay.on_error = metrics.relay.failed

@@ -1,7 +1,4 @@
-"""One YAML file -> one frozen, typed, validated `Config`.
-
-Each concept owns its section, next to its code.
-"""
+"""The configuration of an instance: one YAML file, validated; sections are next to their code."""
 
 from __future__ import annotations
 
@@ -31,27 +28,27 @@ from npu_gr.vector_search.config import MatchConfig
 
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is remembered of requests, and what a ranker accepts."""
+    """Cached histories, and what a ranker accepts."""
 
-    known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
-    # of a request whose rows run backwards in time: reject, or sort by time and count the late ones
-    # in the answer
+    known_prefix_bytes: Bytes = 268_435_456  # of histories cached for deltas
+    # policy for a history out of time order: reject it, or sort it and report the number of moved
+    # events
     unsorted_history: Literal["reject", "sort"] = "reject"
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    latency_ratio: Ratio = 0.99  # of the answered requests, in time
-    availability_ratio: Ratio = 0.999  # of all requests, answered
+    latency_ratio: Ratio = 0.99  # target share of the answers within the latency objective
+    availability_ratio: Ratio = 0.999  # target share of the requests that are answered
 
     def objective_s(self, kind: str) -> float:
-        """Seconds within which a request of this kind should be answered."""
+        """Return the latency objective of a kind, in seconds."""
         seconds: float = getattr(self, f"{kind}_s")
         return seconds
 
     def objectives(self) -> list[Objective]:
-        """One for each kind of request.
+        """Return the objective of each kind.
 
-        Each time is a bucket edge of its histogram, so attainment is exact.
+        Thresholds are bucket edges of the histograms, so attainment is exact.
         """
         return [
             Objective(
@@ -66,7 +63,7 @@ class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 if TYPE_CHECKING:
     SLOConfig = _Ratios
-else:  # one field a kind: `rank_s`, `signal_s`, ...
+else:  # one field per kind: `rank_s`, `signal_s`, ...
     SLOConfig = msgspec.defstruct(
         "SLOConfig",
         [(f"{kind.name}_s", Seconds, kind.objective_s) for kind in KINDS.values()],
@@ -79,17 +76,17 @@ else:  # one field a kind: `rank_s`, `signal_s`, ...
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that an instance is started with."""
+    """The configuration of an instance."""
 
-    # the ranker's folder: config.json, model.safetensors; None: does not rank
+    # folder of the ranker: config.json, model.safetensors; absent: no ranks
     checkpoint: str | None = None
     backend: BackendName = "cpu"
-    # our own kernels, CPU or NPU: auto = use them if they were built, require = reject to start
-    # without them, off
+    # native kernels of CPU and NPU: auto = use them if built, require = do not start without them,
+    # off
     native: NativeMode = "auto"
-    # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
+    # library with Huawei's mxrec::hstu_paged, for rankers with `relative_bias: none` on NPUs
     hstu_library: str | None = None
-    # of rankers, on accelerators: auto = the fastest, measured at the warm-up
+    # attention of rankers on accelerators: auto = the fastest one in the warm-up
     attention: AttentionMode = "auto"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Count = 1  # intra-op threads of the device thread (CPU)
@@ -100,23 +97,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
-    # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
+    # result of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
     calibration: Calibration | None = None
     brownout: BrownoutConfig = BrownoutConfig()
     kv_cache: KVConfig = KVConfig()
     history_store: HistoryConfig = HistoryConfig()
-    # of the features of users; absent: requests bring them
+    # source of user features; absent: requests have them
     feature_store: FeatureStoreConfig | None = None
-    generate: GenerateConfig | None = None  # absent: the instance does not generate
-    match: MatchConfig | None = None  # absent: the instance does not match
-    recommend: RecommendConfig | None = None  # absent: no cascade in one call
-    record: RecordConfig | None = None  # absent: requests cannot be recorded
+    generate: GenerateConfig | None = None  # absent: no generates
+    match: MatchConfig | None = None  # absent: no matches
+    recommend: RecommendConfig | None = None  # absent: no recommends
+    record: RecordConfig | None = None  # absent: no recorder
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:
             raise ValueError(
-                "set `checkpoint` (ranker) or a `generate:` section: an instance must serve at "
-                "least one model"
+                "set `checkpoint` (a ranker) or the section `generate`, since an instance must "
+                "serve a model"
             )
         if self.recommend is not None:
             for section in ("checkpoint", *(SECTIONS[name] for name in self.recommend.sources)):
@@ -132,22 +129,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
 
     def trigger_with_budget(self) -> TriggerConfig:
-        """Return the trigger's settings, with the rank's objective as its budget if none is set."""
+        """Return the trigger's settings, with the objective of ranks as the default budget."""
         if self.trigger.rank_budget_s is not None:
             return self.trigger
         return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.objective_s("rank"))
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file and the calibration beside it.
+    """Read a configuration file, and the calibration next to it.
 
     Args:
-        path: YAML.
-        overrides: `section.key=value`, later ones win; they win over the environment, and that over
-            the file.
+        path: YAML file.
+        overrides: Settings as `section.key=value`; later ones win, over the environment, over the
+            file.
 
     Raises:
-        ConfigError: names the file, the field and the limit.
+        ConfigError: a value is invalid; the message names the file, the field and the limit.
     """
     config = settings.load(path, Config, overrides, os.environ)
     if config.calibration is None and calibration_path(path).exists():
@@ -158,5 +155,5 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_table(table: dict[str, Any], where: str = "config") -> Config:
-    """Validate a table that YAML gave; `where` begins the error's text."""
+    """Validate a table; error messages begin with `where`."""
     return settings.from_table(table, Config, where)

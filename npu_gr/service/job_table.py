@@ -1,4 +1,4 @@
-"""How the job of each kind is made: one entry a kind of `KINDS`."""
+"""Make the handler of each kind: one entry per kind of `KINDS`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from npu_gr.service.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What jobs are made of."""
+    """The parts that handlers share."""
 
     settings: LiveConfig[Config]
     versions: Versions
     histories: Histories
-    vectors: ServedVectors | None  # None = the instance does not match
+    vectors: ServedVectors | None  # None without the section match
     scheduler: Scheduler
     metrics: Metrics
 
 
 AnyJob = KindJob[Any, Any]
 Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
-"""Makes a job from what is shared, and from the jobs of the kinds that stand before its own in `KINDS`."""
+"""Makes a handler from the shared parts and the handlers of earlier kinds in `KINDS`."""
 
 
 async def _signal(shared: Shared, _: Mapping[str, AnyJob]) -> SignalJob:
@@ -119,16 +119,13 @@ MAKERS: dict[str, Maker] = {
 
 
 def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
-    """Return what every cascade shares; None = the instance has no section `recommend`."""
+    """Return the parts of all cascades; None without the section `recommend`."""
     job = jobs.get(RECOMMEND.name)
     return job.cascade if isinstance(job, RecommendJob) else None
 
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
-    """Make the rule about what the ranker must know of the cascade's sources.
-
-    Without a cascade there are none.
-    """
+    """Make the coverage rule of the cascade's sources; empty without a cascade."""
     job = cascade_of(jobs)
     if job is None:
         return CoverageRule(
@@ -152,10 +149,10 @@ def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
 
 
 async def build_jobs(shared: Shared) -> dict[str, AnyJob]:
-    """Make the job of each kind whose section the configuration has.
+    """Make the handlers of all configured kinds.
 
     Returns:
-        Jobs by the name of their kind.
+        Handlers by the name of their kind.
 
     Raises:
         ConfigError: the vectors, the hook or the list of popular items cannot be used.

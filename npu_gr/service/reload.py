@@ -1,17 +1,17 @@
-"""Read the configuration file again while the instance serves: all of it takes effect, or nothing does.
+"""Reload the configuration file of a running instance, all or nothing.
 
-    checkpoint      another version is loaded, proven and warmed up beside the old one, which drains; its actions must
-                    begin with those of the old one, and it must know the items of the cascade's
-                    sources
-    generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
-                    number of levels cannot change
+    checkpoint      another version is loaded, verified and warmed up while the old one serves,
+                    which then drains; its actions must begin with those of the old one, and it must
+                    know the items of the cascade's sources
+    generate        another version is loaded and warmed up while the old one serves, which then
+                    drains; memory sizes and the number of levels cannot change
     recommend.popular   the file is read again; its path cannot change
-    slo, admission, service, relay, trigger, brownout    in force from the next request on
-    calibration     in force with the next version of the checkpoint
-    all others      sized or opened at the start: a change is rejected by name
+    slo, admission, service, relay, trigger, brownout    apply from the next request on
+    calibration     applies with the next version of the checkpoint
+    all others      cannot change; an error names them
 
-Pages and their content stay: a prefix's key holds the version that wrote it. Latency histograms
-keep the edges of the start, and so do the rules made from them.
+Pages keep their content, since the key of a prefix has the version that wrote it. Latency
+histograms and the rules made from them keep the edges of the start.
 """
 
 from __future__ import annotations
@@ -56,63 +56,60 @@ CHANGEABLE = {
 
 
 def check_changeable(old: Config, new: Config) -> None:
-    """Check that only settings differ that can change at run time.
+    """Check that only changeable settings differ.
 
     Args:
-        old: in force.
-        new: read again.
+        old: Current configuration.
+        new: New configuration.
 
     Raises:
-        ConfigError: names the sections that cannot change.
+        ConfigError: other settings differ; the message names them.
     """
     differing = [
         name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)
     ]
     if fixed := [name for name in differing if name not in CHANGEABLE]:
-        raise ConfigError(
-            f"{', '.join(fixed)}: cannot change while the instance runs; start it anew"
-        )
+        raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; restart it")
     if (old.checkpoint is None) != (new.checkpoint is None):
         raise ConfigError(
-            "checkpoint: an instance cannot begin or cease to rank while it runs; start it anew"
+            "checkpoint: cannot be added or removed while the instance runs; restart it"
         )
     before = old.generate
     after = new.generate
     if before is None or after is None:
         if before is not after:
             raise ConfigError(
-                "generate: an instance cannot begin or cease to generate while it "
-                "runs; start it anew"
+                "generate: cannot be added or removed while the instance runs; restart it"
             )
         return
     for field in ("hbm_bytes", "dram_bytes", "filter_cache_bytes"):
         if getattr(before, field) != getattr(after, field):
             raise ConfigError(
-                f"generate.{field}: cannot change while the instance runs; start it anew"
+                f"generate.{field}: cannot change while the instance runs; restart it"
             )
     if len(before.codes) != len(after.codes):
         raise ConfigError(
-            f"generate.codes: {len(after.codes)} levels, but {len(before.codes)} are served; start "
-            "it anew"
+            f"generate.codes: {len(after.codes)} levels, but the instance serves "
+            f"{len(before.codes)}; restart it"
         )
 
 
 def check_actions(old: Sequence[str], new: Sequence[str]) -> None:
-    """Check that every action of `old` has the same index in `new`: histories hold indices.
+    """Check that actions keep their indices, which histories hold.
 
     Raises:
-        ConfigError: names the first that differs.
+        ConfigError: they do not; the message names the first that differs.
     """
-    if told := difference(old, new):
+    if changed := difference(old, new):
         raise ConfigError(
-            f"checkpoint: the version that serves has other actions: {told}; histories hold these "
-            "numbers, so actions "
-            "may only be added at the end: train on a dataset that keeps their order"
+            f"checkpoint: the current version has other actions: {changed}; histories hold indices "
+            "of actions, so actions may only be added at the end; train on a dataset that keeps "
+            "their order"
         )
 
 
 class Reload:
-    """Call it to bring an instance to what its file says now. A second call waits for the first."""
+    """Reloads the configuration when called. A second call waits for the first."""
 
     def __init__(
         self,
@@ -130,18 +127,18 @@ class Reload:
         open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
         metrics: ReloadMetrics,
     ) -> None:
-        """Read nothing yet.
+        """Store the parts.
 
         Args:
-            settings: in force; replaced when a reload succeeds.
-            versions, admission, scheduler, brownout, histories: what is reconfigured.
-            coverage: of the cascade's sources.
-            cascade: whose list of popular items is read again; None = there is none.
-            read: reads the configuration again from where the first one came; called in a thread.
-            open_ranking, open_generation: prepare a model of the new configuration beside the one
-                that serves. Its `activate` takes over the pages, and returns the serving model
-                itself if the version is the same.
-            metrics: told how each reload ended.
+            settings: Current configuration, replaced by a successful reload.
+            versions, admission, scheduler, brownout, histories: Reconfigured parts.
+            coverage: Coverage rule of the cascade's sources.
+            cascade: Cascade whose list of popular items is read again, if there is one.
+            read: Function that reads the configuration again; called in a thread.
+            open_ranking, open_generation: Prepare a model of the new configuration while another
+                one serves. `activate` of the result takes over the pages, and returns the serving
+                model if the version is the same.
+            metrics: Reload metrics.
         """
         self._settings = settings
         self._versions = versions
@@ -158,20 +155,19 @@ class Reload:
         self._one_at_a_time = asyncio.Lock()
 
     async def __call__(self) -> None:
-        """Reload.
+        """Reload; after an error the previous configuration is served.
 
         Raises:
-            ConfigError: a setting cannot be used, or cannot change at run time; everything is as
-                before.
-            DeviceError: the new version failed its self-test; everything is as before.
-            Unavailable: the version before the current one still drains, and a third would not fit.
+            ConfigError: a setting is invalid, or cannot change at run time.
+            DeviceError: the new version failed its self-test.
+            Unavailable: the previous version still drains, and a third would not fit.
         """
         async with self._one_at_a_time:
             with self._metrics.attempt(Reloaded.CONFIGURATION):
                 try:
                     await self._reload()
                 except NpuGrError as error:
-                    log.error("reload rejected: %s; the configuration before goes on", error)
+                    log.error("reload rejected: %s; the previous configuration stays", error)
                     raise
 
     async def _reload(self) -> None:
@@ -179,7 +175,7 @@ class Reload:
         check_changeable(self._settings.config, new)
         versions = self._versions
         if versions.is_draining:
-            raise Unavailable("the version before this one still drains; try again when it is gone")
+            raise Unavailable("the previous version still drains; try again when it has ended")
         ranking = generation = None
         if versions.rankers is not None:
             ranking = await self._open_ranking(new, versions.rankers.current)
@@ -200,8 +196,8 @@ class Reload:
                 None if scored is None else scored.vocabulary, sources
             )
             commits = await self._followed(scored, None if generation is None else generation.items)
-            # From here on nothing fails and nothing waits: a model that takes over pages must serve
-            # at once.
+            # From here on nothing fails or waits, since a model must serve as soon as it takes over
+            # pages.
             for commit in commits:
                 commit()
             if versions.rankers is not None and ranking is not None:
@@ -220,7 +216,7 @@ class Reload:
     async def _followed(
         self, scored: ScoredItems | None, items: ServedCatalogue | None
     ) -> list[Commit]:
-        """Have rankers prepare for the catalogue: a new ranker for the one that will serve, all for one that is new."""
+        """Let rankers prepare for a new catalogue, or a new ranker for the current one."""
         versions = self._versions
         commits = []
         if items is not None:

@@ -1,6 +1,6 @@
-"""Prove that a model computes what it should, on pages that are lent to the test, before its first request.
+"""Verify and warm up a model before its first request, on borrowed pages.
 
-A model that is loaded beside a serving one is proven while that one serves: live requests go first.
+In a reload another model serves meanwhile, whose requests have priority.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from npu_gr.service.config import Config
 log = logging.getLogger(__name__)
 
 SELF_TEST_TOKENS = 256
-RESERVE_S = 30.0  # a self-test beside a serving model waits this long for free pages
+RESERVE_S = 30.0  # a self-test waits this long for free pages
 WARM_UP_LENGTHS = (16, 128, 512, 1024)
 WARM_UP_CANDIDATES = (8, 128)
-MOST_CANDIDATES = 512  # of the ranks that the ways of attention are measured by
+MOST_CANDIDATES = 512  # of ranks that measure implementations of attention
 
 
-async def prove(
+async def verify(
     engine: RankEngine,
     vocabulary: ItemVocabulary,
     pool: PrefixPool,
@@ -46,9 +46,9 @@ async def prove(
     version: str,
     config: Config,
 ) -> None:
-    """Run the self-tests (parity only if prefixes are cached) and the warm-up on seeded histories.
+    """Run the self-tests (parity only with a relay) and the warm-up on seeded histories.
 
-    Live ranks that wait go first.
+    Requests have priority.
     """
     shape = engine.model.config
     longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
@@ -65,7 +65,7 @@ async def prove(
     )
     drift = 0.0
     if config.relay.enabled:
-        async with lent(pool, dram, version, len(head)) as (runs, dram_runs):
+        async with borrowed_pages(pool, dram, version, len(head)) as (runs, dram_runs):
             drift = await parity(
                 engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates
             )
@@ -75,9 +75,8 @@ async def prove(
     lengths = [n for n in WARM_UP_LENGTHS if n <= longest] or [longest]
     cost = await engine.warm_up(tokens, lengths, WARM_UP_CANDIDATES)
     log.info(
-        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f "
-        "ms full; "
-        "DRAM to HBM %.1f GB/s",
+        "parity %.1e of the logits' spread; warm-up %.1f s; full rank of 1,000 tokens and 100 "
+        "candidates %.1f ms; DRAM to HBM %.1f GB/s",
         drift,
         time.perf_counter() - began_at,
         cost.full_s(1000, 100) * 1e3,
@@ -93,15 +92,13 @@ async def choose_attention(
     version: str,
     config: Config,
 ) -> tuple[AttentionWay, ...]:
-    """Set the engine's backend to what runs its ranker's attention best, and return what was tried; () = nothing.
+    """Choose the engine's implementation of attention, and return those that were tried.
 
-    Where there is a choice it is measured on the longest history and the most candidates that are
-    served.
+    If there is a choice, they are measured on the longest history and the most candidates.
 
     Raises:
-        ConfigError: `attention` names a way that cannot run this ranker, or computes something
-            else.
-        DeviceError: none computes.
+        ConfigError: the configured `attention` cannot run this ranker, or its results differ.
+        DeviceError: no implementation works.
     """
     ways = possible(engine, backend, config.attention)
     if ways == (PLAIN,) or (config.attention == "auto" and len(ways) == 1):
@@ -117,17 +114,17 @@ async def choose_attention(
     num_candidates = min(config.server.max_candidates, MOST_CANDIDATES)
     candidates = np.random.default_rng(1).integers(0, shape.num_items, num_candidates)
     tokens, other = (seeded_tokens(vocabulary, shape, num_tokens, seed) for seed in range(2))
-    async with lent(pool, None, version, num_tokens) as (runs, _):
+    async with borrowed_pages(pool, None, version, num_tokens) as (runs, _):
         return await choose_way(
             engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs, other)
         )
 
 
 @asynccontextmanager
-async def lent(
+async def borrowed_pages(
     pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
 ) -> AsyncIterator[tuple[tuple[PageRun, ...], tuple[PageRun, ...]]]:
-    """Lend pages of both tiers to the block; without a DRAM tier, none of that."""
+    """Borrow pages of both tiers for the block; none of an absent DRAM tier."""
     key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
     entry = await _reserved(pool, key, num_tokens)
     try:
@@ -148,7 +145,7 @@ async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEnt
 async def _reserved(
     tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int
 ) -> PrefixEntry | DramEntry:
-    """Reserve pages as soon as there are some: live prefixes free theirs when their ranks are done."""
+    """Reserve pages, waiting for live prefixes to release theirs."""
     give_up_at = time.monotonic() + RESERVE_S
     while True:
         try:
@@ -162,13 +159,13 @@ async def _reserved(
 def seeded_tokens(
     vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int, seed: int = 0
 ) -> Tokens:
-    """Make a history of the model's items; the same one every time.
+    """Make a reproducible history of the model's items.
 
     Args:
-        vocabulary: of the model.
-        shape: its numbers of items and actions.
-        num_tokens: length of the history, with the user's tokens where the model has any.
-        seed: another one makes another history.
+        vocabulary: Vocabulary of the model.
+        shape: Shape of the model.
+        num_tokens: Length of the history, including user tokens.
+        seed: Seed of the history.
     """
     random = np.random.default_rng(seed)
     features = ModelFeatures(shape.features, shape.num_user_tokens)

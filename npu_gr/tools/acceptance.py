@@ -1,13 +1,12 @@
-"""`npu-gr doctor --acceptance`: compare operators and whole requests with the CPU's, time them, pack what was found.
+"""`npu-gr doctor --acceptance`: compare operators and requests with the CPU's, and time them.
 
-`doctor` compares single ops with small inputs, this module a service's: requests with prefix KV in
-both tiers, small ones in fp32, which must be equal but for rounding, and ones of a service's size
-in bf16. Random weights, no files.
+`doctor` compares single ops on small inputs. This module compares whole requests, with random
+weights and prefix KV in both tiers: small ones in fp32, which must be equal up to rounding, and
+ones of production size in bf16. The findings are packed into a bundle for a report.
 
-Each step runs in a process of its own with a time limit (`npu-gr doctor --backend NAME --step
-STEP`). A step is what hangs or crashes as one: an operator, a kind of request. One that hangs is
-killed and named, with the kernel that it launched last; one that crashes is named with its last
-words. Neither stops the others.
+Each step (an operator, a kind of request) runs in its own process with a time limit (`npu-gr doctor
+--backend NAME --step STEP`). A step that hangs is killed and reported with the last kernel that it
+launched; one that crashes is reported with its last line of output. The other steps still run.
 """
 
 from __future__ import annotations
@@ -69,15 +68,15 @@ ITEMS = 5000
 
 
 class Sizes(NamedTuple):
-    """How large models and requests are."""
+    """Sizes of the models and requests, and tolerances."""
 
     dtype: torch.dtype
     tolerance: float  # of a logit, in the logits' standard deviations
     search_tolerance: float  # of an item's log-probability, in nats
-    # share of the items that two searches must have in common; 1 = all, but for equal scores
+    # share of the items that two searches must have in common; 1 = all, except for ties
     shared_items: float
     tokens: int  # of a history
-    cached: int  # of them in pages
+    cached: int  # tokens of the history that are read from pages
     candidates: int
     layers: int
     head_dim: int  # of 4 heads
@@ -143,11 +142,11 @@ VARIABLES = (
     "HCCL",
     "NPU_VISIBLE",
 )
-MAX_LOG_BYTES = 4 << 20  # of CANN's own logs, each file's end
+MAX_LOG_BYTES = 4 << 20  # the end of each of CANN's log files
 
 
 class ShapeLatency(NamedTuple):
-    """Latency of a shape, from the host's call to the result in host memory."""
+    """Latency from the host's call to the result in host memory."""
 
     name: str
     p50_ms: float
@@ -161,7 +160,7 @@ class Acceptance(NamedTuple):
     latencies: list[ShapeLatency]
 
     def as_text(self) -> str:
-        """Format for people: findings, then a line each shape that was timed."""
+        """Format for people: the findings, then one line per timed shape."""
         lines = [table(self.findings)]
         lines += [
             f"{time.name:48} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90"
@@ -179,7 +178,7 @@ class Acceptance(NamedTuple):
 
 
 class AcceptanceRig:
-    """A ranker and a generator over one backend, without a scheduler: a device thread's calls, made here."""
+    """A ranker and a generator over one backend, called directly instead of by a device thread."""
 
     def __init__(self, backend: Backend, sizes: Sizes = EXACT) -> None:
         torch.manual_seed(0)
@@ -226,13 +225,13 @@ class AcceptanceRig:
         """Rank once.
 
         Args:
-            num_tokens: length of the history.
-            num_candidates: c.
-            cached_tokens: how many of the first tokens are read from pages; 0 = none.
-            tier: "hbm", or "dram" to send the pages through the host first.
+            num_tokens: Length of the history.
+            num_candidates: Number c of candidates.
+            cached_tokens: Number of leading tokens that are read from pages.
+            tier: "hbm", or "dram" to copy the pages to the host and back first.
 
         Returns:
-            [c, tasks] logits.
+            Logits: float32 [c, tasks].
         """
         history = _history(num_tokens)
         candidates = np.arange(num_candidates, dtype=np.int64)
@@ -255,7 +254,7 @@ class AcceptanceRig:
         return self.engine.forward([RankPass(history, 0, candidates, 10**9, cached)])[0]
 
     def generate(self, num_items: int, width: int) -> GeneratedItems:
-        """Search after a history of `num_items` items."""
+        """Run beam search after a history of `num_items` items."""
         history = np.random.default_rng(1).integers(0, ITEMS, num_items)
         tokens = make_prompt(self.trie, history, self.sizes.decoder.max_tokens - 2).tokens
         part = PromptKV(self.prompts, (PageRun(0, self.prompts.num_pages),), len(tokens))
@@ -276,10 +275,10 @@ def _history(num_tokens: int) -> Tokens:
 def accept(
     name: BackendName, sizes: Sizes = EXACT, kinds: Sequence[str] = ("rank", "generate")
 ) -> list[Finding]:
-    """Compare requests on the backend with the same requests on the CPU's plain torch ops, which compute in fp32."""
+    """Compare requests on the backend with the same ones on the CPU (plain torch ops, fp32)."""
     ours = AcceptanceRig(choose(name), sizes)
     cpu = AcceptanceRig(CPUBackend("off"), sizes._replace(dtype=torch.float32))
-    # a device thread has its own stream; on the default stream no graph is captured
+    # graphs are not captured on the default stream, so use another one, as a device thread does
     with ours.backend.stream():
         return [finding for kind in kinds for finding in _COMPARED[kind](ours, cpu)]
 
@@ -308,7 +307,7 @@ def _generated(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
         want_items = cpu.generate(num_items, width)
         try:
             difference = _distance(ours.generate(num_items, width), want_items, sizes.shared_items)
-        except FloatingPointError:  # a search ends so when its logits are not numbers
+        except FloatingPointError:  # raised if logits are NaN
             difference = float("inf")
         findings.append(
             _check(f"generate, {width} beams", difference, sizes.search_tolerance, "nats")
@@ -324,7 +323,7 @@ _COMPARED: dict[str, Callable[[AcceptanceRig, AcceptanceRig], list[Finding]]] = 
 
 def _check(name: str, difference: float, tolerance: float, unit: str) -> Finding:
     is_ok = difference <= tolerance
-    remedy = "" if is_ok else "do not serve with this backend: report this line"
+    remedy = "" if is_ok else "do not serve with this backend, and report this line"
     return Finding(
         name,
         FindingState.OK if is_ok else FindingState.BROKEN,
@@ -336,8 +335,8 @@ def _check(name: str, difference: float, tolerance: float, unit: str) -> Finding
 def _distance(got: GeneratedItems, want: GeneratedItems, shared_items: float) -> float:
     """Return the largest difference of a score.
 
-    If all items must be shared, one that a search missed is compared with that search's last: they
-    may be equal. Else those that one search missed are left out, if they are few enough.
+    If all items must be shared, an item that one search missed is compared with the last score of
+    that search, since the two may tie. Else missed items are skipped, if they are few enough.
     """
     if len(got.scores) != len(want.scores):
         return float("inf")
@@ -357,7 +356,7 @@ def _distance(got: GeneratedItems, want: GeneratedItems, shared_items: float) ->
 
 
 def latencies(name: BackendName, sizes: Sizes = PRODUCTION, runs: int = 20) -> list[ShapeLatency]:
-    """Time requests on the host; the first runs, which capture and compile, are not counted."""
+    """Time requests on the host, without the first runs, which capture and compile."""
     rig = AcceptanceRig(choose(name), sizes)
     shape = f"{sizes.tokens} tokens, {sizes.candidates} items"
     cases: dict[str, Callable[[], object]] = {
@@ -382,7 +381,7 @@ def _timed(name: str, run: Callable[[], object], runs: int) -> ShapeLatency:
 
 
 def names(backend: BackendName) -> list[str]:
-    """Name the steps in their order: first what is there, then single operators, then requests, times last."""
+    """Return the names of the steps in order: machine, operators, requests, latency."""
     operators = [OPERATOR + name for name in ascend_ops.names()] if backend == ASCEND else []
     return ["machine", *operators, "requests in fp32", *AT_PRODUCTION, "latency"]
 
@@ -391,7 +390,7 @@ def run_step(backend: BackendName, name: str, quick: bool) -> Acceptance:
     """Run a step in this process.
 
     Raises:
-        ConfigError: the backend is not there.
+        ConfigError: the backend is not available.
     """
     sizes = QUICK if quick else PRODUCTION
     if name == "machine":
@@ -410,7 +409,7 @@ def run_step(backend: BackendName, name: str, quick: bool) -> Acceptance:
 
 
 def _operator(backend: BackendName, op: str, quick: bool) -> list[Finding]:
-    """Compare a native operator with its definition, on the calls that a service makes."""
+    """Compare a native operator with its reference, on the calls that a service makes."""
     device = choose(backend, "require").device
     found = []
     for what, arguments in check.service_calls(op, quick):
@@ -438,16 +437,20 @@ def _operator_latencies(backend: BackendName, quick: bool) -> list[ShapeLatency]
 
 
 def run(
-    backend: BackendName, bundle: Path, timeout_s: float, quick: bool, tell: Callable[[str], None]
+    backend: BackendName,
+    bundle: Path,
+    timeout_s: float,
+    quick: bool,
+    on_step: Callable[[str], None],
 ) -> Acceptance:
-    """Run every step and write the bundle, a .tar.gz, whatever was found.
+    """Run every step and write the bundle (.tar.gz), also if steps fail.
 
     Args:
-        backend: by name.
-        bundle: the file to write.
-        timeout_s: of one step.
-        quick: small shapes in place of a service's.
-        tell: gets the name of each step as it begins.
+        backend: Name of the backend.
+        bundle: File to write.
+        timeout_s: Time limit of a step.
+        quick: Use small shapes instead of production shapes.
+        on_step: Callback with the name of each step as it begins.
 
     Raises:
         ConfigError: the bundle cannot be written.
@@ -458,12 +461,12 @@ def run(
         folder = Path(made)
         (folder / "machine.txt").write_text(_machine())
         for step in names(backend):
-            tell(step)
+            on_step(step)
             found, timed = _step(backend, step, quick, timeout_s, folder)
             findings += found
             latencies += timed
             if step == "machine" and not is_well(found):
-                break  # nothing else can be right
+                break  # the other steps would fail for the same reason
         result = Acceptance(findings, latencies)
         (folder / "report.txt").write_text(result.as_text() + "\n")
         (folder / "report.json").write_text(json.dumps(result.as_dict(), indent=1))
@@ -481,7 +484,7 @@ def _step(
 ) -> tuple[list[Finding], list[ShapeLatency]]:
     variables = {"ASCEND_PROCESS_LOG_PATH": str(folder / "plog")}
     if step != "latency":
-        variables["NPU_GR_TRACE_LAUNCHES"] = "1"  # each launch is waited for: no times with it
+        variables["NPU_GR_TRACE_LAUNCHES"] = "1"  # waits for each launch, so it is off when timing
     log = folder / f"{step.replace(' ', '-')}.log"
     status = _run(_command(backend, step, quick), log, timeout_s, variables)
     text = log.read_text(errors="replace")
@@ -499,28 +502,28 @@ def _step(
         said = [
             line for line in text.splitlines() if line.strip() and not line.startswith("npu_gr: ")
         ]
-        why = f"ended with {ended}{during}: {said[-1][:300] if said else 'nothing was said'}"
+        why = f"ended with {ended}{during}: {said[-1][:300] if said else 'no output'}"
         return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
-    told = json.loads(answer)
+    answered = json.loads(answer)
     found = [
-        Finding(name, FindingState(state), *others) for name, state, *others in told["findings"]
+        Finding(name, FindingState(state), *others) for name, state, *others in answered["findings"]
     ]
-    return found, [ShapeLatency(*timed) for timed in told["latencies"]]
+    return found, [ShapeLatency(*timed) for timed in answered["latencies"]]
 
 
 def _run(command: list[str], log: Path, timeout_s: float, variables: dict[str, str]) -> int | None:
-    """Run a command with its words in a file; None = it was killed, with all that it started, at its limit."""
-    with log.open("w") as words:
+    """Run a command with its output in a file; None if it was killed at its time limit."""
+    with log.open("w") as output:
         process = subprocess.Popen(  # noqa: S603  (our own command)
             command,
-            stdout=words,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
             start_new_session=True,
         )
         try:
             return process.wait(timeout_s)
-        except BaseException as error:  # Ctrl-C must not leave it on the device
+        except BaseException as error:  # also on Ctrl-C, so that no process stays on the device
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
@@ -529,7 +532,7 @@ def _run(command: list[str], log: Path, timeout_s: float, variables: dict[str, s
 
 
 def _machine() -> str:
-    """Describe what a reader cannot ask: versions, the variables that matter, npu-smi's own words."""
+    """Describe the machine: versions, environment variables, and the output of npu-smi."""
     lines = [platform.platform(), f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:

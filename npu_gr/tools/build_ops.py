@@ -1,4 +1,4 @@
-"""Build native code from the sources that ship, for a CPU or an Ascend NPU: `npu-gr build-ops`."""
+"""`npu-gr build-ops`: build the native code in the package, for a CPU or an Ascend NPU."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def build_cpu(out: Path | None = None) -> Path:
     """Compile the CPU kernels with the machine's C++ compiler.
 
     Args:
-        out: folder of the library; None: where the backend looks for it.
+        out: Folder of the library; None for the one where the backend looks.
 
     Returns:
         The path of the library.
 
     Raises:
-        ConfigError: there is no compiler, or it rejects; the message has its words.
+        ConfigError: there is no compiler, or it fails; the message has its output.
     """
     return _compile("ops/cpu", (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name)
 
 
-def _compile(room: str, target: Path) -> Path:
+def _compile(folder: str, target: Path) -> Path:
     compiler = (
         shlex.split(os.environ.get("CXX", ""))
         or [found for found in map(shutil.which, COMPILERS) if found][:1]
@@ -45,13 +45,13 @@ def _compile(room: str, target: Path) -> Path:
             "no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH"
         )
     flags = (shipped.path("ops/cpu") / "flags.txt").read_text().split()
-    files = sorted(str(path) for path in shipped.path(room).glob("*.cpp"))
+    files = sorted(str(path) for path in shipped.path(folder).glob("*.cpp"))
     made = target.with_suffix(".tmp")
     _make_folder(target.parent)
     linked = ["-shared", "-fPIC", "-pthread", "-static-libgcc", "-static-libstdc++"]
     try:
         _run([*compiler, *flags, *linked, *files, "-o", str(made)], "the compiler")
-        made.replace(target)  # a library that a process has loaded stays whole
+        made.replace(target)  # rename, so that a process that has loaded the old library keeps it
     finally:
         made.unlink(missing_ok=True)
     return target
@@ -61,22 +61,22 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
     """Run `ops/ascendc/build.sh`, on a machine with CANN and its torch.
 
     Args:
-        out: folder of the library; None: where the backend looks for it.
-        soc: the chip, e.g. ascend910b1; None: what SOC_VERSION says.
+        out: Folder of the library; None for the one where the backend looks.
+        soc: The chip, e.g. ascend910b1; None for the value of SOC_VERSION.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: something is missing, or the build failed; the message has its words.
+        ConfigError: something is missing, or the build fails; the message has its output.
     """
     folder = out or npu_ops.LIBRARIES
     _make_folder(folder)
-    # an installation may not be written into
-    with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:
-        sources = Path(aside) / "ops" / "ascendc"
+    # build outside of the installation, which may be read-only
+    with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as temporary:
+        sources = Path(temporary) / "ops" / "ascendc"
         shutil.copytree(shipped.path("ops/ascendc"), sources)
-        table = Path(aside) / "npu_gr/backend/npu/versions.py"  # where build.sh looks for it
+        table = Path(temporary) / "npu_gr/backend/npu/versions.py"  # where build.sh looks for it
         table.parent.mkdir(parents=True)
         shutil.copyfile(npu_versions.__file__, table)
         variables = {"PYTHON": sys.executable, **os.environ}

@@ -1,9 +1,9 @@
-"""`npu-gr calibrate`: measure what the trigger's bounds depend on: this device, this checkpoint and this traffic.
+"""`npu-gr calibrate`: measure the constants of the trigger for a device, checkpoint and traffic.
 
-    cost, copy    from the passes and copies of an instance's own warm-up
-    kv_p99        the P99 of a query log's histories; without one, the longest that the model takes
-    T_life        the P99 from a signal to the end of its rank, in the log; without one, `relay.t_life_s`
-    Q_m           pre-infers of kv_p99 tokens a second, one on each stream and nothing else running
+    cost, copy    from the passes and copies of the warm-up
+    kv_p99        P99 of the history lengths in a query log; else the model's longest history
+    T_life        P99 from a signal to the end of its rank in the log; else `relay.t_life_s`
+    Q_m           pre-infers of kv_p99 tokens per second, one per stream, on an idle device
 
 Source of the symbols: the trigger of RelayGR (arXiv:2601.01712).
 """
@@ -33,21 +33,21 @@ from npu_gr.service.build import describe, open_ranking
 from npu_gr.service.config import Config
 from npu_gr.service.warmup import seeded_tokens
 
-MIN_RANKS = 20  # of a log: a P99 of fewer says nothing
+MIN_RANKS = 20  # in a log; a P99 of fewer is meaningless
 
 
 class LogTraffic(NamedTuple):
-    """What a query log says about the traffic. None = it holds too few such ranks to say it."""
+    """Quantiles of a query log. None: too few ranks have the value."""
 
     kv_p99_tokens: int | None
     t_life_s: float | None
 
 
 def traffic(records: Iterable[QueryRecord]) -> LogTraffic:
-    """The P99 of the lengths of whole histories, and of the times from a user's signal to the end of its rank.
+    """Compute the P99 of history lengths, and of the times from a signal to the end of its rank.
 
     Args:
-        records: in time order.
+        records: Records in time order.
 
     Raises:
         DataError: fewer than `MIN_RANKS` ranks.
@@ -55,7 +55,7 @@ def traffic(records: Iterable[QueryRecord]) -> LogTraffic:
     lengths: list[int] = []
     lives_s: list[float] = []
     num_ranks = 0
-    signalled_at: dict[UserKey, float] = {}  # a user's newest signal whose rank has not come
+    signalled_at: dict[UserKey, float] = {}  # newest signal of each user without a rank yet
     for record in records:
         user = UserKey(record.tenant, record.user_id)
         if record.kind == SIGNAL.name:
@@ -84,16 +84,16 @@ async def calibrate(config: Config, known: LogTraffic, seconds: float) -> Calibr
     """Measure an instance's costs; the machine should be idle.
 
     Args:
-        config: of an instance that ranks.
-        known: the traffic that it will see, as far as a log says.
-        seconds: to measure Q_m for.
+        config: Configuration of an instance that ranks.
+        known: Quantiles of a query log.
+        seconds: Duration of the measurement of Q_m.
 
     Raises:
         ConfigError: the instance does not rank, or prefixes of the P99 length do not fit its pages.
     """
     if config.checkpoint is None:
         raise ConfigError(
-            "checkpoint: the configuration names none, and it is ranks that are calibrated"
+            "checkpoint: not set, but calibration measures ranks; set it to a ranker's checkpoint"
         )
     backend = choose(config.backend, config.native, config.hstu_library, config.attention)
     scheduler = Scheduler(config.scheduler, backend.stream)
@@ -140,17 +140,17 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
     done = 0
     ends_at = 0.0
 
-    async def one_after_the_other(number: int) -> None:
+    async def run_prefills(number: int) -> None:
         nonlocal done
         while done < streams or time.monotonic() < ends_at:
             await ranking.engine.prefill(tokens, entries[number].runs, far, JobOrder(far))
             done += 1
 
-    # not counted: first touch of the pages
+    # not counted, since it touches the pages for the first time
     await ranking.engine.prefill(tokens, entries[0].runs, far, JobOrder(far))
     began_at = time.monotonic()
     ends_at = began_at + seconds
-    await asyncio.gather(*map(one_after_the_other, range(streams)))
+    await asyncio.gather(*map(run_prefills, range(streams)))
     took_s = time.monotonic() - began_at
     for entry in entries:
         pool.abandon(entry)

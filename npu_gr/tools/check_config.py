@@ -1,9 +1,8 @@
-"""Check a configuration and everything that it names, without starting anything: `npu-gr check-config`.
+"""`npu-gr check-config`: check a configuration and all files that it names, without starting it.
 
-Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook and a
-source of features are imported. Nothing is kept, no other process is called, and no device is
-opened: `npu-gr doctor --backend NAME` does that. Without torch (the extra `serve`) models are not
-read, and the report says so.
+Models, catalogue, vectors, keys and certificates are read as by `npu-gr serve`; a hook and a source
+of features are imported. No other process is called, and no device is opened (`npu-gr doctor
+--backend NAME` does that). Without torch (the extra `serve`) models are skipped with a note.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ SQLITE = b"SQLite format 3\0"
 
 
 class OpenedState(StrEnum):
-    """What was found, as the report prints it."""
+    """The state of a finding, as the report prints it."""
 
     OK = "ok"
-    NOTE = "note"  # not wrong by itself, and worth knowing
-    BROKEN = "broken"  # a start would reject it
+    NOTE = "note"  # no error, but worth knowing
+    BROKEN = "broken"  # `npu-gr serve` would fail
 
 
 class Opened(NamedTuple):
-    """One thing that a configuration names."""
+    """A finding about a key of the configuration."""
 
     key: str
     state: OpenedState
@@ -64,10 +63,10 @@ class Opened(NamedTuple):
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config | RouterConfig:
-    """Read a configuration: a router's, if it says where instances are, or an instance's.
+    """Read a configuration: a router's if it has the section `discovery`, else an instance's.
 
     Raises:
-        ConfigError: names the file, the field and the limit.
+        ConfigError: a value is invalid; the message names the file, the field and the limit.
     """
     if "discovery" in settings.read_table(path):
         return load_router(path, overrides)
@@ -75,16 +74,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config | RouterConfig:
 
 
 def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = ()) -> str:
-    """Write a configuration whole, as YAML: behind each value that is no default stands where it came from.
+    """Format the complete configuration as YAML, with the origin of each value that is no default.
 
     Args:
-        config: what `read` gave.
-        path, overrides: of which.
+        config: Result of `read`.
+        path, overrides: Arguments of `read`.
     """
     table = settings.to_table(config)
     gathered, origins = settings.gather(path, type(config), overrides, os.environ)
     if table.get("calibration") and gathered.get("calibration") is None:
-        origins.pop("calibration", None)  # `calibration:` without a value
+        origins.pop("calibration", None)  # the file has `calibration:` without a value
         origins |= {
             f"calibration.{key}": str(calibration_path(path)) for key in table["calibration"]
         }
@@ -109,12 +108,12 @@ def _lines(table: dict[str, Any], origins: dict[str, str], at: str, indent: str)
 
 
 def examine(config: Config | RouterConfig) -> list[Opened]:
-    """Open everything that a configuration names."""
+    """Check everything that a configuration names."""
     return list(_of_router(config) if isinstance(config, RouterConfig) else _of_instance(config))
 
 
 def is_well(found: list[Opened]) -> bool:
-    """Whether a start would take all of it."""
+    """Whether nothing is broken."""
     return all(one.state is not OpenedState.BROKEN for one in found)
 
 
@@ -179,13 +178,13 @@ def _of_router(config: RouterConfig) -> Iterator[Opened]:
 
 
 def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Opened:
-    """Do a piece of work for a key.
+    """Run a check of a key.
 
     Args:
-        key: of the configuration.
-        work: returns what to say, unless `words` does; an error says why a start would reject the
-            key's value.
-        words: what to say.
+        key: Path of the key in the configuration.
+        work: The check; returns the text of the finding, or raises the error that `npu-gr serve`
+            would report.
+        words: Text of the finding, instead of the check's result.
     """
     try:
         done = work()
@@ -200,7 +199,7 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
         return Opened(
             key,
             OpenedState.NOTE,
-            "was not read, for there is no torch",
+            "not read, because torch is not installed",
             "pip install 'npu_gr[serve]'",
         )
 
@@ -219,7 +218,7 @@ def _ranker(folder: Path, config: Config) -> str:
             has_blend=found.order is not None,
             has_neighbours=found.order is not None and found.order.neighbours is not None,
         )
-    spare = "no new items: it was trained without row dropout"
+    spare = "no room for new items, because it was trained without row dropout"
     if shape.scores_new_items:
         is_wide = (config.dtype if config.dtype != "checkpoint" else found.model.dtype) in (
             "float32",
@@ -227,7 +226,7 @@ def _ranker(folder: Path, config: Config) -> str:
         )
         each = shape.dim * (4 if is_wide else 6 if shape.retrieval else 2)
         count = config.service.spare_items
-        spare = f"room for {count} new items, {count * each / 2**20:.1f} MiB of the device"
+        spare = f"room for {count} new items, {count * each / 2**20:.1f} MiB of device memory"
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items; {spare}"
 
 
@@ -273,13 +272,13 @@ def _history(section: HistoryConfig) -> Iterator[Opened]:
 
 def _store(path: Path) -> str:
     if not path.exists():
-        return f"{_writable(path.parent)}; {path.name} will be made"
+        return f"{_writable(path.parent)}; {path.name} will be created"
     with path.open("rb") as file:
         if file.read(len(SQLITE)) not in (b"", SQLITE):
             raise ConfigError(f"{path} is no SQLite file")
     if not os.access(path, os.W_OK):
         raise ConfigError(f"{path} cannot be written")
-    _writable(path.parent)  # its log lies beside it
+    _writable(path.parent)  # for the write-ahead log
     return str(path)
 
 
@@ -290,7 +289,7 @@ def _writable(folder: Path) -> str:
     if not there.is_dir():
         raise ConfigError(f"{there} is no folder")
     try:
-        with tempfile.TemporaryFile(dir=there):  # has no name, so nothing is left of it
+        with tempfile.TemporaryFile(dir=there):  # unnamed, so nothing is left
             return str(folder)
     except OSError as error:
         raise ConfigError(f"{there} cannot be written: {error.strerror}") from error
@@ -313,7 +312,7 @@ def _client_tls(key: str, section: ClientTlsConfig) -> Opened:
 
 
 def _extra(key: str, module: str, extra: str) -> Iterator[Opened]:
-    """What a value of a key needs installed; nothing is said where it is."""
+    """Yield a finding if a module that a key needs is not installed."""
     with suppress(ModuleNotFoundError):
         if importlib.util.find_spec(module) is not None:
             return
@@ -326,9 +325,9 @@ def _extra(key: str, module: str, extra: str) -> Iterator[Opened]:
 
 
 def _port(key: str, host: str, port: int) -> Iterator[Opened]:
-    """Whether an address can be had.
+    """Check that an address is free.
 
-    One in use is no fault: it may be this very configuration's, which serves.
+    One in use is only a note, since this configuration may be running.
     """
     try:
         found = socket.getaddrinfo(
@@ -346,11 +345,10 @@ def _port(key: str, host: str, port: int) -> Iterator[Opened]:
 def table(
     findings: Sequence[tuple[str, StrEnum, str, str] | tuple[str, StrEnum, str, str, str]],
 ) -> str:
-    """Format findings for people: a line each, and under one that is not well what to do about it.
+    """Format findings for people: one line each, with the remedy below.
 
     Args:
-        findings: name, state, what was found, remedy or "", and the section of the report or
-            nothing.
+        findings: (name, state, text, remedy or "", optional section of the report) each.
     """
     width = max(len(name) for name, *_ in findings)
     lines: list[str] = []

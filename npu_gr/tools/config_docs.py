@@ -1,10 +1,7 @@
-"""What is written about settings: comments, JSON Schema and reference, each made of the one before.
+"""`npu-gr config`: JSON Schema and reference of the settings.
 
-`npu-gr config`.
-
-The words about a key are its comment in the YAML files in `configs/`, also of a key that is
-commented out; those about a training option stand at the option. msgspec makes the schema of the
-types.
+The description of a key is its comment in the YAML files in `configs/` (also of keys that are
+commented out); that of a training option is in its annotation. msgspec makes the schema of types.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.simulate.config import SimulateConfig
 
-# kind of a process -> its settings, the files that explain them, the schema that ships; later files
-# win
+# kind of process -> (settings, files with their comments, shipped schema); later files win
 KINDS: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     "instance": (Config, ("configs/cpu.yaml",), "configs/schema.json"),
     "router": (RouterConfig, ("configs/router.yaml",), "configs/router.schema.json"),
@@ -68,44 +64,48 @@ _SECRET = [
 ]
 _HEAD = """# Configuration
 
-<!-- Written by `npu-gr config --reference`: change the comments in configs/ or a trainer's options, not this page. -->
+<!-- Written by `npu-gr config --reference`: change the comments in configs/ or a trainer's
+options, not this page. -->
 
-Every key of a process and of a trainer. `npu-gr check-config --config FILE` says what is wrong with a file, opens what
-it names, and shows where each value came from.
+Every key of a process and of a trainer. `npu-gr check-config --config FILE` checks a file and what
+it names, and shows where each value comes from.
 
-- **ScoreBlend.** The file, then the environment, then `--set section.key=value`; the later one wins. A key that is in none
-  of them has its default.
-- **Environment.** `NPU_GR_`, the section, two underscores, the key: `NPU_GR_SERVER__PORT=9000` is `server.port`,
-  `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a key outside of sections. The value is
-  YAML. A name with two underscores that is no setting stops the start; any other name that begins with `NPU_GR_` is no
-  setting, and one that is nearly the name of a setting is a warning.
-- **Sizes** are bytes: `1073741824`, `1GiB`, `512 MiB`, `64MB` (KiB, MiB, GiB, TiB by 1024; kB, MB, GB, TB by 1000).
+- **Precedence.** The file, then the environment, then `--set section.key=value`; the later one
+  wins. A key that is in none of them has its default.
+- **Environment.** `NPU_GR_`, the section, two underscores, the key: `NPU_GR_SERVER__PORT=9000` is
+  `server.port`, `NPU_GR_SERVER__TLS__KEY=tls.key` is `server.tls.key`, `NPU_GR_BACKEND=cpu` is a
+  key outside of sections. The value is YAML. An unknown name with two underscores is an error;
+  other unknown names that begin with `NPU_GR_` are ignored, with a warning if one resembles a
+  setting.
+- **Sizes** are bytes: `1073741824`, `1GiB`, `512 MiB`, `64MB` (KiB, MiB, GiB, TiB by 1024; kB, MB,
+  GB, TB by 1000).
 - **Times** are seconds: `0.05`, `50ms`, `2s`, `10min`, `1h` (us, ms, s, min, h, d).
 - **Secrets** are the text itself, `{file: PATH}` or `{env: NAME}`; they are shown as `***`.
-- **Editors** complete and check a file whose first line names a schema, as the files in `configs/` do. `npu-gr config
-  --schema` prints it, and a file that `npu-gr config > serve.yaml` writes has that line.
+- **Editors** complete and check a file whose first line names a schema, as in the files of
+  `configs/`. `npu-gr config --schema` prints the schema, and `npu-gr config > serve.yaml` writes
+  that line.
 """
 _PROCESSES = {
     "instance": (
         "An instance",
-        "`npu-gr serve --config FILE`. `configs/cpu.yaml` is a file with all of it.",
+        "`npu-gr serve --config FILE`. `configs/cpu.yaml` is a file with every key.",
     ),
     "router": (
         "A router",
-        "`npu-gr route --config FILE`. `configs/router.yaml` is a file with all of it.",
+        "`npu-gr route --config FILE`. `configs/router.yaml` is a file with every key.",
     ),
     "simulation": (
         "A simulation",
-        "`npu-gr simulate run --config FILE`. `configs/simulate.yaml` is a file with its own keys. "
-        "The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv_cache` and "
-        "`calibration` "
-        "are those of an instance. No variable of the environment is a setting here.",
+        "`npu-gr simulate run --config FILE`. `configs/simulate.yaml` is a file with its own "
+        "keys. The sections `admission`, `scheduler`, `relay`, `trigger`, `brownout`, `kv_cache` "
+        "and `calibration` are those of an instance. Variables of the environment are ignored "
+        "here.",
     ),
 }
 
 
 def example(kind: str) -> str:
-    """Return a file with every key of a kind of process to begin with.
+    """Return an example file with every key of a kind of process.
 
     Its first line names the schema.
     """
@@ -118,18 +118,18 @@ def example(kind: str) -> str:
 
 @cache
 def notes(kind: str) -> dict[str, str]:
-    """Return the comment behind each key, by its path; a key without one has an empty text."""
+    """Return the comment of each key by its path; "" for a key without one."""
     found: dict[str, str] = {}
     for name in KINDS[kind][1]:
-        told = read_notes(shipped.path(name).read_text())
-        found |= {path: note for path, note in told.items() if note or path not in found}
+        read = read_notes(shipped.path(name).read_text())
+        found |= {path: note for path, note in read.items() if note or path not in found}
     return found
 
 
 def read_notes(text: str) -> dict[str, str]:
-    """Read the comment behind each key of a YAML text: by path, elements of lists as their list."""
+    """Read the comment of each key of a YAML text, by path; elements of a list have its path."""
     found: dict[str, str] = {}
-    above: list[tuple[int, str]] = []  # columns and names of the sections that a line may be in
+    above: list[tuple[int, str]] = []  # (column, name) of the enclosing sections
     for line in text.splitlines():
         if not (key := _KEY.fullmatch(line)):
             continue
@@ -143,12 +143,12 @@ def read_notes(text: str) -> dict[str, str]:
 
 
 def schema_text(kind: str) -> str:
-    """Write the schema of a kind of process as the file that ships has it."""
+    """Format the schema of a kind of process as in the shipped file."""
     return json.dumps(schema(kind), indent=1, ensure_ascii=False) + "\n"
 
 
 def schema(kind: str) -> dict[str, Any]:
-    """Make the schema of a kind of process: every key with what it means, sizes and times with their units."""
+    """Make the schema of a kind of process, with descriptions and units."""
     made = msgspec.json.schema(KINDS[kind][0], schema_hook=_schema_of)
     about = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -164,7 +164,7 @@ def _schema_of(kind: type) -> dict[str, Any]:
 
 
 def _extras(kind: str) -> dict[str, dict[str, Any]]:
-    """What msgspec's schema lacks of each key, by path: the words, a default that is made, names of a table."""
+    """Return what msgspec's schema lacks by path: descriptions, defaults, names of tables."""
     found: dict[str, dict[str, Any]] = {}
     for path, setting in settings_of(KINDS[kind][0]).items():
         extra = found[path] = {}
@@ -185,13 +185,13 @@ def _in_place(
     path: str,
     extras: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Put what a reference names into its place, where the path says what else is known about it."""
+    """Replace references by what they name, and add the extras of each path."""
     made = {key: value for key, value in node.items() if key not in ("$ref", "$defs")}
     if reference := node.get("$ref"):
         made = defs[reference.rpartition("/")[2]] | made
         made["description"] = " ".join(made.get("description", "").partition("\n\n")[0].split())
         made.pop("title", None)
-        made.pop("default", None)  # its keys have theirs
+        made.pop("default", None)  # each key of a section has its own
     if unit := made.pop(UNIT, None):
         made |= {"type": [made["type"], "string"], "pattern": UNITS[unit].pattern}
     for key, inner in made.items():
@@ -206,13 +206,13 @@ def _in_place(
                 for name, one in inner.items()
             }
         elif isinstance(inner, float) and key != "default" and inner.is_integer():
-            # Python keeps one of two equal annotations: 0 or 0.0, by what was imported first
+            # Python caches one of the equal annotations 0 and 0.0, depending on the import order
             made[key] = int(inner)
     return made
 
 
 def reference() -> str:
-    """Write `docs/configuration.md`: every key with what it takes, its default and its meaning."""
+    """Return `docs/configuration.md`: every key with its type, default and meaning."""
     return "\n".join([_HEAD, *_processes(), *_trainers()])
 
 
@@ -316,7 +316,7 @@ def _default(field: inspect.Field) -> str:
 
 
 def _plain_default(field: inspect.Field) -> Any:
-    """The default of a key as YAML has it; `NODEFAULT` for one that must be given, and for a section."""
+    """Return the default of a key as a YAML value; `NODEFAULT` if it is required or a section."""
     is_made = field.default_factory is not msgspec.NODEFAULT
     value = field.default_factory() if is_made else field.default
     if value is msgspec.NODEFAULT or isinstance(value, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""One message of a topic as one event: a JSON object such as {"user_id", "item_id", "event", "timestamp"}."""
+"""Parse a Kafka message as one event: {"user_id", "item_id", "event", "timestamp"} or similar."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _GUESSED = {
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fields of a message are called, e.g. `payload.user`; None = guessed, anew in each message."""
+    """Paths of the fields in a message, e.g. `payload.user`; None: guessed in each message."""
 
     user: str | None = None
     item: str | None = None
     event: str | None = None
     time: str | None = None
-    features: dict[str, str] = {}  # of events: name -> field; never guessed
+    features: dict[str, str] = {}  # event feature -> path; never guessed
 
 
 class Poison(ValueError):
-    """A message that is no event; the text says why."""
+    """A message that cannot be parsed as an event; the text is the reason."""
 
 
 def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = "") -> Write:
-    """Read a message as an append of one event, with an idempotency key of the message's own.
+    """Parse a message as an append of one event, with an idempotency key made of its offset.
 
-    A field that is not told is guessed by its name, without regard to case, blanks and underscores.
-    The broker's time is that of an event without one.
+    A field without a path is guessed by its name, ignoring case and punctuation. An event without
+    a time has the broker's.
 
     Raises:
-        Poison: the message is no event.
+        Poison: the message cannot be parsed.
     """
     try:
         table = orjson.loads(message.value or b"null")
@@ -54,14 +54,14 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
         raise Poison(f"no JSON: {error}") from None
     if not isinstance(table, dict):
         raise Poison("not a JSON object" if message.value else "no value")
-    # of two alike the first counts
+    # the first of several similar names counts
     plain = {
         "".join(filter(str.isalnum, name.lower())): one for name, one in reversed(table.items())
     }
 
     def cell(role: str, kinds: Any) -> Any:
-        if (told := getattr(fields, role)) is not None:
-            found = _at(table, told)
+        if (path := getattr(fields, role)) is not None:
+            found = _at(table, path)
         else:
             found = next(
                 (plain[one] for one in _GUESSED[role].split() if plain.get(one) is not None), None
@@ -73,7 +73,7 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
     user, item = str(cell("user", str | int)), cell("item", str | int)
     event, at = cell("event", str | int | float | None), cell("time", str | int | float | None)
     if not 0 < len(user) <= MAX_NAME:
-        raise Poison(f"user: {len(user)} characters; it has 1 to {MAX_NAME}")
+        raise Poison(f"user: {len(user)} characters, must be 1 to {MAX_NAME}")
     if at is None and (fields.time or message.timestamp is None or message.timestamp < 0):
         raise Poison(f"no {fields.time or 'time, of the message or of its broker'}")
     at = message.timestamp // 1000 if at is None else seconds(at)
@@ -96,15 +96,15 @@ def _action(name: str | None, model: EventModel) -> int:
     if name is None and len(model.actions) == 1:
         return 0
     if name is None:
-        raise Poison("event: none, and the model has several: name the field with --event")
+        raise Poison("event: none, but the model has several actions; name the field with --event")
     if name not in model.actions:
         known = ", ".join(cut(one) for one in model.actions[:20])
-        raise Poison(f"event: {cut(name)!r} is none of the model's: {known}")
+        raise Poison(f"event: {cut(name)!r} is not an action of the model: {known}")
     return model.actions.index(name)
 
 
 def _at(table: dict[str, Any], path: str) -> Any:
-    """The cell at a path such as `payload.user.id`; a field of that very name comes first."""
+    """Find the value at a path such as `payload.user.id`; a field of that full name comes first."""
     if path in table:
         return table[path]
     first, _, rest = path.partition(".")
@@ -112,10 +112,10 @@ def _at(table: dict[str, Any], path: str) -> Any:
 
 
 def seconds(time: str | float) -> int:
-    """Return unix seconds of ISO 8601, or of a number: the size says in which unit.
+    """Convert ISO 8601 or a number, whose unit is guessed by its size, to unix seconds.
 
     Raises:
-        Poison: it is no time.
+        Poison: the value is not a time between 1970 and the latest time.
     """
     shown = quoted(time)
     try:

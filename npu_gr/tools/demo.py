@@ -51,12 +51,12 @@ from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.page import page
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.report import Report, Study
-from npu_gr.replay.run import Progress, replay
+from npu_gr.replay.run import ReplayProgress, replay
 from npu_gr.replay.tally import HITS
 from npu_gr.tools.demo_instance import Instance, clear_store, fill, free_port, served
 from npu_gr.tools.demo_relay import LengthResult, conclusion, measure, plot, table
 from npu_gr.tools.evaluate import EvaluationClient, ServiceEvaluation, evaluate
-from npu_gr.train.cascade import JUDGED_USERS, next_events
+from npu_gr.train.cascade import EVALUATED_USERS, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.folder import asked_at, examples, known_user, recommend
@@ -198,7 +198,7 @@ async def replayed(prepared: PreparedDemo, url: str, limit: int | None, console:
     began_at = time.monotonic()
     with heartbeat(console.print) as progress:
 
-        def show(now: Progress) -> None:
+        def show(now: ReplayProgress) -> None:
             left = time_left(now.read_ratio, 1.0, time.monotonic() - began_at)
             progress.status = f"replayed {now.read_ratio:.0%} of the traffic, {left}"
 
@@ -294,7 +294,7 @@ async def evaluated(url: str, admin_url: str, log: Interactions) -> ServiceEvalu
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
     return await evaluate(
-        url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist()
+        url, admin_url, next_events(log, known, EVALUATED_USERS), np.unique(log.items).tolist()
     )
 
 
@@ -320,7 +320,7 @@ async def show(url: str, log: Interactions, names: ItemNames, console: Console) 
 
 
 def _user_table(user: str, own: Interactions, names: ItemNames, answer: dict[str, Any]) -> Table:
-    """Lay out what one user watched, what is recommended, and how long the stages took."""
+    """Lay out what one user watched, what is recommended, and how long it took."""
     last = own[-SHOWN_ITEMS:]
     watched = [
         f"{title or item} ({value:g})"
@@ -336,15 +336,9 @@ def _user_table(user: str, own: Interactions, names: ItemNames, answer: dict[str
         table.add_row(
             *(texts[row] if row < len(texts) else "" for texts in (watched[::-1], offered))
         )
-    stages = ", ".join(
-        f"{stage['stage']} "
-        f"{stage['began_s'] * 1e3:.0f}-{(stage['began_s'] + stage['took_s']) * 1e3:.0f} ms"
-        for stage in answer["stages"]
-    )
     table.caption = (
-        f"{sum(answer['stages_s'].values()) * 1e3:.0f} ms: {stages}; "
-        f"{answer['num_candidates']} candidates; the rank read {answer['prefix_tokens']} of "
-        f"{answer['history']['num_tokens']} history tokens from cached KV ({answer['outcome']})"
+        f"{answer['num_candidates']} candidates found and ranked in "
+        f"{sum(answer['stages_s'].values()) * 1e3:.0f} ms"
     )
     return table
 

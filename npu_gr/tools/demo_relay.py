@@ -220,9 +220,9 @@ async def _full_s(url: str, records: Sequence[QueryRecord]) -> float:
 def table(results: Sequence[LengthResult]) -> Table:
     """Lay the results out for a terminal."""
     made = Table(
-        *("events in the history", "ranks", "ranks/s", "P50 without", "P50 with", "P50 factor"),
-        *("P99 without", "P99 with", "P99 factor"),
-        title="Latency of a rank in ms, without and with the relay",
+        *("events", "ranks", "ranks/s", "P50 without", "P50 with", "factor"),
+        *("P99 without", "P99 with", "factor"),
+        title="Latency of a rank in ms by the length of the history, without and with the relay",
     )
     for result in results:
         cells = [f"{result.num_events:,}", f"{result.with_relay.num_ranks}"]

@@ -1,6 +1,6 @@
-"""Report what this machine has for our ops, whether they compute what they should, and what to do about the rest.
+"""`npu-gr doctor`: check the machine and the ops of each backend, with remedies.
 
-`backend/checks.py` looks at the machine and compares the ops; nothing here names a device.
+`backend/checks.py` has the checks; this module is independent of devices.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MACHINE = "machine"
 
 
 def examine(backend: BackendName | None = None, hstu_library: Path | None = None) -> list[Finding]:
-    """Run every check, in the order in which a start needs the pieces: of the chosen backend, then of the others.
+    """Run all checks in the order in which a start needs the parts: the chosen backend first.
 
     Args:
-        backend: the backend that must work; None = whatever is there.
-        hstu_library: the library of that setting; None = it is not set.
+        backend: Backend that must work; None for all available ones.
+        hstu_library: Value of the setting `hstu_library`.
     """
     python = f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
     machine = [
@@ -53,5 +53,5 @@ def _title(name: BackendName, chosen: BackendName | None) -> str:
 
 
 def is_well(findings: list[Finding]) -> bool:
-    """Tell whether nothing is broken; a missing piece that no backend needs is well."""
+    """Whether nothing is broken; missing optional parts are not."""
     return all(each.state is not FindingState.BROKEN for each in findings)

@@ -1,8 +1,8 @@
-"""What a configuration leaves open, and to whom: the answer of `npu-gr doctor --security`.
+"""`npu-gr doctor --security`: list what a configuration exposes, and to whom.
 
-Each line is one way in: an address, a key, a store, a file, a call to somewhere else. It says who
-can use it, and for what. Nothing is tried: the configuration and the files that it names are read,
-and no address is called.
+Each line is one entry point: an address, a key, a store, a file, or an outgoing call. It says who
+can use it, and for what. The configuration and the files that it names are read; no address is
+called.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
 from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
 
-# The last names of settings that are files or folders.
-_FILE = "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular|hstu_library"
-# How the line about a setting begins, where it does not begin with the setting; None: it is part of
-# another one's.
+# Names (without the section) of settings that are files or folders.
+_FILE = (
+    "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
+    "|hstu_library"
+)
+# The beginning of the line about a setting, where it is not the setting's name; None if the line of
+# another setting covers it.
 LINES: dict[str, str | None] = {
     "server.host": "server ",
     "server.port": "server ",
@@ -43,9 +46,9 @@ LINES: dict[str, str | None] = {
     "server.grpc_port": "server.grpc ",
     "server.agent_port": "server.agent ",
     "server.api_keys_file": "key",
-    "history_store.path": None,  # the files of the store, which may not be there yet
-    "history_store.url": None,  # of a store that may not be Redis
-    "record.folder": None,  # each recording
+    "history_store.path": None,  # covered by the files of the store, which may not exist yet
+    "history_store.url": None,  # unused unless the store is Redis
+    "record.folder": None,  # covered by each recording
     "host": "router ",
     "port": "router ",
     "admin_host": "router.admin ",
@@ -60,19 +63,19 @@ LINES: dict[str, str | None] = {
     ),
 }
 
-SOON_S = 14 * 86_400.0  # a key that ends within it is told
+SOON_S = 14 * 86_400.0  # warn of keys that expire sooner
 
 
 class Openness(StrEnum):
-    """Who can use a way in."""
+    """Who can use an entry point."""
 
-    CLOSED = "closed"  # those who should, alone
-    LOCAL = "local"  # whoever has an account on this machine
-    OPEN = "open"  # somebody who need not have it
+    CLOSED = "closed"  # only those who should
+    LOCAL = "local"  # every account on this machine
+    OPEN = "open"  # others too
 
 
 class WayIn(NamedTuple):
-    """One way in, and what to do if it is open."""
+    """One entry point, and the remedy if it is open."""
 
     what: str
     openness: Openness
@@ -81,14 +84,14 @@ class WayIn(NamedTuple):
 
 
 def examine(path: Path, overrides: Sequence[str] = ()) -> list[WayIn]:
-    """Look at everything that a configuration opens: a router's, if it says where instances are, or an instance's.
+    """List what a configuration exposes: a router's if it has `discovery`, else an instance's.
 
     Args:
-        path: YAML.
-        overrides: `section.key=value`.
+        path: YAML file.
+        overrides: Settings as `section.key=value`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the configuration is invalid.
     """
     is_router = "discovery" in settings.read_table(path)
     config = router_config.load(path, overrides) if is_router else load(path, overrides)
@@ -97,7 +100,7 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> list[WayIn]:
 
 
 def ways_in(cls: type[msgspec.Struct]) -> list[str]:
-    """Paths of all settings that are a way in, by their types and names: a host, a port, a file, a folder, a URL."""
+    """Return the paths of all settings that are a host, port, URL, file or folder."""
     return [
         path
         for path, setting in settings_of(cls).items()
@@ -110,9 +113,9 @@ def ways_in(cls: type[msgspec.Struct]) -> list[str]:
 
 
 def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn]:
-    """The ways in that no line is about yet: files that others must not change.
+    """Yield lines for the settings that no line covers yet: files that others must not change.
 
-    Anything else is a gap here.
+    Any other such setting is a gap in this report, and shown as open.
     """
     for path in ways_in(type(config)):
         begin = LINES.get(path, path)
@@ -120,7 +123,7 @@ def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn
             continue
         value: Any = config
         for name in path.split("."):
-            # a section may be absent, and one in a list has lines of its own
+            # the section may be absent, or a list, whose elements have their own lines
             value = getattr(value, name, None)
         if value is None:
             continue
@@ -133,13 +136,13 @@ def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn
             yield WayIn(
                 f"{path} {value}",
                 Openness.OPEN,
-                "this report knows nothing of it",
+                "unknown to this report",
                 "report this line",
             )
 
 
 def _unchanged(setting: str, path: Path) -> Iterator[WayIn]:
-    """Tell whether others can change a file or a folder that is read."""
+    """Yield whether other users can change a file or folder that the process reads."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -149,15 +152,15 @@ def _unchanged(setting: str, path: Path) -> Iterator[WayIn]:
         yield WayIn(
             f"{setting} {path}",
             Openness.OPEN,
-            f"other users can change it: its mode is {mode:o}",
+            f"other users can change it, because its mode is {mode:o}",
             remedy,
         )
     else:
-        yield WayIn(f"{setting} {path}", Openness.CLOSED, "the user that it belongs to changes it")
+        yield WayIn(f"{setting} {path}", Openness.CLOSED, "only its owner can change it")
 
 
 def examine_instance(config: Config) -> list[WayIn]:
-    """Look at everything that an instance's configuration opens."""
+    """List what an instance's configuration exposes."""
     server = config.server
     keys, tls = server.api_keys_file, server.tls
     found: list[WayIn] = []
@@ -169,13 +172,13 @@ def examine_instance(config: Config) -> list[WayIn]:
                 WayIn(
                     "server.admin_port",
                     Openness.OPEN,
-                    "whoever reaches the public address reaches the routes of operators",
-                    "give server.admin_port a port of its own",
+                    "all clients of the public address can use the admin routes",
+                    "set server.admin_port to another port",
                 )
             )
     else:
         found += _address("server", server.host, server.port, PUBLIC, keys, tls)
-        # kubelets have no certificate, so nobody is asked for one there
+        # kubelets have no certificate, so the admin address requests none
         admin_tls = None if tls is None else msgspec.structs.replace(tls, client_ca=None)
         found += _address(
             "server.admin", server.admin_host, server.admin_port, ADMIN, keys, admin_tls
@@ -187,9 +190,9 @@ def examine_instance(config: Config) -> list[WayIn]:
             WayIn(
                 f"server.agent {server.host}:{server.agent_port}",
                 Openness.LOCAL,
-                "whoever reaches it reads how many requests the instance takes at once, and is not "
-                "paced when rejected",
-                "" if is_loopback_name(server.host) else "let only the routers reach it",
+                "all hosts that can connect read the concurrency limit of the instance, and are "
+                "not slowed down when rejected",
+                "" if is_loopback_name(server.host) else "allow only the routers to connect",
             )
         )
     found += _keys(keys)
@@ -202,10 +205,10 @@ def examine_instance(config: Config) -> list[WayIn]:
             WayIn(
                 "server.trusted_proxies",
                 Openness.OPEN,
-                "clients reach the instance itself: nothing bounds slow headers, floods of "
-                "connections and overloads",
-                "put `npu-gr route` in front of it, and set server.agent_port, which it asks "
-                "(docs/deploy.md)",
+                "clients connect to the instance directly: nothing limits slow headers, connection "
+                "floods and overload",
+                "run `npu-gr route` in front of it, and set server.agent_port, which the router "
+                "polls (docs/deploy.md)",
             )
         )
     found += _proxies(server.trusted_proxies)
@@ -223,7 +226,7 @@ def examine_instance(config: Config) -> list[WayIn]:
 
 
 def examine_router(config: RouterConfig) -> list[WayIn]:
-    """Look at everything that a router's configuration opens."""
+    """List what a router's configuration exposes."""
     keys, tls = config.api_keys_file, config.tls
     admin_tls = None if tls is None else msgspec.structs.replace(tls, client_ca=None)
     found = [
@@ -242,7 +245,7 @@ def examine_router(config: RouterConfig) -> list[WayIn]:
 
 
 def is_closed(found: list[WayIn]) -> bool:
-    """Whether nothing is open to somebody who need not have it."""
+    """Whether nothing is open."""
     return all(each.openness is not Openness.OPEN for each in found)
 
 
@@ -268,25 +271,25 @@ def _address(
     what = f"{name} {host}:{port}"
     needs = f"a key with the scope of the route ({', '.join(scopes)})" if keys_file else "no key"
     if is_loopback_name(host):
-        yield WayIn(what, Openness.LOCAL, f"whoever is on this machine, with {needs}")
+        yield WayIn(what, Openness.LOCAL, f"all users of this machine, with {needs}")
         return
     if keys_file is None:
         yield WayIn(
             what,
             Openness.OPEN,
-            "whoever reaches it, with no key",
+            "all hosts that can connect, with no key",
             "set api_keys_file: `npu-gr keys new`",
         )
     elif tls is None:
         yield WayIn(
             what,
             Openness.OPEN,
-            f"whoever reaches it, with {needs}; who listens on the way reads keys and histories",
+            f"all hosts that can connect, with {needs}; an eavesdropper reads keys and histories",
             "set tls: {certificate, key}",
         )
     else:
-        caller = " and a certificate" if tls.client_ca else ""
-        yield WayIn(what, Openness.CLOSED, f"whoever has {needs}{caller}")
+        certificate = " and a certificate" if tls.client_ca else ""
+        yield WayIn(what, Openness.CLOSED, f"clients with {needs}{certificate}")
 
 
 def _proxies(networks: list[str]) -> Iterator[WayIn]:
@@ -295,8 +298,8 @@ def _proxies(networks: list[str]) -> Iterator[WayIn]:
             yield WayIn(
                 f"server.trusted_proxies {network}",
                 Openness.OPEN,
-                "every caller counts as a proxy: none that is rejected is ever paced",
-                "name the addresses of the routers",
+                "all clients count as a proxy, so none is slowed down when rejected",
+                "list only the addresses of the routers",
             )
 
 
@@ -311,14 +314,17 @@ def _keys(path: str | None) -> Iterator[WayIn]:
         mode = stat.S_IMODE(Path(path).stat().st_mode)
     except (ConfigError, OSError) as error:
         yield WayIn(
-            "api_keys_file", Openness.OPEN, str(error), "the process does not start with it"
+            "api_keys_file",
+            Openness.OPEN,
+            str(error),
+            "correct the file; the process does not start",
         )
         return
     if mode & 0o022:
         yield WayIn(
             f"api_keys_file {path}",
             Openness.OPEN,
-            f"others can add keys: its mode is {mode:o}",
+            f"other users can add keys, because its mode is {mode:o}",
             f"chmod 600 {path}",
         )
     for entry in file.keys:
@@ -329,18 +335,20 @@ def _key(entry: KeyEntry) -> WayIn:
     key = Key.of(entry)
     what = f"key {entry.name}"
     tenant = "any tenant" if key.tenant is None else f"the tenant {key.tenant!r}"
-    whom = f"{', '.join(sorted(key.scopes))} for {tenant}; ends {in_utc(entry)}"
+    whom = f"{', '.join(sorted(key.scopes))} for {tenant}; expires {in_utc(entry)}"
     left_s = key.expires_at - time.time()
     if left_s <= 0:
-        return WayIn(what, Openness.CLOSED, f"{whom}: over", f"npu-gr keys revoke {entry.name}")
+        return WayIn(what, Openness.CLOSED, f"{whom}: expired", f"npu-gr keys revoke {entry.name}")
     if left_s < SOON_S:
-        return WayIn(what, Openness.CLOSED, whom, "it ends soon: make another one")
+        return WayIn(what, Openness.CLOSED, whom, "it expires soon; create another one")
     if Scope.ADMIN in key.scopes and len(key.scopes) > 2:
-        return WayIn(what, Openness.OPEN, f"{whom}: one key for everything", "make one key a task")
+        return WayIn(
+            what, Openness.OPEN, f"{whom}: one key for everything", "create one key per task"
+        )
     return WayIn(what, Openness.CLOSED, whom)
 
 
-# ---- what holds behaviours
+# ---- stores and recordings of behaviours
 
 
 def _store(config: Config) -> Iterator[WayIn]:
@@ -363,8 +371,8 @@ def _redis(url: SecretUrl) -> Iterator[WayIn]:
         yield WayIn(
             f"history_store.url {url}",
             Openness.OPEN,
-            "whoever reaches it, with no password",
-            "give it a password",
+            "all hosts that can connect, with no password",
+            "set a password",
         )
 
 
@@ -377,7 +385,7 @@ def _recordings(config: Config) -> Iterator[WayIn]:
         yield WayIn(
             f"record.folder {folder}",
             Openness.OPEN,
-            "recordings name users in clear",
+            "recordings have user ids in clear text",
             "remove `users: clear`",
         )
     for path in sorted(folder.glob("traffic-*")) if folder.is_dir() else ():
@@ -385,12 +393,12 @@ def _recordings(config: Config) -> Iterator[WayIn]:
 
 
 def _private(setting: str, path: Path, allowed: int = 0) -> Iterator[WayIn]:
-    """Tell whether others can read a file; one that does not exist yet is made with 0600.
+    """Yield whether other users can read a file; a missing file will be created with 0600.
 
     Args:
-        setting: names it.
-        path: of the file.
-        allowed: bits of the mode that may be set beyond the owner's.
+        setting: Path of the setting.
+        path: The file.
+        allowed: Bits of the mode that may be set besides the owner's.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -401,14 +409,14 @@ def _private(setting: str, path: Path, allowed: int = 0) -> Iterator[WayIn]:
         yield WayIn(
             what,
             Openness.OPEN,
-            f"other users can read it: its mode is {mode:o}",
+            f"other users can read it, because its mode is {mode:o}",
             f"chmod 600 {path}",
         )
     else:
-        yield WayIn(what, Openness.CLOSED, "the user that it belongs to")
+        yield WayIn(what, Openness.CLOSED, "only its owner can read it")
 
 
-# ---- calls to somewhere else
+# ---- outgoing calls
 
 
 def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
@@ -422,7 +430,7 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
         yield WayIn(
             what,
             Openness.OPEN,
-            f"who listens on the way reads {carries}",
+            f"an eavesdropper reads {carries}",
             f"use {parts.scheme}s:// and a certificate",
         )
 
@@ -438,9 +446,9 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
     for host in dict.fromkeys(hosts):
         if config.instances_tls is not None:
             shown = (
-                ("shows a certificate")
+                "presents a certificate"
                 if config.instances_tls.certificate
-                else "shows none of its own"
+                else "presents no certificate"
             )
             yield WayIn(f"instances {host}", Openness.CLOSED, f"encrypted; the router {shown}")
         elif is_loopback_name(host):
@@ -449,7 +457,7 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
             yield WayIn(
                 f"instances {host}",
                 Openness.OPEN,
-                "who listens on the way reads keys and histories",
+                "an eavesdropper reads keys and histories",
                 "set instances_tls: {ca, certificate, key}, and server.tls on the instances",
             )
     yield from map(_agent, agents)
@@ -461,28 +469,28 @@ def _agent(one: InstanceConfig) -> WayIn:
         return WayIn(
             what,
             Openness.LOCAL,
-            "in clear on this machine; says how many requests the instance takes",
+            "in clear on this machine; has the concurrency limit of the instance",
         )
     return WayIn(
         what,
         Openness.LOCAL,
-        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing "
-        "of a user",
-        "let only the routers reach it",
+        "in clear, as HAProxy requires; an attacker on the network path can drain the instance, "
+        "but reads no personal data",
+        "allow only the routers to connect",
     )
 
 
 def _picker(picker: PickerConfig, tls: ServerTlsConfig | None) -> WayIn:
     what = f"router.picker {picker.host}:{picker.port}"
-    whom = "chooses instances, and learns where a user lives"
+    whom = "can query which instance holds a user"
     if is_loopback_name(picker.host):
-        return WayIn(what, Openness.LOCAL, f"whoever is on this machine {whom}")
+        return WayIn(what, Openness.LOCAL, f"all users of this machine {whom}")
     if tls is not None and tls.client_ca:
-        return WayIn(what, Openness.CLOSED, "gateways that have a certificate")
+        return WayIn(what, Openness.CLOSED, "gateways with a certificate")
     return WayIn(
         what,
         Openness.OPEN,
-        f"whoever reaches it {whom}",
+        f"all hosts that can connect {whom}",
         "set picker.tls: {certificate, key, client_ca}",
     )
 
@@ -494,12 +502,12 @@ def _peers(config: RouterConfig) -> Iterator[WayIn]:
             yield WayIn(
                 f"peers.{name} {address}",
                 Openness.LOCAL,
-                "in clear on this machine; names of users",
+                "in clear on this machine; has user ids",
             )
         else:
             yield WayIn(
                 f"peers.{name} {address}",
                 Openness.OPEN,
-                "whoever reaches it reads the names of users, and says where their ranks go",
-                "let only the routers reach it, or leave `peers` out",
+                "all hosts that can connect read user ids, and can redirect their ranks",
+                "allow only the routers to connect, or remove `peers`",
             )

@@ -1,10 +1,10 @@
-"""Search every place for a user who was erased: `npu-gr erase-check`. It says where, never what.
+"""`npu-gr erase-check`: search all places for an erased user, and report places, never data.
 
-store       rows of the user, and the raw bytes of every file of the embedded store; the keys of Redis
-recordings  records under every name that the user may have, in every file, also those being written
-logs        the user id, and its keyed hash
-memory      of instances, over their admin addresses
-vectors     the raw bytes of the files that matches are served from
+store       rows and raw bytes of the files of the embedded store; keys of Redis
+recordings  records under every pseudonym of the user, in all files, also in unfinished ones
+logs        the user id and its keyed hash
+memory      of running instances, through their admin addresses
+vectors     raw bytes of the files of match
 """
 
 from __future__ import annotations
@@ -39,23 +39,21 @@ Verdict = Literal["not found", "found", "not searched"]
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
-    """One place."""
+    """A searched place and the result."""
 
     place: str
     what: str  # file, address
     verdict: Verdict
-    note: str = ""  # how it was found, or why it was not searched
+    note: str = ""  # what was found, or why it was not searched
 
 
 def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Searched]:
-    """Search all files that the configuration names, and logs.
-
-    Nothing is changed, and an instance may run meanwhile.
+    """Search the files that a configuration names, and logs; also of a running instance.
 
     Args:
-        config: of the instance whose files are here.
-        user: who was erased.
-        logs: files with log lines; .gz and .zst are unpacked.
+        config: Configuration of the instance whose files are on this machine.
+        user: The erased user.
+        logs: Log files; .gz and .zst are unpacked.
     """
     found: list[Searched] = []
     if config.history_store.kind == "embedded":
@@ -73,10 +71,7 @@ def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Se
 
 
 async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
-    """Search the keys of a Redis store.
-
-    Its files and replicas are the server's, and cannot be searched.
-    """
+    """Search the keys of a Redis store, but not the files and replicas of the server."""
     from npu_gr.history_store.redis import RedisStore
 
     files = Searched(
@@ -107,12 +102,12 @@ async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
 async def search_memory(
     user: UserKey, instances: Iterable[str], api_key: str | None
 ) -> list[Searched]:
-    """Ask processes whether they know the user.
+    """Ask running instances whether they hold data of the user.
 
     Args:
-        user: who was erased.
-        instances: base URLs of their admin addresses.
-        api_key: with the scope admin; None = none is needed.
+        user: The erased user.
+        instances: Base URLs of their admin addresses.
+        api_key: Key with the scope admin; None if the instances need none.
     """
     body = {"user_id": user.user, "tenant": user.tenant}
     headers = calling_headers(api_key)
@@ -156,7 +151,7 @@ def _embedded(path: Path, user: UserKey) -> list[Searched]:
         return [
             Searched(place="store", what=str(path), verdict="not searched", note="no such file")
         ]
-    wanted = [key_bytes(user)]  # every row has it, of every table
+    wanted = [key_bytes(user)]  # in every row of every table
     found = [_rows(path, user)]
     return found + [_raw("store", one, wanted) for one in _files(path.parent, f"{path.name}*")]
 
@@ -164,7 +159,7 @@ def _embedded(path: Path, user: UserKey) -> list[Searched]:
 def _rows(path: Path, user: UserKey) -> Searched:
     num = 0
     is_in_use = path.with_name(path.name + "-wal").exists()
-    # which makes no files beside a store at rest
+    # `immutable` creates no lock files next to a store that is not in use
     options = "mode=ro" if is_in_use else "mode=ro&immutable=1"
     try:
         with closing(
@@ -221,16 +216,16 @@ def _recording(path: Path, names: set[UserKey], listed: erased.ErasedUsers) -> S
             if record.user_id in users and UserKey(record.tenant, record.user_id) in names:
                 num += 1
                 num_hidden += listed.hides(UserKey(record.tenant, record.user_id), record.ts)
-    except FileNotFoundError:  # completed or deleted meanwhile
-        why = "it was renamed or deleted meanwhile; search again"
+    except FileNotFoundError:
+        why = "it was renamed or deleted during the search; search again"
     except (OSError, EOFError, zlib.error, DataError) as error:
-        if not path.name.endswith(PART):  # which has no end yet
+        if not path.name.endswith(PART):  # an unfinished file has no end
             why = f"its end cannot be read: {error}"
     if num:
-        note = f"{num} records, {num_hidden} of them hidden until they are removed"
+        note = f"{num} records, {num_hidden} of them hidden from readers until the purge"
         return Searched(place="recordings", what=str(path), verdict="found", note=note)
     if why or num_unreadable:
-        why = why or f"{num_unreadable} lines are no records"
+        why = why or f"{num_unreadable} lines are not records"
         return Searched(place="recordings", what=str(path), verdict="not searched", note=why)
     return Searched(place="recordings", what=str(path), verdict="not found")
 
@@ -258,17 +253,17 @@ def _logs(config: Config, user: UserKey, logs: Iterable[Path]) -> Iterator[Searc
 
 
 def _raw(place: str, path: Path, wanted: list[bytes]) -> Searched:
-    """Search the bytes of a file, unpacked."""
+    """Search the unpacked bytes of a file."""
     most = max(map(len, wanted)) - 1
     num = 0
-    kept = b""
+    tail = b""
     try:
         for piece in _pieces(path):
-            data = kept + piece
+            data = tail + piece
             num += sum(data.count(one) for one in wanted)
-            kept = data[max(0, len(data) - most) :]
-            num -= sum(kept.count(one) for one in wanted)  # counted again with the next piece
-        num += sum(kept.count(one) for one in wanted)
+            tail = data[max(0, len(data) - most) :]
+            num -= sum(tail.count(one) for one in wanted)  # the next piece counts it again
+        num += sum(tail.count(one) for one in wanted)
     except (OSError, EOFError, zlib.error, DataError) as error:
         return Searched(place=place, what=str(path), verdict="not searched", note=str(error))
     return _found(place, str(path), f"{num} times in its bytes" if num else "")
@@ -300,6 +295,6 @@ def _found(place: str, what: str, note: str) -> Searched:
 
 
 def exit_code(found: Iterable[Searched]) -> int:
-    """1 if the user was found anywhere; else 2 if a place could not be searched; else 0."""
+    """Return 1 if the user was found; else 2 if a place could not be searched; else 0."""
     verdicts: set[Any] = {one.verdict for one in found}
     return 1 if "found" in verdicts else 2 if "not searched" in verdicts else 0

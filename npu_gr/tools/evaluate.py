@@ -1,19 +1,18 @@
-"""Evaluate a running service: does it recommend what the users did next?
+"""`npu-gr evaluate`: next-item metrics of a running service, for the cascade and each stage.
 
-The cascade, and each of its stages alone.
+Protocol: one case per user. The events before one of the user's events are the history; that
+event's item is the target. All items are candidates (no sampled negatives), without those of the
+history unless most of the next items are repeats. Each case is sent in several ways:
 
-Protocol: each user is asked for once. The events before one of the user's events are sent as the
-history; that event's item is the right answer. Every item may be answered (no sampled negatives)
-but those of the history, and these too where most of the next items are repeats. The ways to ask:
+    generate         POST /v1/generate, if configured; as many items as the cascade requests from it
+    match            POST /v1/match, likewise
+    shared_encoder   POST /v1/recommend with this source only and no rank; transitions and
+                     neighbours likewise
+    rank             POST /v1/rank of all candidates (too slow for production on a large catalogue)
+    recommend        POST /v1/recommend: the retrieved items, ranked
 
-    generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
-    match        POST /v1/match, likewise
-    shared encoder        POST /v1/recommend of that source alone, without a rank; transitions and neighbours likewise
-    rank         POST /v1/rank over every such item of the log, which no service could afford on a large catalogue
-    recommend    POST /v1/recommend: the retrieved items, ranked
-
-`retrieved` is the share of the users whose item was among all the retrieved items: the cascade
-cannot reach more.
+`retrieved` is the share of the users whose target was retrieved: an upper bound of the cascade's
+hit ratio.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from npu_gr.train.cascade import MISSED, NextEventCase, hides_seen, raw_column, 
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
 
 TOP = 10  # items that count as recommended
-BESIDE = 100  # items asked of what the service finds beside the cascade's sources
+OTHER_ITEMS = 100  # items requested from a kind that is not a source of the cascade
 AT_ONCE = 2  # cases in flight
-PATIENCE_S = 60.0  # how long a request that is rejected for load is sent again
+PATIENCE_S = 60.0  # for retries of a request that is rejected with 429
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceEvaluation:
-    """What the service answered, by way to ask."""
+    """The answers of the service, by way."""
 
-    # way -> place of the right item in each answer, from 0; `MISSED` = not in it
+    # way -> index of the target in each answer; `MISSED` if it is not there
     ranks: dict[str, list[float]]
     seconds: dict[str, list[float]]  # way -> duration of each request
-    sources: dict[str, int]  # of the cascade: items that each source is asked for
-    order: str  # of the cascade's answers
-    retrieved: float  # share of the cases whose item was among the retrieved items
-    outcomes: dict[str, int]  # how the cascade's ranks got their prefix
-    hides_seen: bool  # items of the history were left out
-    repeat_ratio: float = 0.0  # share of the right items that their users had before
+    sources: dict[str, int]  # source of the cascade -> requested items
+    order: str  # order of the cascade's answers
+    retrieved: float  # share of the cases whose target was retrieved
+    outcomes: dict[str, int]  # prefix cache outcomes of the cascade's ranks
+    hides_seen: bool  # items of the history were excluded
+    repeat_ratio: float = 0.0  # share of the targets that are in the history
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Return the metrics as JSON values."""
         ways = {
             way: {
                 "hr_at_10": hit_ratio(self._places(way), TOP),
@@ -77,7 +76,7 @@ class ServiceEvaluation:
 
     @property
     def best_part(self) -> str:
-        """The way with the highest NDCG@10, of those that are not the cascade."""
+        """The way with the highest NDCG@10, without the cascade."""
         return max(
             (way for way in self.ranks if way != "recommend"),
             key=lambda way: ndcg(self._places(way), TOP),
@@ -85,7 +84,7 @@ class ServiceEvaluation:
 
     @property
     def why(self) -> str:
-        """One sentence: how the cascade stands beside its best part, user by user."""
+        """One sentence that compares the cascade with its best stage, paired by user."""
         best = self.best_part
         return why("recommend", self._places("recommend"), f"{best} alone", self._places(best))
 
@@ -93,7 +92,7 @@ class ServiceEvaluation:
         return np.array(self.ranks[way])
 
     def table(self) -> Table:
-        """A table for a terminal."""
+        """Format the metrics for a terminal."""
         found = self.as_dict()
         num = found["num_users"]
         table = Table(
@@ -101,8 +100,7 @@ class ServiceEvaluation:
             title=f"next item of {num} users, whole catalogue, " + self._of_seen,
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
             f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the "
-            "users; "
-            "the cascade's ranks: "
+            "users; the cascade's ranks: "
             f"{', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
         )
         names = {
@@ -120,17 +118,14 @@ class ServiceEvaluation:
 
     @property
     def _of_seen(self) -> str:
-        """What became of items that users had before.
-
-        One that is asked for again is missed where they are left out.
-        """
+        """Describe how items of the history were treated; excluded ones cannot be hit again."""
         repeats = f"{self.repeat_ratio:.1%} of the next items are repeats"
         if not self.hides_seen:
-            return f"seen items too: {repeats}"
+            return f"with seen items: {repeats}"
         return (
-            (f"seen items left out: {repeats}, which no way can find")
+            f"without seen items: {repeats}, which cannot be hit"
             if self.repeat_ratio
-            else "seen items left out"
+            else "without seen items"
         )
 
     @property
@@ -146,18 +141,19 @@ async def evaluate(
     done: Callable[[int, int], None] = lambda *_: None,
     api_key: str | None = None,
 ) -> ServiceEvaluation:
-    """Ask a service for every case in every way.
+    """Send every case to a service in every way.
 
     Args:
-        base_url: of a service that has the cascade.
-        admin_url: its admin address, which shows how the cascade is configured.
-        cases: at least one.
-        catalogue: items that the rank alone chooses from.
-        done: called with (cases so far, in all).
-        api_key: for every tenant, with the scopes infer and admin; None = none is needed.
+        base_url: URL of a service with the cascade.
+        admin_url: URL of its admin address, for the configuration of the cascade.
+        cases: Cases, at least one.
+        catalogue: Ids of the candidates of `rank`.
+        done: Callback with (finished cases, all cases).
+        api_key: Key for all tenants with the scopes infer and admin; None if the service needs
+            none.
 
     Raises:
-        Unavailable: the service rejected a request.
+        Unavailable: a request failed.
     """
     retrieved: list[bool] = []
     outcomes: dict[str, int] = {}
@@ -167,7 +163,7 @@ async def evaluate(
     ):
         section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
-        parts = dict.fromkeys(await admin.finds(), BESIDE) | sources
+        parts = dict.fromkeys(await admin.finds(), OTHER_ITEMS) | sources
         orders: set[str] = set()
         ranks: dict[str, list[float]] = {way: [] for way in (*parts, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
@@ -187,7 +183,7 @@ async def evaluate(
                 }
                 was_retrieved = False
                 for way, of_way in asked.items():
-                    # each way in a tenant of its own, so that none warms the cache of the next
+                    # each way has its own tenant, so that none warms the cache of the next
                     request = case.body(f"evaluate-{way}") | of_way
                     answer, took_s = await client.post(KINDS.get(way, RECOMMEND).path, request)
                     seconds[way].append(took_s)
@@ -221,7 +217,7 @@ async def evaluate(
 def _source_alone(
     source: str, num_items: int, case: NextEventCase, hidden: list[int]
 ) -> dict[str, Any]:
-    """Ask one source for items that are not hidden: by its own route, or by a cascade of it that ranks nothing."""
+    """Build the request of one source: by its own route, else as a cascade without a rank."""
     if source in KINDS:
         return {"num_items": num_items, "deny_items": raw_column(hidden)}
     alone = {"sources": [source], "order": "retrieval", "exclude_seen": bool(hidden)}
@@ -229,14 +225,14 @@ def _source_alone(
 
 
 class EvaluationClient:
-    """Posts JSON to a service: `async with`."""
+    """Posts JSON to a service. Use it with `async with`."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        """Connect to nobody yet.
+        """Prepare a client; it connects on the first request.
 
         Args:
-            base_url: of the address, public or of operators.
-            api_key: that is shown; None = there is none.
+            base_url: URL of a public or admin address.
+            api_key: API key of the requests, if any.
         """
         self._url = base_url
         self._headers = calling_headers(api_key)
@@ -253,20 +249,20 @@ class EvaluationClient:
         await self._http.close()
 
     async def finds(self) -> list[str]:
-        """List the kinds that find items by themselves and that the service has."""
+        """Return the retrieval kinds that the service has: generate, match."""
         config = await self._config()
         return [kind.name for kind in (GENERATE, MATCH) if config.get(kind.name)]
 
     async def cascade(self) -> dict[str, Any]:
-        """Return the section `recommend` of the configuration, which the admin address shows.
+        """Return the section `recommend` of the service's configuration, from the admin address.
 
         Raises:
-            Unavailable: it has none, or does not say.
+            Unavailable: there is no such section, or the address is not an admin address.
         """
         section: dict[str, Any] = (await self._config()).get(RECOMMEND.name) or {}
         if not section:
             raise Unavailable(
-                "the service has no cascade: its configuration needs section recommend"
+                "the service has no cascade; add the section `recommend` to its configuration"
             )
         return section
 
@@ -274,13 +270,13 @@ class EvaluationClient:
         async with self._http.get("debug/config") as response:
             if response.status != 200:
                 raise Unavailable(
-                    f"{self._url}/debug/config: {response.status}: is that the admin address?"
+                    f"{self._url}/debug/config: status {response.status}; give the admin address"
                 )
             config: dict[str, Any] = await response.json()
             return config
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
-        """Send one request; if the service rejects it for load, wait as long as it says and send it again.
+        """Send a request; on 429 wait for Retry-After and send it again.
 
         Returns:
             The body of the answer, and the seconds that the answered attempt took.

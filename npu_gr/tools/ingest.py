@@ -1,7 +1,7 @@
-"""Where `npu-gr load` and `npu-gr kafka-ingest` write: the store of a configuration, or a service that has one.
+"""Targets of `npu-gr load` and `npu-gr kafka-ingest`: a history store, or a service that has one.
 
-An embedded store has one owner. If a service runs on it, events go through that service: POST
-/v1/events/bulk.
+An embedded store has one owner process. While a service owns it, events go through that service
+(POST /v1/events/bulk).
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
 
-EVENT_BYTES = 18  # of a raw event
-USER_BYTES = 700  # of a user beside them, at most: an id, a key, and the names of the fields
-PIECE_BYTES = 8192 * EVENT_BYTES  # of one user in a call
-BUDGET_MS = 30_000  # that a call may take
-TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # between two tries where the answer does not say
-_LATER = (408, 429, 503, 504)  # statuses that end by waiting
-_TAKEN = (408, 429)  # of these nothing was begun
-# of reading what we would not have written
+EVENT_BYTES = 18  # per raw event
+USER_BYTES = 700  # at most per user: id, key and field names
+PIECE_BYTES = 8192 * EVENT_BYTES  # per user in a call
+BUDGET_MS = 30_000  # of a call
+TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # backoff if the answer has no Retry-After
+_LATER = (408, 429, 503, 504)  # statuses that are worth a retry
+_NOT_BEGUN = (408, 429)  # statuses after which no event was written
+# errors of decoding an answer that is not ours
 _NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class EventModel(msgspec.Struct, frozen=True):
-    """What a ranker reads of events."""
+    """Actions and features of a ranker's events."""
 
-    actions: tuple[str, ...]  # names: the place of a name is the action
+    actions: tuple[str, ...]  # names by action index
     features: tuple[Feature, ...] = ()
 
 
@@ -73,11 +73,11 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class Target(NamedTuple):
-    """Where events are written."""
+    """A destination of events."""
 
     store: WritesMany
     model: EventModel
-    about: str  # for people
+    about: str  # for messages
 
 
 class ServiceWriter:
@@ -89,41 +89,40 @@ class ServiceWriter:
         url: str,
         patience_s: float,
     ) -> None:
-        """Call nobody yet.
+        """Prepare a writer; it makes no call yet.
 
         Args:
-            http: with the headers and certificates of every call.
-            url: of the address.
-            patience_s: how long a call is tried again while the service has no room or is away.
+            http: Session with the headers and certificates of all calls.
+            url: Base URL of an instance or a router.
+            patience_s: Time during which a call is retried while the service is overloaded or
+                unreachable.
         """
         self._http = http
         self._url = url.rstrip("/")
         self._patience_s = patience_s
 
     async def model(self) -> EventModel:
-        """Ask once which actions and features the ranker has; none = it does not rank.
+        """Request the actions and features of the ranker once; no actions if there is no ranker.
 
         Raises:
-            ConfigError: the address is not one of ours, or does not let us in. Unavailable: nobody
-                answers there.
+            ConfigError: the address is not a service of npu_gr, or rejects the key. Unavailable: it
+                does not answer.
         """
         body = await self._call("GET", "/v1/models", None, patience_s=0.0)
         try:
             models = msgspec.json.decode(body, type=_Models).models
         except _NOT_OURS as error:
             raise ConfigError(
-                f"{self._url}: no service of npu_gr answers there: {cut(str(error), 200)}"
+                f"{self._url}: not a service of npu_gr: {cut(str(error), 200)}"
             ) from error
         return models[0] if models else EventModel(())
 
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
-        """Write behaviours of users of one tenant.
-
-        What is called again because of a failure adds nothing twice.
+        """Write events of users of one tenant; a retry adds nothing twice.
 
         Raises:
-            ConfigError: the service does not let us in. Unavailable: it was away or full for all of
-                the patience, or something else answered.
+            ConfigError: the service rejects the key. Unavailable: it was unreachable or overloaded
+                for `patience_s`, or another service answered.
         """
         results: list[Written | NpuGrError] = [Written(0, 0)] * len(batch)
         for places, writes in _calls(batch):
@@ -156,12 +155,10 @@ class ServiceWriter:
             written = msgspec.json.decode(answer, type=IngestOut).users
         except _NOT_OURS as error:
             raise Unavailable(
-                f"{self._url}: no answer of npu_gr's: {cut(str(error), 200)}"
+                f"{self._url}: the answer is not of npu_gr: {cut(str(error), 200)}"
             ) from error
         if len(written) != len(writes):
-            raise Unavailable(
-                f"{self._url}: the answer tells of {len(written)} users of {len(writes)}"
-            )
+            raise Unavailable(f"{self._url}: the answer has {len(written)} of {len(writes)} users")
         return [_result(one) for one in written]
 
     async def _call(
@@ -173,7 +170,7 @@ class ServiceWriter:
         is_repeatable: bool = True,
         patience_s: float | None = None,
     ) -> bytes:
-        """Call, again and again while that can help; return the body of the answer."""
+        """Call with retries, and return the body of the answer."""
         until_at = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
         pause_s = TRIES_FIRST_S
         headers = {"Accept": JSON, "X-Request-Timeout-Ms": str(BUDGET_MS)}
@@ -190,7 +187,7 @@ class ServiceWriter:
                         return data
                     error = _rejected(self._url, answer.status, data)
                     if answer.status not in _LATER or not (
-                        is_repeatable or answer.status in _TAKEN
+                        is_repeatable or answer.status in _NOT_BEGUN
                     ):
                         raise error
                     wait_s = _wait_s(answer.headers, pause_s)
@@ -213,37 +210,38 @@ async def open_target(
     api_key: str | None,
     patience_s: float,
 ) -> AsyncIterator[Target]:
-    """Open where events are written, while the block runs.
+    """Open the destination of events for the block.
 
     Args:
-        config: its store, if `url` is None; if another process has that, the service at its
-            address.
-        url: of a service that is written through.
-        api_key: for it, with the scopes `ingest` and `infer`.
-        patience_s: see `ServiceWriter`.
+        config: Configuration with the history store, if `url` is None. If another process owns the
+            store, events go to the service at the configured address.
+        url: Base URL of a service to write through.
+        api_key: Key of that service with the scopes `ingest` and `infer`.
+        patience_s: Time for retries of a call, see `ServiceWriter`.
 
     Raises:
-        ConfigError: neither is there, or it cannot be used.
+        ConfigError: neither is given, or the store or service cannot be used.
     """
     if url is None:
         if config is None:
-            raise ConfigError("--config or --url: name where the events go")
+            raise ConfigError("give --config or --url, the destination of the events")
         try:
             store = await open_store(config.history_store)
         except StoreInUse as error:
             url = url_of(config.server)
-            log.warning("%s: writing through %s, where its service should be", error, url)
+            log.warning(
+                "%s; writing through %s instead, the service of this configuration", error, url
+            )
         else:
             if store is None:
                 raise ConfigError(
-                    "history_store.kind is none: there is no store to write into; name a "
-                    "service with --url"
+                    "history_store.kind is none, so there is no store; name a service with --url"
                 )
             try:
                 model = _model_of(config)
-                if told := difference(await store.name_actions(model.actions), model.actions):
+                if changed := difference(await store.name_actions(model.actions), model.actions):
                     raise ConfigError(
-                        f"history_store: the history store was filled with other actions: {told}"
+                        f"history_store: the history store was filled with other actions: {changed}"
                     )
                 yield Target(store, model, f"the {config.history_store.kind} store")
             finally:
@@ -259,7 +257,7 @@ async def open_target(
 
 
 def url_of(server: ServerConfig) -> str:
-    """The public address of an instance, as a process on the same machine calls it."""
+    """Return the URL of an instance's public address for a process on the same machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # it is replaced  # noqa: S104  # nosec B104
     return str(
         URL.build(scheme="http" if server.tls is None else "https", host=host, port=server.port)
@@ -270,7 +268,7 @@ def _model_of(config: Config) -> EventModel:
     from npu_gr.model.weights import load
 
     if config.checkpoint is None:
-        raise ConfigError("checkpoint: the configuration names none, so the actions have no names")
+        raise ConfigError("checkpoint: not set, so the names of the actions are unknown")
     checkpoint = load(Path(config.checkpoint))
     return EventModel(checkpoint.action_names, checkpoint.model.config.features)
 
@@ -289,7 +287,7 @@ def _on_the_wire(events: Events) -> History:
 
 
 def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
-    """Cut writes into calls that the service accepts, in order: places in the batch, and what is written of them."""
+    """Split writes into calls of accepted size: (indices in the batch, writes) each, in order."""
     most = INGEST_BYTES - USER_BYTES
     places: list[int] = []
     writes: list[Write] = []
@@ -315,7 +313,7 @@ def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
 
 
 def _event_bytes(events: Events) -> int:
-    """Count the bytes of a raw event."""
+    """Return the bytes of a raw event with its features."""
     return EVENT_BYTES + sum(column[:1].nbytes for column in events.features.given.values())
 
 
@@ -324,10 +322,9 @@ def _feature_names_bytes(events: Events) -> int:
 
 
 def _pieces(one: Write) -> Iterator[Write]:
-    """Cut a long history where its time goes on, so that a merge of each part adds what a merge of all would.
+    """Split a long history between different timestamps, so that merging the parts is exact.
 
-    Of a replacement the first part takes the place of what is there, and the others are merged into
-    it.
+    The first part of a replacement replaces the stored history, and the others are merged.
     """
     events, start = one.events, 0
     most = max(1, PIECE_BYTES // _event_bytes(events))
@@ -349,7 +346,7 @@ def _result(one: UserWritten) -> Written | NpuGrError:
 
 
 def _rejected(url: str, status: int, data: bytes) -> NpuGrError:
-    """Make the error of an answer that is none of ours, or a problem."""
+    """Convert an answer that is not 200 to an error."""
     try:
         detail = str(msgspec.json.decode(data)["detail"])
     except (*_NOT_OURS, KeyError, TypeError):
@@ -361,7 +358,7 @@ def _rejected(url: str, status: int, data: bytes) -> NpuGrError:
 
 
 def _wait_s(headers: Any, pause_s: float) -> float:
-    """How long the service wants us to wait, and never less than our own pause."""
+    """Return the time until the next try: that of the answer, but at least `pause_s`."""
     try:
         asked_s = (
             float(headers[RETRY_AFTER_MS]) / 1e3

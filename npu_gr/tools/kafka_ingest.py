@@ -1,11 +1,11 @@
-"""Read events from topics of Kafka into the history store, each once, however often this process dies.
+"""`npu-gr consume`: ingest events from Kafka into the history store, effectively once.
 
-    read a round ─> write it, until the store has acknowledged ─> dead letters ─> commit ─> next
+    poll a round ─> write it until the store acknowledges ─> write dead letters ─> commit ─> next
 
-A message that is read again, because its offset was not committed, has the idempotency key that it
-had: topic, partition, offset and time. So it counts once as long as the store remembers the key. It
-remembers 256 of a user for a day (`history_store.max_idempotency_keys`, `idempotency_s`), so a round has
-`MOST_OF_USER` messages of a user at most.
+A message that is read again, because its offset was not committed, has the same idempotency key
+(topic, partition, offset and time). Therefore it counts once while the store remembers the key: 256
+per user for a day (`history_store.max_idempotency_keys`, `idempotency_s`). For this reason a round
+has at most `MOST_OF_USER` messages of a user.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from npu_gr.tools.ingest import Target
 log = logging.getLogger(__name__)
 
 PASSWORD = "NPU_GR_KAFKA_PASSWORD"  # the variable, not the password  # noqa: S105  # nosec B105
-MOST, MOST_OF_USER = 500, 64  # messages in a round, and of one user
-LINGER_MS = 500  # to wait for messages
+MOST, MOST_OF_USER = 500, 64  # messages per round, and per user in a round
+LINGER_MS = 500  # time of a poll
 RETRY_FIRST_S, RETRY_MOST_S = 0.2, 10.0
-TRIES = 5  # of a user whose write fails while those of others are done; then it is a dead letter
-DRAIN_S = 10.0  # that a round may take after SIGTERM
-MOST_AWAY_MS = 3_600_000  # of the store; then the group takes the partitions from us
+TRIES = 5  # of a write that fails alone; then the message is a dead letter
+DRAIN_S = 10.0  # time of the last round after SIGTERM
+MOST_AWAY_MS = 3_600_000  # outage of the store after which the group reassigns the partitions
 
 
 class ConsumeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where messages come from."""
+    """Source of the messages, and how to read them."""
 
     brokers: str  # host:port, separated by commas
     topics: tuple[str, ...]
@@ -51,30 +51,30 @@ class ConsumeConfig(msgspec.Struct, frozen=True, kw_only=True):
     sasl_mechanism: str = "PLAIN"
     sasl_username: str | None = None
     fields: Fields = Fields()
-    tenant: str = ""  # of all users
-    dead_letters: Path  # a file
+    tenant: str = ""  # of every user
+    dead_letters: Path  # JSON lines
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
 
 
 class _Round(NamedTuple):
-    """Messages between two commits."""
+    """The messages between two commits."""
 
-    pairs: list[tuple[Any, Write]]  # that are not written yet
-    dead: list[tuple[Any, str]]  # and why
+    pairs: list[tuple[Any, Write]]  # message and event, not written yet
+    dead: list[tuple[Any, str]]  # message and reason
     users: Counter[str]
     offsets: dict[Any, int]  # partition -> the next offset
 
 
 class EventConsumer:
-    """Consumes until it is told to stop. Event loop only."""
+    """Writes messages until it is stopped. Event loop only."""
 
     def __init__(self, consumer: Any, target: Target, config: ConsumeConfig) -> None:
-        """Consume nothing yet. The consumer is started, with automatic commits off.
+        """Prepare the consumer, which must have automatic commits off.
 
         Raises:
-            ConfigError: there is no action, so nothing is an event; a feature that is told is not
-                there; the file of dead letters cannot be written.
+            ConfigError: the model has no actions or lacks a configured feature, or the file of
+                dead letters cannot be written.
         """
         self._consumer = consumer
         self._target = target
@@ -85,12 +85,12 @@ class EventConsumer:
         )
         if not target.model.actions:
             raise ConfigError(
-                f"{about}: its model has no actions, so nothing is an event; serve a ranker"
+                f"{about}: the model has no actions, so no message is an event; serve a ranker"
             )
         if lost := [name for name in config.fields.features if name not in there]:
             known = ", ".join(there) or "none"
             raise ConfigError(
-                f"--feature {lost[0]}: no feature of events of {about}; it has {known}"
+                f"--feature {lost[0]}: not an event feature of {about}; it has {known}"
             )
         try:
             os.close(open_private(config.dead_letters))
@@ -101,20 +101,18 @@ class EventConsumer:
         def metric(kind: Any, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
             return kind(f"npu_gr_consume_{name}", text, labels, registry=self.registry)
 
-        text = "Messages: written, known (read again, and counted before), dead."
+        text = "Messages by result: written, known (a duplicate), dead (a dead letter)."
         messages = metric(prometheus_client.Counter, "messages", text, ("result",))
         self.counts = {result: messages.labels(result) for result in ("written", "known", "dead")}
-        self._retries = metric(
-            prometheus_client.Counter, "retries", "Rounds that were tried again."
-        )
-        text = "Messages of a partition that are not committed yet."
+        self._retries = metric(prometheus_client.Counter, "retries", "Retries of a round.")
+        text = "Uncommitted messages of a partition."
         self._lag = metric(prometheus_client.Gauge, "lag_messages", text, ("topic", "partition"))
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Consume until `stop` is set; then finish the round, unless the store is away.
+        """Consume until `stop` is set; then finish the round, unless the store is unavailable.
 
         Raises:
-            ConfigError: the service does not let us in.
+            ConfigError: the service rejects the key.
         """
         while not stop.is_set():
             batches = await self._consumer.getmany(timeout_ms=LINGER_MS, max_records=MOST)
@@ -142,7 +140,7 @@ class EventConsumer:
         return current.users[write.user.user] >= MOST_OF_USER
 
     async def _finish(self, current: _Round, stop: asyncio.Event) -> bool:
-        """Write a round and commit it. False: told to stop before the store had acknowledged."""
+        """Write a round and commit it; False if stopped before the store acknowledged."""
         pause_s, tries = RETRY_FIRST_S, 0
         while current.pairs or current.dead:
             try:
@@ -155,7 +153,7 @@ class EventConsumer:
                     self.counts["dead"].inc(len(current.dead))
                     current.dead.clear()
             except (Unavailable, OSError) as error:
-                log.warning("paused, and tried again in %.1f s: %s", pause_s, error)
+                log.warning("writing failed, next try in %.1f s: %s", pause_s, error)
             if current.pairs or current.dead:
                 self._retries.inc()
                 if await _stopped_within(stop, pause_s):
@@ -165,7 +163,7 @@ class EventConsumer:
         return True
 
     async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
-        """Write; where the form of one is rejected, which fails all of its call, each alone."""
+        """Write all; if one invalid event fails the call, write each alone."""
         try:
             return list(await self._target.store.write_many(writes))
         except Unprocessable as error:
@@ -176,7 +174,7 @@ class EventConsumer:
     def _sort(
         self, current: _Round, results: list[Any], *, is_last: bool
     ) -> list[tuple[Any, Write]]:
-        """Count what was written, add what cannot be to the dead; return what is tried again."""
+        """Count written messages, add failed ones to the dead letters, return those to retry."""
         again = []
         for pair, result in zip(current.pairs, results, strict=True):
             if isinstance(result, Written):
@@ -188,9 +186,9 @@ class EventConsumer:
         return again
 
     def _bury(self, letters: list[tuple[Any, str]]) -> None:
-        """Append a JSON line a message: one may be there twice after a crash, or half of it.
+        """Append one JSON line per message; after a crash one may be duplicated or truncated.
 
-        Others may move the file away at any time; the next letter begins a new one.
+        The file may be moved at any time; the next dead letter creates a new one.
         """
         with os.fdopen(open_private(self._config.dead_letters, appends=True), "r+b") as file:
             if (
@@ -208,10 +206,10 @@ class EventConsumer:
             os.fsync(file.fileno())
         message, reason = letters[0]
         place = f"{message.topic}/{message.partition}/{message.offset}"
-        log.warning("%s is no event: %s (of %d dead letters)", place, reason, len(letters))
+        log.warning("%s is a dead letter: %s (first of %d)", place, reason, len(letters))
 
     async def _commit(self, read: dict[Any, int]) -> None:
-        """Commit. What cannot be is read again by whoever has the partition then, and known."""
+        """Commit offsets; if that fails, the messages are read again and count as known."""
         from aiokafka.errors import KafkaError
 
         mine = self._consumer.assignment()
@@ -220,8 +218,10 @@ class EventConsumer:
             if offsets:
                 await self._consumer.commit(offsets)
         except KafkaError as error:
-            log.warning("offsets not committed, so these messages are read again: %s", error)
-        mine = self._consumer.assignment()  # another one perhaps, after a rebalance
+            log.warning(
+                "committing offsets failed, so these messages will be read again: %s", error
+            )
+        mine = self._consumer.assignment()  # may have changed by a rebalance
         for partition, offset in offsets.items():
             if partition in mine and (end := self._consumer.highwater(partition)) is not None:
                 self._lag.labels(partition.topic, str(partition.partition)).set(
@@ -238,17 +238,17 @@ async def _stopped_within(stop: asyncio.Event, pause_s: float) -> bool:
 async def consume(
     config: ConsumeConfig, opened: Callable[[], AbstractAsyncContextManager[Target]]
 ) -> dict[str, int]:
-    """Consume until SIGTERM or SIGINT; then the round that is being written may end.
+    """Consume until SIGTERM or SIGINT, and finish the current round.
 
     Args:
-        config: where messages come from.
-        opened: opens where the events go; a service that is not there yet is waited for.
+        config: Source of the messages.
+        opened: Opens the destination; retried while a service is unavailable.
 
     Returns:
-        Messages by what became of them.
+        Number of messages by result.
 
     Raises:
-        ConfigError: something cannot be used, or the brokers or the service do not let us in.
+        ConfigError: the configuration cannot be used, or the brokers or the service reject us.
     """
     try:
         from aiokafka import AIOKafkaConsumer
@@ -268,7 +268,7 @@ async def consume(
         password = os.environ.get(PASSWORD)
         if not (config.sasl_username and password):
             raise ConfigError(
-                f"--sasl-username and the variable {PASSWORD}: {config.security} needs both"
+                f"{config.security} needs both --sasl-username and the variable {PASSWORD}"
             )
         options |= {"sasl_mechanism": config.sasl_mechanism, "sasl_plain_password": password}
         options["sasl_plain_username"] = config.sasl_username
@@ -278,7 +278,9 @@ async def consume(
             try:
                 target = await stack.enter_async_context(opened())
             except Unavailable as error:
-                log.warning("tried again in %.1f s: %s", pause_s, error)
+                log.warning(
+                    "opening the destination failed, next try in %.1f s: %s", pause_s, error
+                )
                 if await _stopped_within(stop, pause_s):
                     return dict.fromkeys(("written", "known", "dead"), 0)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
@@ -314,15 +316,15 @@ async def consume(
 
 
 async def _until_stopped(events: EventConsumer, stop: asyncio.Event) -> None:
-    running, told = asyncio.create_task(events.run(stop)), asyncio.create_task(stop.wait())
+    running, stopping = asyncio.create_task(events.run(stop)), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait_for(running, DRAIN_S)
     except TimeoutError:
         log.warning(
-            "not drained within %.0f s: what was not committed is read again, and counts once",
+            "not drained within %.0f s; uncommitted messages will be read again, and count once",
             DRAIN_S,
         )
     finally:
-        told.cancel()
+        stopping.cancel()
         running.cancel()

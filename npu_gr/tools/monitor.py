@@ -1,7 +1,7 @@
-"""`npu-gr demo --monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
+"""`npu-gr demo --monitor`: the demo under replay, with Prometheus and dashboards.
 
-Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so
-the command writes what a Grafana needs to provision itself, and says how to start one.
+Prometheus must be installed (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so the
+command writes provisioning files for Grafana, and prints how to start it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from npu_gr.tools import demo
 from npu_gr.tools.demo_instance import served, started
 
 SCRAPE_S = 2.0
-EVALUATE_S = 5.0  # rules
-_HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then http://127.0.0.1:3000:
-  docker run --network host -v {folder}/grafana:/etc/grafana/provisioning -v {folder}:/dashboards grafana/grafana
-  or import the JSON files into a Grafana of yours"""
+EVALUATE_S = 5.0  # between evaluations of the rules
+_HOW_TO_GRAFANA = """Grafana      run it with Docker and open http://127.0.0.1:3000:
+  docker run --network host -v {folder}/grafana:/etc/grafana/provisioning \\
+    -v {folder}:/dashboards grafana/grafana
+  or import the JSON files into your Grafana"""
 
 
 async def monitor(
     made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int
 ) -> None:
-    """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
+    """Serve, scrape, and replay the traffic repeatedly, until Ctrl-C.
 
     Args:
         made: The demo's site; its folder is absolute.
-        console: Output for people.
-        port, admin_port: Ports of the service.
-        prometheus_port: Port of the Prometheus.
+        console: Output.
+        port: Port of the service.
+        admin_port: Port of its admin address.
+        prometheus_port: Port of Prometheus.
 
     Raises:
-        ConfigError, DataError, Unavailable: as `demo.run`; also if there is no Prometheus.
+        ConfigError, DataError, Unavailable: as `demo.run`; also if Prometheus is not installed.
     """
     prepared = await demo.prepare_traffic(made, console, port, admin_port)
     boards = made.folder / "monitor"
@@ -69,19 +71,21 @@ async def monitor(
                 report = await replay(records, demo.options(prepared, url, seed=seed), stop=stop)
                 within = report.num_within_slo / max(report.num_ranks, 1)
                 seed += 1
-                console.print(f"round {seed}: {report.num_ranks} ranks, {within:.2%} in time")
-                # the store has them
+                console.print(
+                    f"round {seed}: {report.num_ranks} ranks, {within:.2%} within the SLO"
+                )
+                # the store has the events after the first round
                 records = [record for record in prepared.records if record.kind != EVENTS.name]
 
 
 def check_machine(ports: Mapping[str, int]) -> None:
-    """Look for what a run needs, before anything is made for it.
+    """Check that the machine has what a run needs.
 
     Args:
-        ports: option -> what is to be listened on, on loopback.
+        ports: Option -> port on the loopback address that must be free.
 
     Raises:
-        ConfigError: names all that is lacking.
+        ConfigError: something is missing; the message names all of it.
     """
     lacks = (
         []
@@ -101,17 +105,17 @@ def check_machine(ports: Mapping[str, int]) -> None:
 async def prometheus(
     folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
 ) -> AsyncIterator[str]:
-    """Run a Prometheus until the end of the block; yields its URL.
+    """Run Prometheus for the block, and yield its URL.
 
     Args:
-        folder: Folder with `rules.yml`, for the configuration, data and log of Prometheus.
-        target: host:port to scrape.
-        port: Port on loopback.
-        scrape_s: Seconds between two scrapes.
-        evaluate_s: Seconds between two evaluations of the rules.
+        folder: Folder with `rules.yml`; receives the configuration, data and log.
+        target: Scraped address, as host:port.
+        port: Port of Prometheus.
+        scrape_s: Interval of scrapes.
+        evaluate_s: Interval of evaluations of the rules.
 
     Raises:
-        ConfigError: the program is not installed. Unavailable: it did not start.
+        ConfigError: Prometheus is not installed. Unavailable: it did not start.
     """
     check_machine({})
     every = {
@@ -146,7 +150,7 @@ async def prometheus(
 
 
 def _provision_grafana(folder: Path, prometheus_url: str) -> None:
-    """Write what a Grafana reads when it starts: where Prometheus is, and where the dashboards are."""
+    """Write Grafana's provisioning files: the data source and the folder of the dashboards."""
     source = {"name": "Prometheus", "type": "prometheus", "url": prometheus_url, "isDefault": True}
     provider = {"name": "npu_gr", "type": "file", "options": {"path": "/dashboards"}}
     for kind, content in (("datasources", [source]), ("dashboards", [provider])):

@@ -1,8 +1,8 @@
-"""Baselines: something simple that a trained model has to beat, measured by the model's own protocol.
+"""Baselines: simple models that a trained model has to beat, measured by the same protocol.
 
-Every baseline learns items from the trained events alone; to score an event it may read, like the
-ranker, all events of the user before it, those after the trained ones included. `fit_baselines`
-fits those of the next item, and chooses the linear ones' settings on a validation.
+Every baseline is fitted to the trained events alone. To score an event it may read, like the
+ranker, all earlier events of the user, also those after the trained ones. `fit_baselines` fits the
+next-item baselines, and chooses the settings of the linear ones on a validation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from npu_gr.train.linear import (
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import MANY_REPEATS, Baseline, sample_targets
 
-LAGS = 5  # events between two items that still make a transition, and last events that are read
-# of a transition's weight with each event between, and of an event's weight with each newer one
-DECAY = 0.6
-PRIOR = 10.0  # transitions that an item's popularity counts for
+LAGS = 5  # longest distance of a transition in events, and the number of last events that are read
+DECAY = 0.6  # factor of a transition's weight per event in between, of an event's per newer event
+PRIOR = 10.0  # pseudo-count of transitions by popularity
 
 
 class Popularity:
@@ -59,7 +58,7 @@ class Popularity:
 
 
 class Markov:
-    """Ranks items by how often they followed the user's last item; equals by popularity."""
+    """Ranks items by how often they followed the user's last item; ties go by popularity."""
 
     name = "Markov counts"
 
@@ -77,7 +76,7 @@ class Markov:
     def next_items(self, log: InteractionLog, user: int) -> F64:
         last = log.items[log.starts[user] + log.num_trained[user] - 1]
         popularity = self._popularity.next_items(log, user)
-        # less than one count, so it decides between equals only
+        # less than one count in all, so it only breaks ties
         scores: F64 = popularity / (popularity.sum() + 1)
         mine = slice(
             *np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items])
@@ -87,12 +86,14 @@ class Markov:
 
 
 class DecayedTransitions:
-    """Ranks items by what follows the user's last five.
+    """Ranks items by what follows the user's last five items.
 
-        P(i | j) = (sum over lags 1 .. 5 of .6^(lag - 1) n(j, then i) + 10 pop(i)) / (the sum over i + 10)
-        score(i) = sum over the last five items j of .6^age P(i | j)
+        c(j, i)  = sum over lags 1 .. 5 of  0.6^(lag - 1) n_lag(j, i)
+        P(i | j) = (c(j, i) + 10 pop(i)) / (sum over i of c(j, i) + 10)
+        score(i) = sum over the last five items j of  0.6^age P(i | j)
 
-    n counts pairs of trained events of one user, pop is an item's share of the trained events.
+    n_lag(j, i) counts how often i came `lag` events after j in a user's trained events, pop(i) is
+    the share of item i in the trained events.
     """
 
     name = "decayed transitions"
@@ -133,10 +134,10 @@ class DecayedTransitions:
 
 
 class Means:
-    """Predicts item mean plus the user's mean so far, both shrunk towards the global mean."""
+    """Predicts the item's mean plus the user's mean so far, both shrunk to the global mean."""
 
     name = "user + item means"
-    shrinkage = 5.0  # events that the global mean counts for
+    shrinkage = 5.0  # pseudo-count of the global mean, in events
 
     def __init__(self, log: InteractionLog) -> None:
         items = log.items[log.trained]
@@ -161,9 +162,9 @@ class Means:
 class MatrixFactorisation:
     """Factorises the action values with biases, by alternating least squares.
 
-    Folds users in event by event.
+        value ~ mean + b_user + b_item + p_user . q_item,   with ridge terms on factors and biases
 
-    value ~ mean + b_user + b_item + p_user . q_item,   with ridge terms on factors and biases
+    To predict an event, the user's row is solved from the user's earlier events.
     """
 
     name = "matrix factorisation"
@@ -207,7 +208,7 @@ class MatrixFactorisation:
         return scores
 
     def next_items(self, log: InteractionLog, user: int) -> F64:
-        # The items that the user would like best, which need not be those that come next.
+        # by the predicted value: the items liked best, which need not come next
         part = slice(log.starts[user], log.starts[user] + log.num_trained[user])
         row = self._fold_in(log.items[part], log.values[part])[-1]
         return expected(row, self.items)
@@ -219,39 +220,39 @@ def _events_of_each(owners: I64, count: int) -> list[I64]:
     return np.split(order, np.searchsorted(owners[order], np.arange(1, count)))
 
 
-VALIDATION_USERS = 1000  # most of them
-# of a log whose linear models are fitted: the validation of one takes minutes above it
-MAX_EDGES = 2_000_000
-ITEM_EXPONENTS = (0.0, 0.5)  # of PureSVD
-NUM_VALUES = (16, 32, 64)
+VALIDATION_USERS = 1000  # most users of the validation
+MAX_EDGES = 2_000_000  # linear models are skipped above it: tuning one would take minutes
+ITEM_EXPONENTS = (0.0, 0.5)  # PureSVD's item exponents
+NUM_VALUES = (16, 32, 64)  # PureSVD's numbers of singular values
 
-Models = Callable[[Graph, int], Iterator[Candidate[LinearModel]]]  # of the first items of a graph
+# graph, number of scored items (the first ones) -> candidates
+Models = Callable[[Graph, int], Iterator[Candidate[LinearModel]]]
 
 
 class FittedBaselines(NamedTuple):
-    """Baselines of one log."""
+    """The next-item baselines of one log."""
 
     fitted: list[Baseline]
-    skipped: tuple[str, ...]  # why others are not among them
+    skipped: tuple[str, ...]  # a sentence for each baseline that was skipped
 
     @property
     def item_knn(self) -> LinearBaseline | None:
-        """ItemKNN; None = it is left out."""
+        """ItemKNN; None = it was skipped."""
         linear = (one for one in self.fitted if isinstance(one, LinearBaseline))
         return next((one for one in linear if isinstance(one.tuned.model, ItemKNN)), None)
 
 
 @dataclass(slots=True, eq=False)
 class LinearBaseline:
-    """A linear model of who has what, which knows no order of events."""
+    """A linear collaborative filter, which ignores the order of events."""
 
     name: str
     tuned: Tuned[LinearModel]
-    models: Models  # that it was chosen among
-    scale_users: I64  # some of the validation's, whose scores decide the scale
+    models: Models  # the candidates that it was chosen from
+    scale_users: I64  # rows of the users whose scores decide the scale
 
     def refitted(self, log: InteractionLog) -> LinearBaseline:
-        """Fit the same settings to the trained events of another log of the same users and items."""
+        """Fit the same settings to the trained events of another log with these users and items."""
         graph = graph_of(log)
         tuned = self.tuned.refitted(
             self.models(graph, graph.num_items), graph.degrees()[1], self.scale_users
@@ -267,22 +268,23 @@ class LinearBaseline:
 
 
 def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselines:
-    """Fit popularity, Markov counts, decayed transitions, ItemKNN, EASE and PureSVD to the trained events.
+    """Fit the next-item baselines to the trained events.
 
-    The linear models' settings are those with the best smooth HIT on a split of the trained events:
-    of unseen items, or of all where most of the next ones are repeats.
+    These are popularity, Markov counts, decayed transitions, ItemKNN, EASE and PureSVD. To choose
+    the settings of the last three, the trained events are split again. The settings with the best
+    smooth HIT win: on unseen items, or on all items if most next items are repeats.
 
     Args:
-        log: the whole of it.
-        split: that made it; splits the trained events again.
-        seed: draws the users of the validation.
+        log: The log, split into trained and tested events.
+        split: The rule of that split, which also splits the trained events.
+        seed: Seed of the validation users' sample.
     """
     fitted: list[Baseline] = [Popularity(log), Markov(log), DecayedTransitions(log)]
     graph = graph_of(log)
     if len(graph.users) > MAX_EDGES:
         words = (
-            f"ItemKNN, EASE and PureSVD are left out: {len(graph.users)} pairs of user and "
-            f"item, over {MAX_EDGES}"
+            f"ItemKNN, EASE and PureSVD are skipped: the log has {len(graph.users)} pairs of user "
+            f"and item, and the limit is {MAX_EDGES}"
         )
         return FittedBaselines(fitted, (words,))
     too_large = ease_is_too_large(graph)
@@ -297,7 +299,7 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
 
 
 def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Evaluator]:
-    """Split the trained events again; a log that is too small for it has nothing to validate on."""
+    """Split the trained events again; the validation of a log that is too small is empty."""
     try:
         earlier = log.only_trained(split)
     except DataError:
@@ -312,7 +314,7 @@ def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Ev
 
 
 def graph_of(log: InteractionLog) -> Graph:
-    """Make the graph of who has what in the trained events."""
+    """Make the user-item graph of the trained events."""
     trained = log.trained
     return unique_edges(log.users[trained], log.items[trained], log.num_users, log.num_items)
 

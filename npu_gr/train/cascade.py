@@ -1,10 +1,12 @@
-"""Choose what a cascade asks and how it orders, by the next items of users whom no model was trained on.
+"""Choose the sources and the order of a cascade by held-out next items of users.
 
-Every way to ask is a set of the configured sources and an order. Half of the users choose: the way
-with the highest NDCG@10, if it is measurably better than the configured one, which else stays. Of
-so many ways one is soon better by chance, so what is allowed for chance is divided among them. The
-other half say what it is worth beside each part alone, with paired intervals, because the best of
-many looks better on its own users than it is.
+A "way" is a set of the configured sources and an order. Half of the users choose the way with the
+highest NDCG@10. It replaces the configured way only if it is significantly better: the
+significance level is divided by the number of ways (Bonferroni), because among many ways one is
+soon better by chance.
+
+The other half of the users evaluate the choice: its NDCG@10 minus that of each source alone, with
+paired intervals. The users who chose would overestimate it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,8 @@ from npu_gr.train.metrics import (
 from npu_gr.train.next_item import MANY_REPEATS
 
 TOP = 10
-CHANCE = 0.05  # of taking another way than the configured one where none is better
-# sources of which every set is tried; of more: each alone, each pair, the first three, and all
-FEW = 3
+CHANCE = 0.05  # significance level: chance to replace the configured way where no way is better
+FEW = 3  # up to so many sources, every set is tried
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",
     *(name for name in get_args(OrderName) if name != "retrieval"),
@@ -42,14 +43,14 @@ ORDERS: tuple[OrderName, ...] = (
 
 
 class CascadeWay(NamedTuple):
-    """One way to ask a cascade."""
+    """A set of sources, and the order of what they found."""
 
     sources: tuple[SourceName, ...]
     order: OrderName
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name in reports, e.g. "shared encoder + match, blended"."""
         found = " + ".join(self.sources).replace("_", " ")
         return (
             f"{found} alone"
@@ -59,12 +60,12 @@ class CascadeWay(NamedTuple):
 
 
 def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[CascadeWay]:
-    """List the ways to ask, those with fewer stages first.
+    """List the ways to ask a cascade, those with fewer stages first.
 
     Args:
-        sources: configured. Each further one makes so many ways more as there are orders and
-            sources: of five there are 17 sets.
-        has_blend: whether the ranker has a fitted order.
+        sources: Configured sources. Up to three, every set of them is tried; of more, each alone,
+            each pair, the first three, and all (17 sets of five sources).
+        has_blend: Whether the ranker has a fitted score blend (order `blended`).
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
@@ -79,35 +80,35 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
 
 
 class CascadeRow(NamedTuple):
-    """A way beside the chosen one, on the users who did not choose."""
+    """A way compared with the chosen one, on the users who did not choose."""
 
     way: CascadeWay
     hr_at_10: float
     ndcg_at_10: float
-    # NDCG@10 of the chosen way less this one's; None = it is the chosen one
+    # NDCG@10 of the chosen way minus this one's; None = this is the chosen one
     less: Difference | None
 
 
 class CascadeChoice(NamedTuple):
-    """The best way, and what it is worth."""
+    """The chosen way, and its evaluation."""
 
     way: CascadeWay
     rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
-    hurts: list[str]  # stages without which the configured way is measurably better, in words
-    num_users: int  # who chose; as many or one fewer evaluated
+    hurts: list[str]  # a sentence for each stage that makes the configured cascade worse
+    num_users: int  # users who chose; as many, or one fewer, evaluated
 
     def lines(self) -> list[str]:
-        """Say it in words."""
+        """Explain the choice, a line each."""
         return [
-            f"recommend asks {self.way.name}: the best of all sources and orders for "
-            f"{self.num_users} users. For the other users (in brackets: its NDCG@{TOP} less that "
+            f"recommend uses {self.way.name}: the best of all sources and orders for "
+            f"{self.num_users} users. For the other users (in brackets: its NDCG@{TOP} minus that "
             "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
+        """Turn the choice into plain types for JSON."""
         rows = [
             {"way": row.way.name, "hr_at_10": row.hr_at_10, "ndcg_at_10": row.ndcg_at_10}
             | ({} if row.less is None else {"chosen_less_it": row.less._asdict()})
@@ -120,18 +121,18 @@ class CascadeChoice(NamedTuple):
 def choose_way(
     places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: int = 0
 ) -> CascadeChoice:
-    """Choose by half of the users.
+    """Choose a way by half of the users, and evaluate it by the other half.
 
     Args:
-        places: way -> [users] place of the right item, from 0; inf = not answered. At least two
+        places: Way -> [users] rank of the right item, from 0; inf = not answered. At least two
             users.
-        configured: one of the ways; it stays unless another is measurably better.
-        seed: draws the half.
+        configured: One of the ways; it stays unless another is significantly better.
+        seed: Seed of the random halves.
     """
     num_users = len(places[configured])
     chooses = np.zeros(num_users, np.bool_)
     chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
-    # of equals the first: fewer stages
+    # ties go to the first way, which has fewer stages
     best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))
     each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
     gap = difference_of_users(each[best], each[configured])
@@ -158,11 +159,13 @@ def choose_way(
 
 
 def why(name: str, ours: F64, part: str, theirs: F64) -> str:
-    """Say in one sentence how a cascade stands beside its best part.
+    """Compare a cascade with its best part in one sentence.
 
     Args:
-        name, part: of the two.
-        ours, theirs: [users] places of the same users.
+        name: Name of the cascade.
+        ours: [users] ranks of the right items, from 0.
+        part: Name of its best part.
+        theirs: [users] ranks of the same users' right items.
     """
     by_place, by_hit = (
         difference_of_users(figure(ours, TOP), figure(theirs, TOP))
@@ -179,22 +182,21 @@ def why(name: str, ours: F64, part: str, theirs: F64) -> str:
             f"{name} is worse than {part}: {figures}; `npu-gr train all` chooses the sources "
             "and the order"
         )
-    return f"{name} cannot be told from {part}, its best part: {figures}"
+    return f"{name} does not differ significantly from {part}, its best part: {figures}"
 
 
 def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[str]:
-    """Name the stages without which the configured way is better on all users."""
+    """Describe the stages without which the configured way is significantly better."""
     for source in whole.sources if len(whole.sources) > 1 else ():
         without = CascadeWay(tuple(name for name in whole.sources if name != source), whole.order)
         name = source.replace("_", " ")
         yield from _hurt(
             places, whole, without, f"source {name}", f"recommend.sources without {source}"
         )
-    for order in ORDERS[1:]:
-        way = CascadeWay(whole.sources, order)
-        if way in places:
-            without = CascadeWay(whole.sources, "retrieval")
-            yield from _hurt(places, way, without, f"order {order}", "recommend.order: retrieval")
+    if whole.order != "retrieval":
+        without = CascadeWay(whole.sources, "retrieval")
+        stage = f"order {whole.order}"
+        yield from _hurt(places, whole, without, stage, "recommend.order: retrieval")
 
 
 def _hurt(
@@ -224,8 +226,8 @@ def _interval(gap: Difference) -> str:
     return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
 
 
-JUDGED_USERS = 300  # who evaluate a site's cascade; others choose it
-MISSED = float("inf")  # the place of an item that was not answered
+EVALUATED_USERS = 300  # users who evaluate a site's cascade; other users choose it
+MISSED = float("inf")  # the rank of an item that was not answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,11 +243,11 @@ class NextEventCase:
     happened_at: int  # unix seconds of the next event
 
     def body(self, tenant: str) -> dict[str, Any]:
-        """The part of a request body that every route reads: the user and the history.
+        """Return the part of a request body that every route reads: the user and the history.
 
         Args:
-            tenant: a tenant of its own keeps the requests of one way from warming the cache of
-                another.
+            tenant: Tenant of the user. Another tenant for each way keeps the requests of one way
+                from warming the cache of another.
         """
         return {
             "user_id": self.user,
@@ -261,12 +263,12 @@ class NextEventCase:
 def next_events(
     log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None
 ) -> list[NextEventCase]:
-    """One case for each user who has known events and then others: the first of these others.
+    """List the first event after the known ones, of each user who has known and later events.
 
     Args:
         log: n events.
-        known: [n] the events that the models may have seen.
-        num_users: keep so many cases at most, drawn at random (seed 0); None = all.
+        known: bool [n] the events that the models may have seen.
+        num_users: Most cases, drawn at random (seed 0); None = all.
     """
     cases = []
     for user, name in enumerate(log.user_names):
@@ -292,7 +294,7 @@ def next_events(
 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:
-    """Whether to leave out what each user had before: not where most of the next items are repeats."""
+    """Whether to exclude items that the user had before: not if most next items are repeats."""
     return repeat_ratio(cases) <= MANY_REPEATS
 
 
@@ -302,10 +304,10 @@ def repeat_ratio(cases: Sequence[NextEventCase]) -> float:
 
 
 def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:
-    """Name the action of each value; a value of a log without names stands for its own."""
+    """Name the action of each value; in a log without action names the value is the name."""
     return [names[int(value)] if names else value for value in values.tolist()]
 
 
 def raw_column(items: Sequence[int]) -> str:
-    """Write ids as a raw column: a list would be read as names."""
+    """Encode ids as a raw column (base64, little-endian int64): a list would be read as names."""
     return b64encode(np.array(items, "<i8").tobytes()).decode()

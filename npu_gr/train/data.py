@@ -1,12 +1,13 @@
-"""An interaction log as item rows and action indices, its split into training and test, and batches of windows.
+"""An interaction log in the models' terms, its split into training and test, and its batches.
 
-Every split trains on the oldest events of every user, so it is one number a user, `num_trained`:
+Every split trains on the oldest events of each user, so a split is one number per user,
+`num_trained`:
 
-  user-time      all but the newest fifth of the user's events. Every tested user is known to the model, and so are
-                 other users' events that came later
-  time           the events before one instant, which cuts off the newest fifth of the log. Nothing later is known to
-                 the model, and most tested users are new
-  leave-one-out  all but the user's last event
+  user-time      train on all but the newest fifth of the user's events. The model knows every
+                 tested user, and events of other users that came later than the tested ones.
+  time           train on the events before one instant, which cuts off the newest fifth of the
+                 log. The model knows nothing later, and most tested users are new to it.
+  leave-one-out  train on all but the user's last event.
 
 A user's events after the trained ones are tested (AUC); the first of them is the next item (HR@10,
 NDCG@10):
@@ -43,13 +44,13 @@ TESTED: dict[Split, str] = {
 }
 
 
-def what_stands(split: Split, num_trained: int, num_served: int) -> str:
-    """Say on what the figures stand, and on what the model stands that is served.
+def evaluation_title(split: Split, num_trained: int, num_served: int) -> str:
+    """Say in one line which events evaluated the model, and what the served model was trained on.
 
     Args:
-        split: of the evaluation.
-        num_trained: events that the evaluated model was trained on.
-        num_served: the same of the served one; equal = they are one model.
+        split: The split of the evaluation.
+        num_trained: Events that the evaluated model was trained on.
+        num_served: Events that the served model was trained on; equal = they are one model.
     """
     evaluated = f"evaluated on {TESTED[split]} by a model of {num_trained:,} events; served: "
     return evaluated + (
@@ -103,7 +104,7 @@ class InteractionLog:
 
     @property
     def names_of_actions(self) -> tuple[str, ...]:
-        """Name of each action as callers say it: a value by its plain text."""
+        """Name of each action as requests name it; a rating is named by its plain text."""
         return self.action_names or tuple(map(value_name, self.action_values))
 
     @property
@@ -112,7 +113,7 @@ class InteractionLog:
         return np.array(self.action_values)[self.actions]
 
     def next_items(self) -> list[NextItem]:
-        """List the event right after the trained ones of every user who has both."""
+        """List the first event after the trained ones, of users with trained and later events."""
         first_tested = self.starts[:-1] + self.num_trained
         has_both = (self.num_trained > 0) & (first_tested < self.starts[1:])
         return [NextItem(int(user), int(first_tested[user])) for user in np.flatnonzero(has_both)]
@@ -133,14 +134,14 @@ class InteractionLog:
 def build_log(
     interactions: Interactions, features: Sequence[ItemValues], split: Split
 ) -> InteractionLog:
-    """Translate interactions into the model's terms.
+    """Number the users, items and actions of a log, and split its events.
 
     Item rows are the sorted ids of items with events or features.
 
     Args:
-        interactions: the whole log, in time order.
-        features: side features of items, which may have no events.
-        split: the events to train on.
+        interactions: The whole log, in time order.
+        features: Side features of items; items without events get a row too.
+        split: Rule that decides which events are trained on.
 
     Raises:
         DataError: nothing is left to train or to test on.
@@ -150,7 +151,7 @@ def build_log(
     )
     # stable: each user's events stay in time order
     order = np.argsort(interactions.users, kind="stable")
-    # an index means the same in every model of the data set, whatever this log lacks
+    # an action has the same index in every model of a dataset, even if this log lacks some actions
     if interactions.action_names:
         action_values = np.arange(len(interactions.action_names), dtype=np.float64)
         actions = interactions.values.astype(np.int64)
@@ -172,15 +173,12 @@ def build_log(
 
 
 def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
-    """Decide which events a split trains on.
+    """Decide which events a split trains on, bool [n].
 
     Args:
         users: [n] user of each event, in any order of users; each user's events oldest first.
         times: int64 [n] unix seconds.
-        split: the rule.
-
-    Returns:
-        bool [n].
+        split: Rule to apply.
     """
     if split == "time":
         return times < (np.quantile(times, 1 - TEST_RATIO, method="lower") if len(times) else 0)
@@ -205,9 +203,8 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
     num_trained = np.bincount(users[to_train_on(users, times, split)], minlength=log.num_users)
     if not 0 < num_trained.sum() < len(times):
         raise DataError(
-            f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train "
-            "on and "
-            f"{len(times) - num_trained.sum()} to test on; both must be more than 0"
+            f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train on "
+            f"and {len(times) - num_trained.sum()} to test on; both must be more than 0"
         )
     return InteractionLog(
         items=log.items[kept],
@@ -241,12 +238,9 @@ class Batch:
 
 
 def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> list[Window]:
-    """Cut the trained events of each user into windows; the first window's length is random.
+    """Cut the trained events of each user into windows of at most `window_tokens` events.
 
-    Args:
-        log: what to cut.
-        window_tokens: longest window.
-        random: draws the cuts, so that every epoch cuts elsewhere.
+    The length of a user's first window is random, so every epoch cuts at other places.
     """
     found = []
     for start, trained in zip(log.starts.tolist(), log.num_trained.tolist(), strict=False):
@@ -267,11 +261,11 @@ def batches(
     """Batch windows of similar length.
 
     Args:
-        log: holds the events.
-        parts: windows of it.
-        batch_tokens: most tokens of a batch, padding included; a window longer than this is a batch
+        log: The log that the windows were cut from.
+        parts: Windows to batch.
+        batch_tokens: Most tokens of a batch, padding included; a window longer than this is a batch
             of its own.
-        random: shuffles the batches; None = shortest windows first.
+        random: Generator that shuffles the batches; None = shortest windows first.
     """
     parts = sorted(parts, key=lambda window: window.num_tokens)
     groups: list[list[Window]] = [[]]
@@ -298,31 +292,31 @@ def _batch(log: InteractionLog, group: list[Window]) -> Batch:
     )
 
 
-MAX_APART = 2  # events between which one item counts as following the other
+MAX_APART = 2  # an item follows another if it comes at most so many events later
 
 
 class Augmentation:
-    """Draws variations of a log's trained events: what is short and sparse is read in more ways than one.
+    """Draws random variations of a log's trained events, against overfitting to short histories.
 
-        skip    an event is left out, so the items around it follow each other
-        swap    an item gives place to another that followed the item before it, in anybody's history
+        skip    leave an event out, so the items around it follow each other
+        swap    replace an item by another one that followed the item before it, in any history
 
-    Histories of ten items say little, and a decoder soon knows them by heart. Counts of what
-    follows what are then the strongest baseline there is; swaps are drawn from just these counts,
-    so the decoder learns them too.
+    A decoder soon memorises histories of ten items. On such logs, counts of item pairs (Markov
+    transitions) are the strongest baseline. Swaps are drawn from these counts, so the decoder
+    learns them too.
 
     Source: item dropout and substitution of correlated items as in CoSeRec (arXiv:2108.06479),
     which adds a contrastive loss; here the varied histories are simply trained on.
     """
 
     def __init__(self, log: InteractionLog, skip_ratio: float, swap_ratio: float) -> None:
-        """Count what follows what.
+        """Count which items follow which in the trained events.
 
         Args:
-            log: its trained events count.
-            skip_ratio: share of the events to leave out, 0 .. 1.
-            swap_ratio: share of the events with another item, 0 .. 1; a user's first event has
-                none.
+            log: The log to vary.
+            skip_ratio: Share of the events to leave out, 0 .. 1.
+            swap_ratio: Share of the events that get another item, 0 .. 1. A user's first event
+                keeps its item.
         """
         self._log = log
         self._skip_ratio = skip_ratio
@@ -339,13 +333,9 @@ class Augmentation:
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(leads, minlength=log.num_items))])
 
     def draw(self, random: np.random.Generator) -> InteractionLog:
-        """Draw one variation; without skips and swaps it is the log itself.
+        """Draw one variation: the trained events, some left out, some with other items.
 
-        Args:
-            random: draws it.
-
-        Returns:
-            A log of trained events alone, some left out, some with other items.
+        Returns the log itself if both ratios are 0.
         """
         if not self._skip_ratio and not self._swap_ratio:
             return self._log
@@ -354,7 +344,7 @@ class Augmentation:
         has_before = self._trained & (np.diff(self._users, prepend=-1) == 0)
         at = np.flatnonzero(has_before & (random.random(len(items)) < self._swap_ratio))
         before = log.items[at - 1]
-        # what follows the item before is at least the item that is swapped
+        # never empty: the item that is swapped follows the item before it
         counts = self._starts[before + 1] - self._starts[before]
         items[at] = self._follows[
             self._starts[before] + (random.random(len(at)) * counts).astype(np.int64)

@@ -1,9 +1,8 @@
-"""Rank one held-out item of each user among the whole catalogue, less what the user is known to have.
+"""Rank one held-out item of each user among the items that the user does not have.
 
-Who has which items: the edges of a graph, and its matrices by rows with their products.
-
-A product is a segmented sum (`embedding_bag`): no dense matrix and no atomic additions, so the
-result has the same bits whatever runs beside it.
+Which user has which items is a bipartite `Graph`. `Csr` is a sparse matrix over its edges. Its
+product is a segmented sum (`embedding_bag`), without a dense matrix and without atomic additions,
+so the result has the same bits for any number of threads.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Csr:
         )
 
     def block(self, start: int, stop: int) -> Csr:
-        """Take the rows start .. stop - 1."""
+        """Slice the rows start .. stop - 1."""
         starts = self.starts[start : stop + 1]
         own = slice(int(starts[0]), int(starts[-1]))
         return Csr(starts - starts[0], self.columns[own], self.values[own])
 
     def dense(self, rows: Tensor, num_columns: int) -> Tensor:
-        """Write some rows out: int64 [n] -> float32 [n, num_columns]."""
+        """Expand some rows to a dense matrix: int64 [n] -> float32 [n, num_columns]."""
         starts = self.starts.long()
         counts = starts[rows + 1] - starts[rows]
         into = torch.arange(len(rows)).repeat_interleave(counts)
@@ -72,11 +71,11 @@ class Graph:
     num_items: int
 
     def none(self) -> Graph:
-        """The same users and items without edges."""
+        """Return a graph of the same users and items without edges."""
         return Graph(self.users[:0], self.items[:0], self.num_users, self.num_items)
 
     def degrees(self) -> tuple[I64, I64]:
-        """Count the edges of every user, int64 [num_users], and of every item, int64 [num_items]."""
+        """Count the edges of each user, int64 [num_users], and of each item, int64 [num_items]."""
         return (
             np.bincount(self.users, minlength=self.num_users),
             np.bincount(self.items, minlength=self.num_items),
@@ -90,8 +89,8 @@ class Graph:
         """Make the matrix [num_items, num_users] with a value, float32 [n], for each edge."""
         return _csr(self.items, self.users, values, self.num_items)
 
-    def beside(self, other: Graph) -> Graph:
-        """Join another graph of the same users; its items come after these."""
+    def join(self, other: Graph) -> Graph:
+        """Append the items and edges of another graph of the same users."""
         return Graph(
             np.concatenate([self.users, other.users]),
             np.concatenate([self.items, other.items + self.num_items]),
@@ -101,7 +100,7 @@ class Graph:
 
 
 def unique_edges(users: I64, items: I64, num_users: int, num_items: int) -> Graph:
-    """Make a graph of pairs that may come more than once."""
+    """Make a graph of (user, item) pairs, dropping repeated pairs."""
     edges = np.unique(users * num_items + items)
     return Graph(edges // num_items, edges % num_items, num_users, num_items)
 
@@ -116,10 +115,10 @@ def _csr(rows: I64, columns: I64, values: F32, num_rows: int) -> Csr:
     )
 
 
-BLOCK_USERS = 64  # users whose scores of all items are held at once
+BLOCK_USERS = 64  # users whose scores of all items are in memory at once
 SMOOTH_AT = (10, 20, 30, 50, 70, 100)
 
-# int64 [n] user rows -> float32 [n, items], which the caller may change
+# int64 [n] user rows -> float32 [n, items]; the result may be overwritten
 Scores = Callable[[Tensor], Tensor]
 
 
@@ -132,23 +131,23 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluator:
-    """Held-out items, and the items of their users that do not compete with them.
+    """Held-out items, and the items of their users that are excluded from the ranking.
 
     n = held-out items.
     """
 
     held_out: HeldOut
-    # [m] index into `held_out` of each (user, item) pair that does not compete, ascending
+    # [m] index into `held_out` of each excluded (user, item) pair, ascending
     hidden_rows: I64
-    hidden_items: I64  # [m] item row of each such pair
+    hidden_items: I64  # [m] item row of each excluded pair
 
     @classmethod
     def make(cls, held_out: HeldOut, *hidden: Graph) -> Evaluator:
-        """Look up what does not compete.
+        """Collect the excluded items of the held-out items' users.
 
         Args:
-            held_out: the items to rank. They are ranked even if `hidden` has them.
-            hidden: edges that do not compete: what the users are known to have.
+            held_out: Items to rank. They are ranked even if `hidden` has them.
+            hidden: Edges to exclude: what the users are known to have.
         """
         row_of = np.full(hidden[0].num_users, -1)
         row_of[held_out.users] = np.arange(len(held_out.users))
@@ -159,21 +158,18 @@ class Evaluator:
         return cls(held_out, rows[edges], items[edges])
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Evaluator:
-        """Evaluator some of the held-out items: bool [n]."""
+        """Return an evaluator of some of the held-out items: bool [n]."""
         kept = chosen[self.hidden_rows]
         new_rows = np.cumsum(chosen) - 1
         held_out = HeldOut(self.held_out.users[chosen], self.held_out.items[chosen])
         return Evaluator(held_out, new_rows[self.hidden_rows[kept]], self.hidden_items[kept])
 
     def ranks(self, users: Tensor, items: Tensor) -> F64:
-        """Rank by inner products of vectors: float32 [U, d] and [I, d]; see `ranks_by`."""
+        """Rank by inner products of vectors, float32 [U, d] and [I, d]; see `ranks_by`."""
         return self.ranks_by(lambda rows: users[rows] @ items.T)
 
     def ranks_by(self, scores: Scores) -> F64:
-        """Rank each held-out item among all items that compete.
-
-        Args:
-            scores: of any users.
+        """Rank each held-out item among all items that are not excluded.
 
         Returns:
             float64 [n] ranks from 0; ties count half.
@@ -186,7 +182,7 @@ class Evaluator:
         """Rank under several models that share work.
 
         Args:
-            tables: user rows -> the scores of each model, as `Scores` gives them.
+            tables: Function user rows -> scores of each model, as `Scores` returns them.
 
         Returns:
             float64 [models, n] ranks from 0; ties count half.
@@ -210,12 +206,12 @@ class Evaluator:
 
 
 def _counts(flags: Tensor) -> F64:
-    """Count the set flags of each row: many times as fast as torch's sum."""
+    """Count the set flags of each row; numpy is many times as fast as torch's sum."""
     return np.array([np.count_nonzero(row) for row in flags.numpy()], np.float64)
 
 
 def smooth_hit(ranks: F64) -> float:
-    """Average HIT@k over `SMOOTH_AT`: it moves less by chance than any one of them.
+    """Average HIT@k over the k of `SMOOTH_AT`, which is less noisy than any one of them.
 
     `ranks` count from 0.
     """

@@ -1,22 +1,20 @@
-"""Linear models of who has what: ItemKNN, EASE and PureSVD.
+"""Linear collaborative filters: ItemKNN, EASE and PureSVD, and their tuning on a validation.
 
-Each scores any item for any user of a graph.
+Each model scores the items of a user-item graph for its users; the order of events does not count.
+Users are rows, items are columns. Two domains that share users are one graph (`Graph.join`), of
+which only the first `num_scored` items are scored. Models multiply the rows of users; they make no
+matrix of items by items, unless there are fewer items than users.
 
-Users are rows, items columns. Of two domains side by side the items come one domain after the other
-(`Graph.beside`), and only the first `num_scored` of them are scored. A product with users' rows is
-all that is computed: neither model makes a matrix of items by items, unless there are fewer items
-than users.
+Tuning adds two popularity parameters to every model, chosen on the validation:
+
+    score(u, i) = model(u, i) d_i^g + b log(d_i + 1/2)
+
+d_i is the number of edges of item i. Both terms are scaled to a root mean square of 1, so that the
+weights mean the same for every model. Without these terms a model would lose to popularity where
+most next items are popular ones.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019), PureSVD (Cremonesi et
 al., RecSys 2010).
-
-Choose among models on a validation, each with a popularity exponent and a popularity term.
-
-    score(u, i) = part(u, i) d_i^g + b log(d_i + 1/2)
-
-d are the items' edges. Both terms are scaled to a root mean square of 1, so that weights mean the
-same for every model. A model without the two is at a disadvantage: most of what is bought is bought
-because it is popular.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.train.evaluate import Csr, Evaluator, Graph, smooth_hit
 
-MAX_SIDE = 12_000  # users or items, whichever are fewer, of EASE's matrix: it is inverted
-BLOCK_ROWS = 256  # written out at a time
-# of the randomised decomposition: spectra are flat, with 6 the values are off by a twentieth
+MAX_SIDE = 12_000  # largest side of the matrix that EASE inverts: users or items, the fewer ones
+BLOCK_ROWS = 256  # rows that are dense at a time
+# iterations of the randomised decomposition: spectra are flat, and 6 leave an error of 5 %
 SVD_SWEEPS = 30
-SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
+SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
 
 
 class LinearModel(Protocol):
@@ -51,10 +49,10 @@ class LinearModel(Protocol):
 
 
 class ItemKNN:
-    """Scores an item by how many users it shares with the user's items: no neighbour is left out.
+    """Scores an item by the users that it shares with the user's items; all neighbours count.
 
-        score(u, i) = sum over the user's j of (sum over users v who have both of n_v^-a) / (n_j^b
-        sqrt(n_i))
+        score(u, i) = sum over the items j of u of  shared(j, i) / (n_j^b sqrt(n_i))
+        shared(j, i) = sum over the users v who have both of  n_v^-a
 
     n are degrees, a and b the exponents. a = 0, b = 1/2 is the cosine.
     """
@@ -62,13 +60,13 @@ class ItemKNN:
     def __init__(
         self, graph: Graph, num_scored: int, user_exponent: float, item_exponent: float
     ) -> None:
-        """Keep the matrices.
+        """Build the sparse matrices.
 
         Args:
-            graph: who has what.
-            num_scored: first items that are scored.
-            user_exponent: a; a user who has many items tells less of each.
-            item_exponent: b; an item that many users have tells less of each.
+            graph: Edges between users and items.
+            num_scored: Number of items that are scored, the first ones.
+            user_exponent: a, which lowers the weight of users with many items.
+            item_exponent: b, which lowers the weight of items with many users.
         """
         of_users, of_items = (
             np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees()
@@ -78,11 +76,11 @@ class ItemKNN:
         self._num_items = graph.num_items
         self._of_rows = torch.from_numpy(of_rows)
         self._rows = graph.to_users(of_rows[graph.items])
-        told: F32 = of_users[graph.users] ** np.float32(-user_exponent)
-        of_itself = np.bincount(graph.items, told, graph.num_items) * of_rows / np.sqrt(of_items)
-        # what each item adds to itself
+        by_user: F32 = of_users[graph.users] ** np.float32(-user_exponent)
+        of_itself = np.bincount(graph.items, by_user, graph.num_items) * of_rows / np.sqrt(of_items)
+        # float32 [num_scored] weight of each item for its own score
         self.own = torch.from_numpy(of_itself[:num_scored].astype(np.float32))
-        self._shared = graph.to_users(told)
+        self._shared = graph.to_users(by_user)
         self._scored = _first(graph, num_scored, by_item)
 
     def scores(self, users: Tensor) -> Tensor:
@@ -91,9 +89,10 @@ class ItemKNN:
         ).T
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Compute what some items, start .. stop - 1, add to each other one: float32 [items, num_scored].
+        """Compute rows start .. stop - 1 of the item-item weights, float32 [items, num_scored].
 
-        Scores of what a user lacks are sums of these rows; what an item adds to itself is left out.
+        The score of an item that the user does not have is the sum of the rows of the user's items.
+        An item's weight for its own score is 0 here.
         """
         rows, places = torch.arange(start, stop), torch.arange(stop - start)
         alone = torch.zeros(self._num_items, stop - start)
@@ -105,24 +104,24 @@ class ItemKNN:
 
 
 class EASE:
-    """Scores by the linear autoencoder without a diagonal, in closed form.
+    """Scores by a linear autoencoder with a zero diagonal, in closed form.
 
         B = 1 - P / diag(P),   P = (X'X + ridge)^-1,   scores X B
 
-    With fewer users than items by K = (XX' + ridge)^-1, of users x users: P_jj = (1 - x_j'K x_j) /
-    ridge, X P = K X.
+    With fewer users than items, K = (XX' + ridge)^-1 of users by users is inverted in its place:
+    P_jj = (1 - x_j'K x_j) / ridge and X P = K X.
     """
 
     def __init__(self, graph: Graph, num_scored: int, ridge: float) -> None:
-        """Invert.
+        """Invert the smaller Gram matrix.
 
         Args:
-            graph: who has what.
-            num_scored: first items that are scored.
-            ridge: weight of the squared norm of B.
+            graph: Edges between users and items.
+            num_scored: Number of items that are scored, the first ones.
+            ridge: Weight of the squared norm of B.
 
         Raises:
-            DataError: users and items are more than `MAX_SIDE` each.
+            DataError: there are more than `MAX_SIDE` users and more than `MAX_SIDE` items.
         """
         if (too_many := ease_is_too_large(graph)) is not None:
             raise DataError(too_many)
@@ -156,7 +155,7 @@ class EASE:
         return total
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Compute what some scored items, start .. stop - 1, add to each: rows of B, float32 [items, num_scored]."""
+        """Compute rows start .. stop - 1 of B, float32 [rows, num_scored]."""
         if self._weights is not None:
             return self._weights[start:stop]
         assert self._kernel is not None
@@ -178,7 +177,7 @@ class EASE:
 
 
 class Spectrum(NamedTuple):
-    """The largest singular values of N, best first. k = values.
+    """The largest singular values of N, in descending order. k = values.
 
         N = Du^-1/2 X Di^-item_exponent
 
@@ -188,17 +187,16 @@ class Spectrum(NamedTuple):
     users: Tensor  # float32 [num_users, k]
     values: Tensor  # float32 [k]
     items: Tensor  # float32 [num_items, k]
-    # float32 [num_items] what each item's column is multiplied by: Di^-item_exponent
-    columns: Tensor
+    columns: Tensor  # float32 [num_items] factor of each item's column: Di^-item_exponent
 
 
 def spectrum(graph: Graph, item_exponent: float, num_values: int) -> Spectrum:
-    """Decompose, until it has converged.
+    """Decompose the normalised user-item matrix N by a randomised SVD.
 
     Args:
-        graph: who has what.
-        item_exponent: of an item's edges, by which its column is divided.
-        num_values: most singular values.
+        graph: Edges between users and items.
+        item_exponent: Exponent of an item's edges, by which its column is divided.
+        num_values: Most singular values.
     """
     of_users, of_items = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
     columns: F32 = of_items ** np.float32(-item_exponent)
@@ -223,8 +221,8 @@ class PureSVD:
     """Scores by the largest singular values: U f(s) V'."""
 
     found: Spectrum
-    num_scored: int  # first items that are scored
-    num_values: int  # of those found
+    num_scored: int  # items that are scored, the first ones
+    num_values: int  # singular values to use, of those found
     power: float  # f(s) = s^power
 
     def scores(self, users: Tensor) -> Tensor:
@@ -234,25 +232,24 @@ class PureSVD:
 
 
 def ease_is_too_large(graph: Graph) -> str | None:
-    """Say why EASE is left out; None = it is not."""
+    """Say why EASE is skipped; None = it is not."""
     if min(graph.num_users, graph.num_items) <= MAX_SIDE:
         return None
     return (
-        f"EASE is left out: {graph.num_users} users and {graph.num_items} items, and it "
-        "inverts "
-        f"at most {MAX_SIDE}"
+        f"EASE is skipped: it inverts a matrix of at most {MAX_SIDE} users or items, and there "
+        f"are {graph.num_users} users and {graph.num_items} items"
     )
 
 
 def _first(graph: Graph, num_scored: int, values: F32) -> Csr:
-    """Make the matrix [num_scored, num_users] of the first items."""
+    """Make the matrix [num_scored, num_users] of the first items, with a value for each edge."""
     chosen = graph.items < num_scored
     first = Graph(graph.users[chosen], graph.items[chosen], graph.num_users, num_scored)
     return first.to_items(values[chosen])
 
 
 def _gram(matrix: Csr, num_columns: int) -> Tensor:
-    """Multiply a matrix by its transpose, some rows at a time."""
+    """Multiply a matrix by its transpose, `BLOCK_ROWS` rows at a time."""
     num_rows = len(matrix.starts) - 1
     out = torch.empty(num_rows, num_rows)
     for rows in torch.arange(num_rows).split(BLOCK_ROWS):
@@ -266,10 +263,11 @@ def _inverse(gram: Tensor, ridge: float) -> Tensor:
     return inverse
 
 
-KNN_EXPONENTS = (0.0, 0.5)  # of users and of items, of ItemKNN
-RIDGES = (10.0, 100.0, 1000.0)  # of EASE
-EXPONENTS = (0.0, 0.5, 0.75)  # g
-WEIGHTS = (0.0, 0.2, 0.5, 1.0)  # b
+# the grid of the tuning
+KNN_EXPONENTS = (0.0, 0.5)  # ItemKNN's exponents of users and of items
+RIDGES = (10.0, 100.0, 1000.0)  # EASE's ridge
+EXPONENTS = (0.0, 0.5, 0.75)  # g, the popularity exponent
+WEIGHTS = (0.0, 0.2, 0.5, 1.0)  # b, the weight of the popularity term
 SCALE_USERS = 256  # users whose scores decide the scale
 
 M = TypeVar("M", bound=LinearModel, covariant=True)
@@ -277,21 +275,21 @@ _Setting = tuple[float, float, Tensor, Tensor]  # g, b, factors, terms
 
 
 class Candidate(NamedTuple, Generic[M]):
-    """A model to choose."""
+    """A model to choose from."""
 
-    name: str  # its settings in words
+    name: str  # the settings, in words
     make: Callable[[], M]
 
 
 def item_knns(graph: Graph, num_scored: int) -> Iterator[Candidate[ItemKNN]]:
-    """List the candidates of ItemKNN: both exponents."""
+    """List the ItemKNN candidates: all pairs of exponents."""
     for of_user, of_item in product(KNN_EXPONENTS, KNN_EXPONENTS):
         make = partial(ItemKNN, graph, num_scored, of_user, of_item)
         yield Candidate(f"user exponent {of_user:g}, item exponent {of_item:g}", make)
 
 
 def eases(graph: Graph, num_scored: int) -> Iterator[Candidate[EASE]]:
-    """List the candidates of EASE; none if it is too large to invert."""
+    """List the EASE candidates; none if the graph is too large to invert."""
     if ease_is_too_large(graph) is None:
         for ridge in RIDGES:
             yield Candidate(f"ridge {ridge:g}", partial(EASE, graph, num_scored, ridge))
@@ -302,16 +300,16 @@ class Tuned(Generic[M]):
     """A model with its popularity exponent and term. I = scored items."""
 
     model: M
-    name: str  # the model's settings in words
-    exponent: float
-    weight: float
-    validation: float  # smooth HIT; 0: nothing was validated
-    factors: Tensor  # float32 [I] multiply the model's scores
-    terms: Tensor  # float32 [I] are added
+    name: str  # the model's settings, in words
+    exponent: float  # g
+    weight: float  # b
+    validation: float  # smooth HIT; 0 = the validation was empty
+    factors: Tensor  # float32 [I] factors of the model's scores
+    terms: Tensor  # float32 [I] terms that are added
 
     @property
     def settings(self) -> str:
-        """What was chosen, in words."""
+        """The chosen settings, in words."""
         return f"{self.name}, popularity exponent {self.exponent:g} and weight {self.weight:g}"
 
     def scores(self, users: Tensor) -> Tensor:
@@ -319,12 +317,12 @@ class Tuned(Generic[M]):
         return torch.addcmul(self.terms, self.model.scores(users), self.factors)
 
     def refitted(self, candidates: Iterable[Candidate[M]], degrees: I64, users: I64) -> Tuned[M]:
-        """Make the same of other data.
+        """Fit the same settings to other data.
 
         Args:
-            candidates: of the other data, with the same names.
-            degrees: int64 [I] edges of each scored item in it.
-            users: some whose scores decide the scale.
+            candidates: Candidates for the other data, with the same names.
+            degrees: int64 [I] edges of each scored item in the other data.
+            users: Rows of users; the scores of the first `SCALE_USERS` decide the scale.
         """
         model = next(make for name, make in candidates if name == self.name)()
         factors = _factors(_sample(model, users), degrees, self.exponent)
@@ -332,12 +330,14 @@ class Tuned(Generic[M]):
 
 
 def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) -> Tuned[M]:
-    """Choose by smooth HIT; of equals the first.
+    """Choose the candidate and popularity terms with the best smooth HIT; ties go to the first.
+
+    At most two models are in memory at a time: the candidate and the best so far.
 
     Args:
-        candidates: at least one; one model is held at a time beside the best so far.
+        candidates: Models to try, at least one.
         degrees: int64 [I] edges of each scored item.
-        evaluate: of the validation.
+        evaluate: Evaluator of the validation.
     """
     best: Tuned[M] | None = None
     for name, make in candidates:
@@ -367,13 +367,13 @@ def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) 
 
 
 def log_popularity(degrees: I64) -> Tensor:
-    """Compute how popular items are as a term of a score: log(d + 1/2) less its mean, float32 [I]."""
+    """Compute the popularity term of scores: log(d + 1/2) minus its mean, float32 [I]."""
     logs = torch.from_numpy(np.log(degrees + 0.5).astype(np.float32))
     return logs - logs.mean()
 
 
 def root_mean_square(x: Tensor) -> float:
-    """Compute the size of scores; 1 of none or of zeros, so that it may divide."""
+    """Compute the root mean square; 1 for an empty or all-zero tensor, so that it can divide."""
     return (float(x.square().mean().sqrt()) if x.numel() else 0.0) or 1.0
 
 
@@ -382,7 +382,7 @@ def _sample(model: LinearModel, users: I64) -> Tensor:
 
 
 def _factors(sample: Tensor, degrees: I64, exponent: float) -> Tensor:
-    """Compute the factors d^exponent, scaled so that the sample's scores have a root mean square of 1."""
+    """Compute the factors d^exponent, scaled to a root mean square of 1 of the sample's scores."""
     factors = torch.from_numpy(np.maximum(degrees, 1).astype(np.float32)) ** exponent
     return factors / root_mean_square(sample * factors)
 

@@ -1,4 +1,4 @@
-"""Ranking metrics, exact under ties, the interval of a difference of two models, and how figures are printed."""
+"""Ranking metrics, exact under ties, and confidence intervals of the difference of two models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def auc(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> floa
     """Compute the chance that a random positive scores above a random negative; a tie counts half.
 
     Args:
-        scores: [n].
+        scores: [n] any real numbers.
         labels: [n], True = positive.
 
     Returns:
@@ -37,18 +37,17 @@ def auc(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> floa
 
 
 def auc_terms(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> F64:
-    """Compute what each event moves its AUC by: the influence function, which adds up to 0.
+    """Compute the influence of each event on the AUC, float64 [n]. The influences add up to 0.
 
-    The AUC's variance is the sum of squares of these, summed first over events that are not
-    independent. Source: placement values of DeLong et al., Biometrics 1988, by clusters as in
-    Obuchowski, Biometrics 1997.
+    The AUC's variance is the sum of their squares. Influences of events that depend on each other,
+    such as those of one user, are added up before they are squared.
+
+    Source: placement values of DeLong et al., Biometrics 1988, by clusters as in Obuchowski,
+    Biometrics 1997.
 
     Args:
-        scores: [n].
-        labels: [n], True = positive; both kinds are among them.
-
-    Returns:
-        float64 [n].
+        scores: [n] any real numbers.
+        labels: [n], True = positive; at least one of each.
     """
     terms = np.empty(len(scores))
     for mine, others, sign in ((labels, ~labels, 1.0), (~labels, labels, -1.0)):
@@ -56,7 +55,7 @@ def auc_terms(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -
         below = np.searchsorted(ascending, scores[mine], "left") + np.searchsorted(
             ascending, scores[mine], "right"
         )
-        # of the others that it wins against; a tie counts half
+        # the share of the other class that the event is on the right side of; a tie counts half
         share = below / (2 * len(ascending))
         terms[mine] = sign * (share - share.mean()) / len(share)
     return terms
@@ -82,7 +81,10 @@ def hit_ratio(ranks: F64, k: int) -> float:
 
 
 def ndcg_of_each(ranks: F64, k: int) -> F64:
-    """Compute NDCG@k of each target, which is the only relevant item: 1 / log2(rank + 2), or 0 beyond the best k."""
+    """Compute NDCG@k of each target: 1 / log2(rank + 2), or 0 beyond the best k.
+
+    The target is the only relevant item. `ranks` count from 0.
+    """
     return np.where(ranks < k, 1 / np.log2(ranks + 2), 0.0)
 
 
@@ -92,7 +94,7 @@ def ndcg(ranks: F64, k: int) -> float:
 
 
 def known(figures: Mapping[str, V]) -> dict[str, V]:
-    """Keep the figures that JSON has: no ranks of users, no scores of events, and no NaN."""
+    """Keep the figures that go into a JSON report: no arrays by user or event, and no NaN."""
     return {
         name: value
         for name, value in figures.items()
@@ -120,17 +122,17 @@ class Difference(NamedTuple):
 
 
 def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) -> Difference:
-    """Compare ours with theirs.
+    """Bootstrap the difference of two models that were trained under several seeds.
 
-    Every replicate resamples seeds and users, so the interval holds the noise of both.
+    Every replicate resamples seeds and users, so the interval covers the noise of both.
 
     Args:
         ours: [seeds, users] a metric of each user under each seed.
         theirs: the same metric, with the same seeds and users in the same order.
-        seed: of the bootstrap.
+        seed: Seed of the bootstrap.
 
     Returns:
-        Ours less theirs.
+        Ours minus theirs.
     """
     gap = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
     num_seeds, num_users = gap.shape
@@ -144,17 +146,18 @@ def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) 
 
 
 def difference_of_users(ours: F64, theirs: F64, seed: int = 0) -> Difference:
-    """Compare one training of each model. Every replicate resamples users.
+    """Bootstrap the difference of two models, one training each, by resampling users.
 
-    Users with the same gap are drawn together, so a million users cost what a thousand do.
+    Users with the same gap are drawn together by one multinomial draw, so the cost depends on the
+    number of distinct gaps and not on the number of users.
 
     Args:
         ours: [users] a metric of each user, which takes few distinct values.
         theirs: the same metric of the same users.
-        seed: of the bootstrap.
+        seed: Seed of the bootstrap.
 
     Returns:
-        Ours less theirs.
+        Ours minus theirs.
     """
     gaps, counts = np.unique(ours - theirs, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(len(ours), counts / len(ours), REPLICATES)
@@ -170,16 +173,18 @@ def _difference(mean: float, means: F64) -> Difference:
 def difference_of_auc(
     ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64
 ) -> Difference | None:
-    """Compare two AUCs of the same events, or one with 0. A user's events depend on each other, so users are counted.
+    """Compare two models' AUC on the same events, or compute one model's AUC with its interval.
+
+    The variance is clustered by user, because a user's events depend on each other.
 
     Args:
         ours: [n] a score of each event.
         theirs: the same of another model; None = ours alone.
         labels: [n], True = positive.
-        users: [n] whose event each is.
+        users: [n] the user of each event.
 
     Returns:
-        Ours less theirs, with the interval of a normal distribution; None = a label has no event.
+        Ours minus theirs, with the interval of a normal distribution; None = all labels are equal.
     """
     if labels.all() or not labels.any():
         return None

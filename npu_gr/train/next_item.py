@@ -1,11 +1,15 @@
-"""Rank the next item of each user among the whole catalogue: the protocol of every trainer and of the baselines.
+"""Rank the next item of each user among the whole catalogue: the protocol of all evaluations.
 
-The next item is that of the event right after a user's trained ones. No negatives are sampled:
-every item competes. "Unseen" ranks leave out the items of the user's history, as a request that
-denies them does; the next item itself stays in, even if the user had it before. Where people use
-things again these say little: a next item that its user had before is then the only one of its kind
-left. So a model is evaluated by the ranks among all items if most of the next items are repeats,
-and by the unseen ones if not.
+The next item is that of the first event after a user's trained ones. It is ranked among all items;
+no negatives are sampled. There are two ranks:
+
+  overall   among all items
+  unseen    among the items that are not in the user's history, as a request with `exclude_seen`
+            ranks. The next item itself stays, even if the user had it before
+
+A repeat (the user had the next item before) is the only seen item left in an unseen ranking, so its
+unseen rank is too good. If most next items are repeats, models are evaluated by the overall ranks;
+else by the unseen ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from rich.table import Table
 
-from npu_gr.train.data import Bools, InteractionLog, NextItem, what_stands
+from npu_gr.train.data import Bools, InteractionLog, NextItem, evaluation_title
 from npu_gr.train.metrics import (
     F64,
     NAN,
@@ -33,11 +37,11 @@ from npu_gr.train.metrics import (
 )
 
 K = 10
-MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to evaluate by
+MANY_REPEATS = 0.5  # share of repeats above which models are evaluated by the overall ranks
 
 
 def sample_targets(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
-    """Draw at most so many of the targets at random; keep their order."""
+    """Draw at most `num_users` of the targets at random, in their order."""
     if len(targets) <= num_users:
         return targets
     chosen = np.random.default_rng(seed).choice(len(targets), num_users, replace=False)
@@ -58,7 +62,7 @@ class NextItemRanks(NamedTuple):
 
     @property
     def evaluates_all(self) -> bool:
-        """Whether a model is evaluated by the ranks among all items, not by the unseen ones."""
+        """Whether models are evaluated by the overall ranks, not by the unseen ones."""
         return self.repeat_ratio > MANY_REPEATS
 
     @property
@@ -76,8 +80,8 @@ def rank_next_items(
     """Rank the targets under some model's scores.
 
     Args:
-        log: with the users' histories.
-        targets: the next items to rank.
+        log: Log that holds the users' histories.
+        targets: Next items to rank.
         scores: [num_items] for each target, in order.
     """
     overall = np.empty(len(targets))
@@ -96,35 +100,35 @@ def rank_next_items(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineComparison:
-    """A model beside the strongest baseline, on the same next items."""
+    """A model compared with the strongest baseline, on the same next items."""
 
     model: str
-    # the one with the highest first figure that is evaluated by; of equals the next figure
+    # the baseline with the highest first figure of the evaluation; ties go by the next figure
     baseline: str
-    differences: dict[str, Difference]  # figure -> the model's less the baseline's
-    is_better: bool  # beyond the interval by a figure that is evaluated by; worse by none
-    grounds: str  # what is evaluated by, and why, in words
+    differences: dict[str, Difference]  # figure -> the model's minus the baseline's
+    is_better: bool  # significantly better by one figure of the evaluation, worse by none
+    grounds: str  # which figures evaluate the model, and why, in words
 
     def text(self) -> str:
-        """Say in words how the model stands."""
+        """Describe the differences in words, with a warning if the model is not better."""
         figures = "\n".join(
             f"  {name:<15} {found.mean:+.4f}  (95 %: {found.low:+.4f} .. {found.high:+.4f})"
             for name, found in self.differences.items()
         )
         text = (
-            f"{self.model} less {self.baseline}, the strongest baseline, by "
+            f"{self.model} minus {self.baseline}, the strongest baseline, paired by "
             f"user:\n{figures}\n{self.grounds}"
         )
         if self.is_better:
             return text
         return (
             f"{text}\nWARNING: {self.model} is not shown to be better than {self.baseline} on this "
-            "log. More events, "
-            "more epochs or other settings may help; until then the baseline's items are as good."
+            "log, so the baseline's recommendations are as good. More events, more epochs or other "
+            "settings may help."
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Turn it into plain types for JSON."""
+        """Turn the comparison into plain types for JSON."""
         differences = {name: found._asdict() for name, found in self.differences.items()}
         return {
             "model": self.model,
@@ -140,13 +144,12 @@ def compare(
 ) -> BaselineComparison | None:
     """Compare a model with the strongest baseline; None = there is no user or no baseline.
 
-    Judged by the unseen items, which recommendations are, or by all items where most next items are
-    repeats.
+    The comparison uses the unseen ranks, or the overall ranks if most next items are repeats.
 
     Args:
-        model: its name.
-        ranks: of each user's next item.
-        baselines: name -> ranks of the same users.
+        model: Name of the model.
+        ranks: [users] the model's ranks.
+        baselines: Name -> ranks of the same users' next items.
     """
     if not len(ranks.unseen) or not baselines:
         return None
@@ -179,15 +182,15 @@ def compare(
                 if name.endswith(f"@{K}{evaluated}")
             }
         ),
-        grounds=f"evaluated by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
+        grounds=f"evaluated on {of_what}: {_of_repeats(ranks.repeat_ratio)}",
     )
 
 
 def _of_repeats(ratio: float) -> str:
-    """Say what figures of unseen items are worth: a next item that its user had is then the only one of its kind."""
-    words = f"{ratio:.0%} of the next items are repeats, which their users had before"
+    """Say how many next items are repeats, and what that means for figures of unseen items."""
+    words = f"{ratio:.0%} of the next items are repeats (the user had the item before)"
     return (
-        f"{words}; figures of unseen items are too good by these, which compete with no other "
+        f"{words}, which makes figures of unseen items too good: a repeat competes with no other "
         "seen item"
         if ratio
         else words
@@ -197,13 +200,16 @@ def _of_repeats(ratio: float) -> str:
 def compare_hits(
     model: str, ranks: F64, baselines: Mapping[str, F64], ks: tuple[int, ...] = (50, 10)
 ) -> BaselineComparison | None:
-    """Compare HIT@k of a model with the baseline whose first one is highest; None = there is no user or no baseline.
+    """Compare HIT@k of a model with that of the strongest baseline.
 
     Args:
-        model: its name.
-        ranks: [users] of each user's held-out item, from 0.
-        baselines: name -> ranks of the same users.
-        ks: the figures to compare.
+        model: Name of the model.
+        ranks: [users] rank of each user's held-out item, from 0.
+        baselines: Name -> ranks of the same users' items.
+        ks: Values of k to compare; the first decides which baseline is the strongest.
+
+    Returns:
+        None = there is no user or no baseline.
     """
     if not len(ranks) or not baselines:
         return None
@@ -216,12 +222,12 @@ def compare_hits(
         baseline=best,
         differences=differences,
         is_better=_is_better(differences),
-        grounds="evaluated by items that their users lack",
+        grounds="evaluated on items that the users do not have",
     )
 
 
 def _is_better(differences: Mapping[str, Difference]) -> bool:
-    """Whether a model is better beyond the interval by a figure, and worse by none."""
+    """Whether a model is significantly better by one figure, and significantly worse by none."""
     found = differences.values()
     return any(figure.low > 0 for figure in found) and all(figure.high > 0 for figure in found)
 
@@ -231,14 +237,14 @@ class RetrievalFigures:
     """One model's figures. NaN = the model does not have that figure."""
 
     model: str
-    num_users: int  # behind the figures
+    num_users: int  # users whose next items the figures average
     hr_at_10: float
     ndcg_at_10: float
     hr_at_50: float
     hr_at_10_unseen: float = NAN
     ndcg_at_10_unseen: float = NAN
-    invalid_ratio: float = NAN  # share of the answered items that the catalogue lacks
-    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind the figures
+    invalid_ratio: float = NAN  # share of the answered items that are not in the catalogue
+    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)
 
     @classmethod
     def from_ranks(
@@ -247,10 +253,9 @@ class RetrievalFigures:
         """Compute the figures of a model.
 
         Args:
-            ranks: of each user's next item; inf = it was not found, and no `unseen` ones = not
-                measured.
-            model: name.
-            invalid_ratio: share of the answered items that the catalogue lacks.
+            ranks: Ranks of the next items; inf = not found, empty `unseen` = not measured.
+            model: Name of the model.
+            invalid_ratio: Share of the answered items that are not in the catalogue.
         """
         overall, unseen, _ = ranks
         if not len(overall):
@@ -279,7 +284,7 @@ class Baseline(Protocol):
     name: str
 
     def liking(self, log: InteractionLog) -> F64 | None:
-        """Score how much the user likes the item of each event of the log, from the user's events before it.
+        """Predict how much the user likes the item of each event, from the user's earlier events.
 
         Returns:
             float64 [n]; None = the baseline does not predict ratings.
@@ -287,33 +292,27 @@ class Baseline(Protocol):
         ...
 
     def next_items(self, log: InteractionLog, user: int) -> F64:
-        """Score each item as the one after the user's trained events, float64 [num_items]."""
+        """Score each item as the user's next one after the trained events, float64 [num_items]."""
         ...
 
 
 def baseline_figures(
     log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline
 ) -> RetrievalFigures:
-    """Evaluate a baseline.
-
-    Args:
-        log: with the users' histories.
-        targets: the next items to rank.
-        baseline: fitted to the log.
-    """
+    """Rank the targets by a baseline that was fitted to the log's trained events."""
     ranks = rank_next_items(log, targets, (baseline.next_items(log, user) for user, _ in targets))
     return RetrievalFigures.from_ranks(ranks, baseline.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalReport:
-    """A model's figures beside the baselines'."""
+    """A model's figures and the baselines'."""
 
     num_trained: int  # events that the evaluated model was trained on
-    num_served: int  # the same of the served one
+    num_served: int  # events that the served model was trained on
     own: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
-    skipped: tuple[str, ...] = ()  # why other baselines are not among them
+    skipped: tuple[str, ...] = ()  # a sentence for each baseline that was skipped
     made: str = ""  # what the model was made of, in words
     # what the validation chose, and its figures, by name
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -325,10 +324,7 @@ class RetrievalReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Turn the report into plain types for JSON.
-
-        Leave out figures that a model does not have.
-        """
+        """Turn the report into plain types for JSON, without figures that a model does not have."""
         comparison = self.comparison()
         return {
             "num_trained": self.num_trained,
@@ -340,7 +336,7 @@ class RetrievalReport:
         }
 
     def text(self) -> str:
-        """Say in words what was chosen, and how the model stands beside the strongest baseline."""
+        """Describe what was chosen, and compare the model with the strongest baseline."""
         comparison = self.comparison()
         words = "no user has a next item to compare on" if comparison is None else comparison.text()
         return "\n".join([*filter(None, [self.made]), *self.skipped, words])
@@ -354,10 +350,9 @@ class RetrievalReport:
         table = Table(
             "model",
             *columns,
-            title=what_stands("leave-one-out", self.num_trained, self.num_served),
+            title=evaluation_title("leave-one-out", self.num_trained, self.num_served),
             caption=f"whole catalogue, {self.own.num_users} users; 95 % interval of the HR@10 of "
-            f"{self.own.model}: "
-            f"+-{self.own.interval:.4f}",
+            f"{self.own.model}: +-{self.own.interval:.4f}",
         )
         for row in (*self.baselines, self.own):
             table.add_row(row.model, *cells(getattr(row, name) for name in columns.values()))

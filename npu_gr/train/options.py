@@ -1,4 +1,4 @@
-"""Constrained types that the options of several trainers share, and how the options of a trainer are listed."""
+"""Option types that several trainers share, the list of options, and commands to try a model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from npu_gr.history_store.interactions import Interactions, ItemValues, read_ite
 from npu_gr.train.data import InteractionLog
 
 Seed = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]  # of a whole, which may be nothing or all of it
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Weight = Annotated[float, Meta(ge=0.0)]  # of a term of the loss; 0 leaves the term out
 DropoutRatio = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]  # of a moving average; 0 = no average
 
 
 def list_options(presets: Mapping[str, msgspec.Struct]) -> str:
-    """List every option with its default, what it may be, and its meaning.
+    """List every option with its default, its allowed values, and its meaning.
 
-    Options in a section as `section.key`.
+    An option in a section is listed as `section.key`.
 
     Args:
-        presets: of one kind of options, by name; the first one has the defaults.
+        presets: Name -> options of one trainer; the first preset has the defaults.
     """
     default = next(iter(presets))
     tables = {name: to_table(preset) for name, preset in presets.items()}
@@ -71,7 +71,7 @@ def _option_lines(
 
 
 def description(kind: Any) -> str:
-    """Say what an option means, and its values if it has few: what its annotations say."""
+    """Return an option's description, after its values if it is a `Literal`."""
     if get_origin(kind) is not Annotated:
         return " | ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
     bare, *notes = get_args(kind)
@@ -88,7 +88,7 @@ class TrainingData(NamedTuple):
 
     interactions: Interactions
     features: list[ItemValues]
-    names: ItemNames  # of a log that is no dataset: none, for its items' ids are their names
+    names: ItemNames  # empty for a log that is no dataset: the item ids are the names
 
 
 def read_training_data(
@@ -98,17 +98,17 @@ def read_training_data(
     items: Path | None = None,
     columns: Sequence[str] = (),
 ) -> TrainingData:
-    """Read a dataset, which brings features and names, or a log with perhaps a file of items.
+    """Read a dataset with its features and names, or a log file with an optional items file.
 
     Args:
-        log: the folder of a dataset, or a file as `read_log` has it.
-        value_column: of a file.
-        items: RecBole `.item` file; not with a dataset.
-        columns: features to use; none at all = every one of a dataset, none of a file.
+        log: Folder of a dataset, or a file that `read_log` reads.
+        value_column: Name of the column of values, for a file.
+        items: RecBole `.item` file, for a log file; a dataset has its own items.
+        columns: Item features to use; empty = all of a dataset, none of an items file.
 
     Raises:
-        DataError: it cannot be read.
-        ConfigError: the dataset has no such feature, or an items' file is given beside it.
+        DataError: the log or the items file cannot be read.
+        ConfigError: the dataset has no such feature, or `items` is given with a dataset.
     """
     interactions = read_log(log, value_column=value_column)
     if not log.is_dir():
@@ -117,8 +117,8 @@ def read_training_data(
         )
     if items is not None:
         raise ConfigError(
-            f"--items: the dataset {log} has its own; npu-gr prepare --items reads "
-            "another file of them"
+            f"--items: the dataset {log} has its own items; to use another items file, run npu-gr "
+            "prepare --items"
         )
     from npu_gr.dataset.files import read_dataset
 
@@ -132,18 +132,21 @@ def read_training_data(
 
 
 CONFIGURATION = "serve.yaml"
-NUM_EVENTS = 10  # most of the example's history
+NUM_EVENTS = 10  # most events of the example's history
 
 
 class Example(NamedTuple):
-    """A real history, as a request has it, and other items that may follow it."""
+    """A real history in the form of a request, and items that the user does not have."""
 
     history: dict[str, list[Any]]
     others: list[str | int]
 
 
 def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
-    """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
+    """Choose an example: the first user with ten events, or the one with the most events.
+
+    `others` are the most used items that the user does not have.
+    """
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
     part = slice(
         int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS)
@@ -170,56 +173,51 @@ def write_configuration(table: dict[str, Any], folder: Path) -> None:
     Raises:
         DataError: the folder cannot be written.
     """
-    aside = folder / f"{CONFIGURATION}.tmp"
+    temporary = folder / f"{CONFIGURATION}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
-        aside.replace(folder / CONFIGURATION)
+        temporary.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
+        temporary.replace(folder / CONFIGURATION)
     except OSError as error:
         raise DataError(f"{folder / CONFIGURATION}: cannot be written: {error.strerror}") from error
 
 
 def next_command(folder: Path, path: str, body: dict[str, Any]) -> str:
-    """Say how to serve a folder that has a configuration, and how to ask it.
+    """Write the commands that serve a model's folder and send it a request.
 
     Args:
-        folder: of the model and its configuration.
-        path: of the request, e.g. /v1/rank.
-        body: of the request.
+        folder: Folder of the model and its `serve.yaml`.
+        path: Path of the request, e.g. /v1/rank.
+        body: Body of the request.
     """
-    return f"""Serve it, and ask it:
+    return f"""Serve the model, and send a request:
 {serve(folder / CONFIGURATION)} &
 {curl(path, body)}"""
 
 
 def how_to_match(folder: Path, user: str) -> str:
-    """Say how to serve vectors beside a model, and how to ask for a user's items.
+    """Explain how to serve vectors together with a model, and how to match items for a user.
 
     Args:
-        folder: of the vectors.
-        user: one that the vectors know.
+        folder: Folder of the vectors.
+        user: Name of a user who has a vector.
     """
     section = yaml.safe_dump({"match": {"vectors": str(folder)}}, sort_keys=False)
     return f"""
 {section}
-Add this section to the configuration of a ranker or a generator, for an instance that matches does one of both; or say
-it as the instance starts, e.g. on the folder of `npu-gr train rank`:
+Add this section to the configuration of a ranker or a generator (an instance that matches needs
+one of them), or set it on the command line, e.g. with the folder of `npu-gr train rank`:
 
 {serve(Path("ranker") / CONFIGURATION)} --set {shlex.quote(f"match.vectors={folder}")} &
 {curl("/v1/match", {"user_id": user, "num_items": 10})}"""
 
 
 def serve(configuration: Path) -> str:
-    """Write the command that serves, for a shell."""
+    """Write the shell command that serves a configuration."""
     return f"npu-gr serve --config {shlex.quote(str(configuration))}"
 
 
 def curl(path: str, body: dict[str, Any]) -> str:
-    """Write the command that asks, for a shell.
-
-    Args:
-        path: of the request, e.g. /v1/rank.
-        body: of the request.
-    """
+    """Write the shell command that posts `body` to `path` (e.g. /v1/rank)."""
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d {text}"

@@ -1,26 +1,24 @@
-"""Train the retrieval vectors of one log: choose on the validation, evaluate on the test, refit on all events.
+"""Train retrieval vectors from one log: factorised item-to-item transitions.
+
+    lead[j, i]   how often item i came within a window of events after item j. The next event counts
+                 1, later ones less. Divided by powers of how often j leads and i comes, so that
+                 popular items do not win everywhere
+    lead ~ A B'  truncated singular value decomposition. Row j of A is what item j leads to, row i
+                 of B is what leads to item i
+    user         weighted mean of the rows of A of the user's events: weight 1 for the newest event,
+                 exponentially less for older ones
+    score        user . B[i] + prior x popularity of i
+
+A score is an inner product of a user's vector and an item's, so exact search and any inner-product
+index can serve it. A user who is not in the log gets the same vector from the same events.
 
     events of a user   0 1 2 ... n-3 | n-2          | n-1
                        trained on      validation     test
 
-The settings with the best NDCG@10 on the validation are evaluated on the test, after a training on
-everything before it. The served vectors are made anew of all events with the same settings. Unseen
-items count: a match leaves out what the user has had, unless it is asked not to.
+The settings with the best NDCG@10 on the validation are trained on everything before the test, and
+evaluated on the test. The served vectors are then made from all events with the same settings.
 
 Deterministic: the same log, options and number of threads give the same bits.
-
-Vectors from one log: which items follow which, factorised, and a user as what was done last.
-
-    lead[j, i]   how often item i came within a window of events after item j: 1 for the next event, less for later
-                 ones; divided by roots of how often j leads and i comes, so that popular items do
-                 not win everywhere
-    lead ~ A B'  the largest singular values; a row of A is what an item leads to, a row of B is what leads to it
-    user         the mean of the rows of A of the user's events, the newest with weight 1, each older one with less
-    score        user . B[i], and a small prior: how popular i is
-
-A score is an inner product of a user's vector and an item's, so exact search and any index of inner
-products serve it. A user whose events are new gets the vector that the same events would have got
-in the training.
 
 Source: a first-order Markov model, smoothed over a window as in item-to-item models, and factorised
 as in PureSVD (Cremonesi et al., RecSys 2010), on the transitions instead of the ratings.
@@ -65,27 +63,30 @@ _Weight = Annotated[float, Meta(gt=0.0)]
 
 
 class RetrieveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the vectors but the log and the number of threads.
+    """Everything that decides the vectors, except the log and the number of threads.
 
-    Of a list the validation chooses.
+    Where an option is a list, the validation chooses one of its values.
     """
 
-    seed: Annotated[Seed, Meta(description="of the factorisation and of the drawn users")] = 0
+    seed: Annotated[Seed, Meta(description="seed of the factorisation and of the drawn users")] = 0
     dim: Annotated[
         Count,
         Meta(description="singular values of the transitions; a vector has one dimension more"),
     ] = 64
     windows: Annotated[
         tuple[Count, ...],
-        Meta(min_length=1, description="an item leads to so many events after it"),
+        Meta(min_length=1, description="events after an item that count as following it"),
     ] = (5, 20)
     powers: Annotated[
         tuple[_Weight, ...],
-        Meta(min_length=1, description="of an item's uses, which divide what leads to it"),
+        Meta(min_length=1, description="exponent of an item's uses, which divide its transitions"),
     ] = (0.3, 0.5)
     decays: Annotated[
         tuple[_Decay, ...],
-        Meta(min_length=1, description="of an event's weight in its user's vector, by newer event"),
+        Meta(
+            min_length=1,
+            description="factor of an event's weight in the user's vector, per newer event",
+        ),
     ] = (0.6, 0.8, 0.9)
     priors: Annotated[
         tuple[_Weight, ...], Meta(min_length=1, description="weight of an item's popularity")
@@ -102,7 +103,7 @@ class RetrieveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     refit: Annotated[
         bool,
         Meta(
-            description="after the evaluation, make the served vectors anew of all events, "
+            description="after the evaluation, make the served vectors from all events, "
             "the newest included"
         ),
     ] = True
@@ -116,7 +117,7 @@ class TrainedRetriever(NamedTuple):
 
 
 class _Model(NamedTuple):
-    items: F32  # [I, d + 1] what leads to each item, and its popularity
+    items: F32  # [I, d + 1] what leads to each item; the last column is its popularity prior
     folding: Folding
 
 
@@ -127,14 +128,14 @@ def train_retriever(
     tenant: str = "",
     evaluated: Callable[[TrainedRetriever], None] = lambda _: None,
 ) -> TrainedRetriever:
-    """Make the vectors of a log, evaluate them beside the baselines, and refit them on all events.
+    """Train the vectors of a log, compare them with the baselines, and refit them on all events.
 
     Args:
-        interactions: the whole log.
-        options: of the vectors.
-        progress: called after every step, in this thread.
-        tenant: of all users.
-        evaluated: called with the evaluated vectors, before the refit.
+        interactions: The whole log.
+        options: Settings, and the lists that the validation chooses from.
+        progress: Callback after every step, in this thread.
+        tenant: Tenant of all users.
+        evaluated: Callback with the evaluated vectors, before the refit.
 
     Raises:
         DataError: the log is too small.
@@ -143,13 +144,15 @@ def train_retriever(
     settings, validation_ndcg = _choose(log.only_trained(SPLIT), options, progress)
     model = _model(log, settings, options)
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
-    told = _telling(_scores(log, model, targets), "vectors: evaluate", len(targets), progress)
+    scores = _with_progress(
+        _scores(log, model, targets), "vectors: evaluate", len(targets), progress
+    )
     baselines = fit_baselines(log, SPLIT, options.seed)
     words = ", ".join(f"{name} {value:g}" for name, value in settings._asdict().items())
     report = RetrievalReport(
         num_trained=int(log.trained.sum()),
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
-        own=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
+        own=RetrievalFigures.from_ranks(rank_next_items(log, targets, scores), NAME),
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
         skipped=baselines.skipped,
         made=f"chosen on the validation: {words}",
@@ -160,8 +163,8 @@ def train_retriever(
     evaluated(found)
     if not options.refit:
         return found
-    whole = log.all_trained()
-    refitted = _vectors(whole, _model(whole, settings, options), users, report)
+    full_log = log.all_trained()
+    refitted = _vectors(full_log, _model(full_log, settings, options), users, report)
     progress(TrainingProgress("vectors: refit", 1, 1))
     return TrainedRetriever(refitted, report)
 
@@ -169,7 +172,7 @@ def train_retriever(
 def _choose(
     log: InteractionLog, options: RetrieveOptions, progress: Callable[[TrainingProgress], None]
 ) -> tuple[Settings, float]:
-    """Choose the settings with the best NDCG@10 of what is evaluated by; of equals the first."""
+    """Choose the settings with the best NDCG@10 on the validation; ties go to the first ones."""
     targets = sample_targets(log.next_items(), options.validation_users, options.seed)
     found: list[tuple[Settings, float]] = []
     grid = [len(options.windows), len(options.powers), len(options.decays), len(options.priors)]
@@ -195,7 +198,7 @@ def _model(log: InteractionLog, settings: Settings, options: RetrieveOptions) ->
 
 
 def _joined(log: InteractionLog, factors: Factors, settings: Settings) -> _Model:
-    """Join factors and popularity: a user's vector ends with a constant, an item's with its prior."""
+    """Append the popularity prior: users' vectors end with 1, items' vectors with the prior."""
     states = np.concatenate([factors.leads, np.ones((log.num_items, 1), np.float32)], axis=1)
     prior = np.float32(settings.prior) * factors.popularity[:, None]
     return _Model(
@@ -213,18 +216,21 @@ def _joined(log: InteractionLog, factors: Factors, settings: Settings) -> _Model
 
 
 def _user_vector(log: InteractionLog, model: _Model, user: int) -> F32:
-    """Compute the vector of a user's trained events, as a request with them gets it."""
+    """Compute the vector of a user's trained events, as a request with these events gets it."""
     start = int(log.starts[user])
     return model.folding.vector(-1, log.items[start : start + int(log.num_trained[user])])
 
 
 def _scores(log: InteractionLog, model: _Model, targets: Sequence[NextItem]) -> Iterator[F64]:
-    """Score all items for each target: float64 [num_items] of float32 inner products, as they are served."""
+    """Yield the scores of all items for each target, float64 [num_items].
+
+    The inner products are computed in float32, as in service.
+    """
     for user, _ in targets:
         yield (model.items @ _user_vector(log, model, user)).astype(np.float64)
 
 
-def _telling(
+def _with_progress(
     rows: Iterable[F64], stage: str, total: int, progress: Callable[[TrainingProgress], None]
 ) -> Iterator[F64]:
     for done, row in enumerate(rows, 1):
@@ -260,19 +266,20 @@ def _vectors(
     )
 
 
-# events added to each item's count, so that one meeting of two rare items is no evidence
-SMOOTHING = 10.0
-SOURCE_POWER = 0.5  # of how often an item leads
-SVD_SWEEPS = 8  # of the randomised singular value decomposition
-SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
+SMOOTHING = (
+    10.0  # added to each item's count, so that one co-occurrence of rare items counts little
+)
+SOURCE_POWER = 0.5  # exponent of how often an item leads, by which its transitions are divided
+SVD_SWEEPS = 8  # iterations of the randomised singular value decomposition
+SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
 
 
 class Settings(NamedTuple):
-    """What is chosen on the validation."""
+    """The settings that the validation chooses."""
 
-    window: int  # events after an item that it leads to
-    power: float  # of how often an item comes, by which its transitions are divided
-    decay: float  # of an event's weight in its user's vector, with each newer event
+    window: int  # events after an item that count as following it
+    power: float  # exponent of an item's uses, by which transitions to it are divided
+    decay: float  # factor of an event's weight in the user's vector, per newer event
     prior: float  # weight of the popularity
 
 
@@ -281,15 +288,18 @@ class Factors(NamedTuple):
 
     leads: F32  # [I, d] what each item leads to
     comes: F32  # [I, d] what leads to each item
-    popularity: F32  # [I] in units of a strong transition
+    popularity: (
+        F32  # [I] scaled so that the most popular item has the weight of a strong transition
+    )
 
 
 def transitions(log: InteractionLog, window: int) -> Tensor:
     """Count which items follow which in the trained events: sparse float32 [items, items].
 
     Args:
-        log: its trained events count.
-        window: a pair n events apart counts (1 - 1 / window) ** (n - 1), up to this many.
+        log: Log whose trained events are counted.
+        window: Most events between the two items of a pair. A pair n events apart counts
+            (1 - 1 / window) ** (n - 1).
     """
     total = _sparse(np.empty((2, 0), np.int64), np.empty(0), log.num_items)
     for apart in range(1, window + 1):
@@ -303,14 +313,14 @@ def transitions(log: InteractionLog, window: int) -> Tensor:
 
 
 def factorise(log: InteractionLog, counted: Tensor, power: float, dim: int, seed: int) -> Factors:
-    """Factorise transitions.
+    """Factorise transitions by a truncated singular value decomposition.
 
     Args:
-        log: whose trained events were counted.
-        counted: by `transitions`.
-        power: see `Settings`.
-        dim: most singular values.
-        seed: of the decomposition's start.
+        log: Log whose trained events were counted.
+        counted: Result of `transitions`.
+        power: Exponent of an item's uses; see `Settings`.
+        dim: Most singular values.
+        seed: Seed of the decomposition's random start.
     """
     places = counted.indices().numpy()
     source, target = places
@@ -332,7 +342,7 @@ def factorise(log: InteractionLog, counted: Tensor, power: float, dim: int, seed
     roots = values[:dim].sqrt()
     strongest = np.zeros(log.num_items)
     np.maximum.at(strongest, source, weights)
-    # nothing follows anything: there is popularity alone
+    # without any transition, the popularity alone decides
     strong = (strongest * uses).sum() / uses.sum() or 1.0
     return Factors(
         leads=(left[:, :dim] * roots).numpy(),
@@ -342,7 +352,7 @@ def factorise(log: InteractionLog, counted: Tensor, power: float, dim: int, seed
 
 
 def _sparse(places: I64, values: F64, num_items: int) -> Tensor:
-    """Make a sparse float32 [num_items, num_items]; the places ascend."""
+    """Make a sparse float32 [num_items, num_items]; `places` int64 [2, n] ascend."""
     made: Tensor = torch.sparse_coo_tensor(
         torch.from_numpy(places),
         torch.from_numpy(values.astype(np.float32)),

@@ -1,4 +1,8 @@
-"""The optimizer's steps that the trainers share: schedule, clipping, moving average, early stopping, progress."""
+"""The training loop that the trainers share.
+
+AdamW with a learning-rate schedule, gradient clipping, a moving average of the weights, early
+stopping, and progress.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +36,16 @@ from npu_gr.train.options import Decay, Seed, Share
 
 LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
 MAX_GRADIENT_NORM = 1.0
-WEIGHT_DECAY = 0.1  # AdamW's, of every matrix but the embedding tables
-BETAS = (0.9, 0.98)  # of AdamW; the second one is lower than its default, 0.999
+NEARLY = 0.98  # share of a stage, over which a line says that it ends
+WEIGHT_DECAY = 0.1  # weight decay of every matrix but the embedding tables
+BETAS = (0.9, 0.98)  # AdamW's betas; the default of the second is 0.999
 
 B = TypeVar("B")  # a batch, as `loss_of` takes it
 M = TypeVar("M", bound=nn.Module)
 
 
 class TrainingProgress(NamedTuple):
-    """How far a training is."""
+    """Progress of a training."""
 
     # the model and what is done with it: "ranker: train", "ranker: evaluate", "ranker: refit"
     stage: str
@@ -53,7 +58,7 @@ class TrainingProgress(NamedTuple):
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options that trainers by epochs share."""
 
-    seed: Annotated[Seed, Meta(description="of everything that is drawn")] = 0
+    seed: Annotated[Seed, Meta(description="seed of all random numbers")] = 0
     epochs: Annotated[
         Count,
         Meta(description="most passes over the log; the learning rate falls over all of them"),
@@ -65,7 +70,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Share, Meta(description="share of the steps with a rising learning rate")
     ] = 0.05
     ema_decay: Annotated[
-        Decay, Meta(description="of the moving average of the weights, which is served")
+        Decay, Meta(description="decay of the moving average of the weights, which is served")
     ] = 0.995
     refit: Annotated[
         bool,
@@ -80,13 +85,13 @@ class BestEpoch(NamedTuple, Generic[M]):
     """The result of a training."""
 
     model: M  # with the moving average of the weights
-    num_epochs: int  # that it was trained for
+    num_epochs: int  # epochs that it was trained for
 
 
 class EpochTrainer(Generic[M]):
-    """Trains a model by AdamW: linear warm-up, then a cosine down to nothing.
+    """Trains a model by AdamW: linear warm-up of the learning rate, then a cosine to 0.
 
-    Keeps a moving average of the weights.
+    Keeps a moving average of the weights, which is the result.
     """
 
     def __init__(
@@ -103,13 +108,14 @@ class EpochTrainer(Generic[M]):
         """Make the optimizer; the model is trained in place.
 
         Args:
-            model: what is trained and averaged.
-            options: of the steps.
-            tables: the model's embedding tables that have a weight decay of their own.
-            table_weight_decay: of `tables`. Vectors (biases, norms) have none.
-            stage: names the training in its progress.
-            auxiliary: parameters that are trained along and not averaged.
-            progress: called after every step.
+            model: Model to train and average.
+            options: Seed, epochs, learning rate and averaging.
+            tables: Embedding tables of the model that have `table_weight_decay`. Other matrices
+                have `WEIGHT_DECAY`, vectors (biases, norms) have none.
+            table_weight_decay: Weight decay of `tables`.
+            stage: Name of the training in its progress.
+            auxiliary: Parameters that are trained too, but not averaged.
+            progress: Callback after every step.
         """
         self._model = model
         self._options = options
@@ -152,15 +158,16 @@ class EpochTrainer(Generic[M]):
         """Train for all epochs, or until the validation has no better score.
 
         Args:
-            batches_of_epoch: draws the batches of the next epoch.
-            loss_of: differentiable loss of a batch, a scalar.
-            score: of the averaged model on the validation, 0 .. 1; the epoch with the best one is
-                the result. None = the last epoch is.
-            patience: validations without a best score that end the training; 0 = none do.
-            validate_every: epochs between two validations; the last epoch has one, too.
-            num_epochs: end after so many; the learning rate falls as if there were all. None = all.
-            gives_up: asked after every validation, with the number of epochs; True ends the
-                training.
+            batches_of_epoch: Function that draws the batches of the next epoch.
+            loss_of: Function batch -> differentiable scalar loss.
+            score: Function averaged model -> validation score, 0 .. 1; the epoch with the best
+                score is the result. None = the last epoch is.
+            patience: Validations without a new best score that end the training; 0 = never.
+            validate_every: Epochs between two validations; the last epoch is validated too.
+            num_epochs: End after so many epochs, on the learning-rate schedule of all
+                `options.epochs`. None = all epochs.
+            gives_up: Callback after every validation, with the number of epochs done; True ends
+                the training.
 
         Raises:
             DataError: the loss is not finite.
@@ -179,12 +186,12 @@ class EpochTrainer(Generic[M]):
         return best or BestEpoch(self.averaged, last)
 
     def run_epoch(self, epoch: int, batches: Sequence[B], loss_of: Callable[[B], Tensor]) -> None:
-        """Take one step a batch.
+        """Take one step per batch.
 
         Args:
-            epoch: from 0.
-            batches: of this epoch.
-            loss_of: differentiable loss of a batch, a scalar.
+            epoch: Number of the epoch, from 0.
+            batches: Batches of this epoch.
+            loss_of: Function batch -> differentiable scalar loss.
 
         Raises:
             DataError: the loss is not finite.
@@ -214,10 +221,7 @@ class EpochTrainer(Generic[M]):
 
 
 class EarlyStopping:
-    """Ends a training when its validation score has not risen for `patience` validations.
-
-    Patience 0 never does.
-    """
+    """Ends a training whose score has not risen for `patience` validations; 0 = never."""
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
@@ -247,9 +251,9 @@ def average(
 
     Args:
         decay: share of the old average that stays; 0 = the average is the current weights.
-        averages: of each parameter; changed in place.
-        now: the current weights.
-        num_averaged: updates before this one. The first ones use a smaller decay, (1 + n) / (10 +
+        averages: Average of each parameter; changed in place.
+        now: Current value of each parameter.
+        num_averaged: Updates before this one. The first ones use a smaller decay, (1 + n) / (10 +
             n), so that the average forgets the initial weights.
     """
     steps = int(num_averaged)
@@ -257,11 +261,11 @@ def average(
 
 
 def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
-    """Compute the share of the learning rate at a point of the training: a linear rise, then a cosine to nothing.
+    """Compute the factor of the learning rate, 0 .. 1: a linear rise, then a cosine to 0.
 
     Args:
-        progress_ratio: done share of the training, 0 .. 1.
-        warm_up_ratio: share of the training with a rising rate, 0 .. 1.
+        progress_ratio: Share of the training that is done, 0 .. 1.
+        warm_up_ratio: Share of the training with a rising rate, 0 .. 1.
     """
     if progress_ratio < warm_up_ratio:
         return progress_ratio / warm_up_ratio
@@ -270,7 +274,7 @@ def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
-    """Show how far each stage of a training is; yields what to call with its progress.
+    """Show the progress of each stage of a training; yields the callback for it.
 
     A terminal gets a bar for each stage, a pipe a line every 20 s.
     """
@@ -289,7 +293,7 @@ def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress],
         latest: dict[str, TrainingProgress] = {}  # by model
 
         def end(model: str) -> None:
-            if model in latest:  # its last step was one short of the end
+            if model in latest:  # a training reports its progress before the last step ends
                 bar.update(tasks[latest[model].stage], completed=latest[model].total)
 
         def show(step: TrainingProgress) -> None:
@@ -322,8 +326,11 @@ def _lines_of_progress(console: Console) -> Iterator[Callable[[TrainingProgress]
         def show(step: TrainingProgress) -> None:
             elapsed_s = time.monotonic() - began_at.setdefault(step.stage, time.monotonic())
             left = time_left(step.done, step.total, elapsed_s)
-            line = f"{step.stage} {step.done / max(step.total, 1e-9):.0%}"
-            lines[step.stage.partition(":")[0]] = f"{line} ({left})" if left else line
+            share = step.done / max(step.total, 1e-9)
+            line = f"{step.stage} {share:.0%}" + (f" ({left})" if left else "")
+            if share > NEARLY:  # its last message; what follows it has no steps to count
+                line = f"{step.stage}: finishing"
+            lines[step.stage.partition(":")[0]] = line
             progress.status = "; ".join(lines.values())
 
         yield show

@@ -1,4 +1,4 @@
-"""The section `match` of an instance."""
+"""Settings of the section `match`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ IndexName = Literal["exact", "hnsw"]
 
 
 class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which vectors are searched, and how much a request may ask for."""
+    """The vectors to search, and the limits of a request."""
 
-    # folder with manifest.json and vectors.safetensors, as `npu-gr train match` writes
+    # folder with manifest.json and vectors.safetensors, written by `npu-gr train match`
     vectors: str
     index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
-    max_items: Count = 1000  # that a request may ask for
-    max_batch_requests: Count = 64  # in one pass over the items
-    max_history_events: Count = 1000  # newest events that a vector is folded in from
+    max_items: Count = 1000  # most items of a request
+    max_batch_requests: Count = 64  # most requests in one pass over the items
+    max_history_events: Count = 1000  # newest events from which a vector is folded in

@@ -1,13 +1,12 @@
-"""Compute the vector of a user whose history is newer than the training: run the encoder on one more node.
+"""Fold-in: computes the vector of a user whose history is newer than the training.
 
-The neighbours of the new node are the items of the history, with the states that they have in the
-trained graph; no other node changes. A user of the training, with the items of the training, gets
-the trained vector. Items without an edge in the trained graph have learnt nothing, and are left
-out.
+It runs the encoder on one more node, whose neighbours are the items of the history with their
+states in the trained graph; no other node changes. A user of the training, with the items of the
+training, gets the trained vector. Items without an edge in the trained graph are not trained, and
+are ignored.
 
-A `decay` weighs the neighbours by their place in the history: the newest has the most.
-`SourceItems` are the items of the source domain beside the vectors of the target: who has them, and
-which target items are near-duplicates.
+A `decay` gives newer events of the history more weight. `SourceItems` are the items of the source
+domain, with the users that had them and the target items that are near-duplicates of them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ NO_ITEMS: I64 = np.empty(0, np.int64)
 class SourceItems:
     """The items of the source domain. J = its items, U = users."""
 
-    # [J] external ids, ascending and distinct; None: some of them are other items in the target
+    # [J] external ids, ascending and distinct; None = the domains use an id for different items
     ids: I64 | None
-    seen_starts: I64  # [U + 1] user u has seen_items[seen_starts[u] : seen_starts[u + 1]]
+    seen_starts: I64  # [U + 1] user u had seen_items[seen_starts[u] : seen_starts[u + 1]]
     seen_items: npt.NDArray[np.int32]  # [source edges] rows, by user
     # [J + 1] item j has the near-duplicates near_duplicate_items[near_duplicate_starts[j] :
     # near_duplicate_starts[j + 1]]
     near_duplicate_starts: I64
-    # rows of the target's items: of no use for who owns the source's item
+    # rows of target items, not to be shown to a user that has the source item
     near_duplicate_items: npt.NDArray[np.int32]
 
     def rows(self, item_ids: I64) -> I64:
@@ -42,13 +41,13 @@ class SourceItems:
         return NO_ITEMS if self.ids is None else np.unique(rows_of(self.ids, item_ids))
 
     def seen(self, user: int) -> I64:
-        """List the rows that the training saw of a user; -1: none."""
+        """List the rows of a user's items in the training; none for user -1."""
         if user < 0:
             return NO_ITEMS
         return self.seen_items[slice(*self.seen_starts[user : user + 2])].astype(np.int64)
 
     def near_duplicates(self, rows: I64) -> I64:
-        """List the target rows that are near-duplicates of some of these rows, ascending and distinct."""
+        """List the target rows that are near-duplicates of these rows, ascending and distinct."""
         starts = self.near_duplicate_starts[rows]
         counts = self.near_duplicate_starts[rows + 1] - starts
         places = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -56,11 +55,11 @@ class SourceItems:
 
 
 def rows_of(known: I64, item_ids: I64) -> I64:
-    """Look up the rows of the known ids, in the order in which they are asked for.
+    """Look up the rows of ids, in the order of `item_ids`; unknown ids are ignored.
 
     Args:
-        known: int64 [n] ids, ascending, at least one.
-        item_ids: any ids.
+        known: int64 [n] ids by row, ascending, at least one.
+        item_ids: int64 ids to look up.
     """
     places = np.searchsorted(known, item_ids)
     places[places == len(known)] = 0
@@ -75,19 +74,19 @@ LEAK = 0.2  # slope of leaky_relu below zero
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Folding:
-    """The parts of an encoder that fold a user in.
+    """The parts of an encoder that a fold-in needs.
 
     L = layers, U = users, I = items, d = dimension.
     """
 
-    users: F32 | None  # [U, d] the embedding table; None: every user starts at zero
-    states: F32  # [L, I, d] the items' vectors before each layer
-    # [L, 2 d, d], applied to own state || neighbours; None: LightGCN, which has none
+    users: F32 | None  # [U, d] embedding table; None = every user starts at zero
+    states: F32  # [L, I, d] vectors of the items before each layer
+    # [L, 2 d, d], multiplied by (own state || neighbours); None = LightGCN, which has none
     matrices: F32 | None
     degrees: I64  # [I] edges of each item in the trained graph
     norm: Norm
     activation: Activation
-    # factor of a neighbour's weight with each newer event; None: order does not matter
+    # factor of an event's weight for each newer event; None = order does not matter
     decay: float | None = None
 
     def trained(self, items: I64) -> I64:
@@ -98,10 +97,10 @@ class Folding:
         """Compute a user's vector.
 
         Args:
-            user: row; -1: a user who was not in the training, and starts at zero.
-            items: rows of `trained` items, at least one: distinct ones, or with a decay the events,
+            user: Row of the user; -1 = not in the training, so it starts at zero.
+            items: Rows of `trained` items, one or more, distinct; with a decay one for each event,
                 oldest first.
-            source_items: rows of the source's items; this encoder does not know them.
+            source_items: Rows of source items, which this encoder ignores.
 
         Returns:
             float32 [d].
@@ -145,32 +144,26 @@ class Folding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JoinedFolding:
-    """Folds a user into vectors of several parts: [spectral | encoder | popularity].
+    """Fold-in for vectors of several optional parts: [spectral | encoder | popularity].
 
-    Parts may be absent.
-
-    The spectral part is the sum of a row for each item known of the user, in both domains, divided
-    by the root of their number. I = items of the target, J = items of the source, k = singular
-    values.
+    The spectral part is the sum of a row for each known item of the user, in both domains, divided
+    by the square root of their number. I = target items, J = source items, k = singular values.
     """
 
-    target_states: F32 | None  # [I, k] rows of the target's items; None: there is no spectral part
-    source_states: F32 | None  # [J, k] and of the source's
-    encoder: Folding | None  # of the encoder's part; None: there is none
+    target_states: F32 | None  # [I, k] rows of target items; None = no spectral part
+    source_states: F32 | None  # [J, k] rows of source items
+    encoder: Folding | None  # None = no encoder part
     encoder_weight: float
-    popularity: float  # the last column; 0: there is none
+    popularity: float  # the last column; 0 = none
     degrees: I64  # [I] edges of each item in the trained graph
-    decay: float | None = None  # order does not matter
+    decay: float | None = None  # always None: order does not matter
 
     def trained(self, items: I64) -> I64:
         """Select the item rows that have an edge in the trained graph."""
         return items[self.degrees[items] > 0]
 
     def vector(self, user: int, items: I64, source_items: I64 = NO_ITEMS) -> F32:
-        """Compute a user's vector; see `Folding.vector`.
-
-        Of both kinds of items one is enough; all are distinct.
-        """
+        """Compute a user's vector (see `Folding.vector`) from distinct items of either domain."""
         parts = []
         if self.target_states is not None and self.source_states is not None:
             total = self.target_states[items].sum(0) + self.source_states[source_items].sum(0)

@@ -1,13 +1,14 @@
-"""Answer `match` requests from one version of the vectors, many users at once.
+"""Answers `match` requests from one version of the vectors, for many users at a time.
 
-The basis of an answer is the first of these that applies to the user; the answer names it:
-  folded      the history has items that the training did not see: compute a vector from all of it (`fold.py`)
-  target      the user has target history: the user's target vector against the item vectors
-  source      the user has source history only: the user's vector, which knows that history, against the same items
-  popularity  the user has neither: the items with the most target edges
+The basis of an answer, which the answer names, is the first of these that applies to the user:
+  folded      the history has items that were not in the training: a vector is computed from the
+              whole history (`fold.py`)
+  target      the training had target history of the user: the trained vector is used
+  source      the training had only source history of the user: the trained vector is used
+  popularity  none of these: the items with the most target edges
 
-An index finds the best items for a query vector: exactly, or approximately for catalogues too big
-for an exact pass.
+An index finds the items with the highest inner product: exactly, or approximately for catalogues
+that are too large for an exact pass.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from npu_gr.vector_search.config import IndexName
 from npu_gr.vector_search.fold import NO_ITEMS, rows_of
 from npu_gr.vector_search.vectors import Vectors
 
-# Parameters of the HNSW graph. More of each finds more of the best items, and takes longer.
-HNSW_LINKS = 32  # neighbours that the graph keeps of each item
-HNSW_BUILD = 80  # candidates in view while an item is inserted
-HNSW_SEARCH = 256  # candidates in view while a query is answered, at least
+# Parameters of the HNSW graph. Larger ones give a better recall, and take longer.
+HNSW_LINKS = 32  # neighbours of each item in the graph (M)
+HNSW_BUILD = 80  # candidates during construction (efConstruction)
+HNSW_SEARCH = 256  # least number of candidates during a search (efSearch)
 
 
 class Index(Protocol):
-    """Finds items by inner product. Never changed after it was built."""
+    """Finds items by inner product. Immutable."""
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
         """Find the best items of each query.
 
         Args:
             queries: float32 [B, d], on the host.
-            k: items to find for each query, at least 1; may be more than there are items.
-            hidden: (query, item) pairs that must not be found; None: no such pair.
+            k: Number of items to find for each query, 1 or more, also more than there are.
+            hidden: (query, item) pairs that must not be found; None = no such pair.
 
         Returns:
             Scores and item rows [B, k] on the host, best first. A query with fewer items ends in
@@ -56,7 +57,7 @@ class Index(Protocol):
 
 
 class ExactIndex:
-    """Scores every item."""
+    """Exact search, which scores every item."""
 
     def __init__(self, items: F32, backend: Backend) -> None:
         self._backend = backend
@@ -70,10 +71,7 @@ class ExactIndex:
 
 
 class HnswIndex:
-    """Searches a graph of near items greedily: approximate.
-
-    Finds more items than asked for, and drops the hidden.
-    """
+    """Approximate search in an HNSW graph, which finds extra items and drops the hidden ones."""
 
     def __init__(self, items: F32) -> None:
         try:
@@ -91,7 +89,7 @@ class HnswIndex:
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
         num_queries = len(queries)
         hidden_keys = torch.empty(0, dtype=torch.int64)  # query * num_items + item
-        most_hidden = 0  # of one query
+        most_hidden = 0  # most hidden items of one query
         if hidden is not None and len(hidden.items):
             most_hidden = int(torch.bincount(hidden.queries).max())
             hidden_keys = (hidden.queries * self._num_items + hidden.items).sort().values
@@ -116,18 +114,18 @@ def make_index(name: IndexName, items: F32, backend: Backend) -> Index:
     """Build an index. `hnsw` takes minutes for a million items.
 
     Args:
-        name: exact, or approximate.
+        name: exact or hnsw.
         items: float32 [I, d].
-        backend: runs the exact search.
+        backend: Backend for the exact search.
 
     Raises:
-        ConfigError: `hnsw` is asked for, and faiss is not installed.
+        ConfigError: faiss, which `hnsw` needs, is not installed.
     """
     return ExactIndex(items, backend) if name == "exact" else HnswIndex(items)
 
 
 def recall(found: Best, exact: Best) -> float:
-    """Compute the share of the exact answers' items that another answer to the same queries found."""
+    """Return the share of the exact results' items that another result of the queries has."""
     wanted = exact.items >= 0
     hits = (exact.items[:, :, None] == found.items[:, None, :]).any(-1) & wanted
     return float(hits.sum() / wanted.sum().clamp(min=1))
@@ -138,19 +136,19 @@ class MatchQuery:
     """The search for one user. Item rows are ascending and distinct."""
 
     basis: Basis
-    user: int  # row; -1: a user who was not in the training
+    user: int  # row; -1 = not in the training
     k: int  # most items to find
     hidden: I64  # item rows that must not be found
-    allowed: I64 | None = None  # the only item rows that may be found; None: all
-    # rows that the vector is computed from, as `Folding.vector` takes them; FOLDED only
+    allowed: I64 | None = None  # the only item rows that may be found; None = all
+    # rows for `Folding.vector`; only for basis FOLDED
     history: I64 | None = None
-    # rows of the source's items, likewise
+    # rows of source items for `Folding.vector`
     source_history: I64 = field(default_factory=lambda: NO_ITEMS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchedItems:
-    """At most k items, best first; of equal scores the lower row comes first."""
+    """At most k items, best first; ties by the lower row."""
 
     items: I64  # [n] rows
     scores: F32  # [n] inner products; target edges if the basis is POPULARITY
@@ -159,7 +157,7 @@ class MatchedItems:
 class Matcher:
     """One version of the vectors with its index.
 
-    Never changed after it was built, so requests may hold it while another version is served.
+    Immutable, so requests may hold it while another version is served.
     """
 
     def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
@@ -170,7 +168,7 @@ class Matcher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the vectors that are searched."""
+        """Bytes of the vectors of users and items."""
         return self.vectors.users.nbytes + self.vectors.items.nbytes
 
     def rows(self, item_ids: I64) -> I64:
@@ -178,7 +176,7 @@ class Matcher:
         return np.unique(rows_of(self.vectors.item_ids, item_ids))
 
     def knows(self, user: UserKey) -> bool:
-        """Whether the vectors have a row of the user."""
+        """Return whether the vectors have a row of the user."""
         return user in self._rows
 
     def search_for(
@@ -190,17 +188,17 @@ class Matcher:
         deny_items: I64 | None,
         history: I64 = NO_ITEMS,
     ) -> MatchQuery:
-        """Decide how to search for a user. Unknown item ids are ignored.
+        """Choose the basis and the filters of the search for a user. Unknown item ids are ignored.
 
         Args:
-            user: need not be known.
-            k: most items to find.
-            exclude_seen: leave out the items of the training and of `history`, and near-duplicates
-                of what the user owns.
-            allow_items: the only item ids that may be found; None: all.
-            deny_items: item ids that must not be found; None: none.
-            history: the user's item ids of both domains, oldest first; those of the training may be
-                left out.
+            user: The user, known or not.
+            k: Most items to find.
+            exclude_seen: Hide the user's items, from the training and from `history`, and target
+                items that are near-duplicates of the user's source items.
+            allow_items: the only item ids that may be found; None = all.
+            deny_items: Item ids that must not be found; None = no such item.
+            history: the user's item ids of both domains, oldest first; items of the training may be
+                omitted.
         """
         row = self._rows.get(user, -1)
         events = rows_of(self.vectors.item_ids, history)
@@ -230,7 +228,7 @@ class Matcher:
         return MatchQuery(self._trained_basis(row), row, k, hidden, allowed)
 
     def _owned(self, row: int, history: I64) -> tuple[I64, bool]:
-        """List the source's items of a user, ascending, and whether the history has some that the training did not."""
+        """List the source rows of a user, ascending, and whether some were not in the training."""
         source = self.vectors.source
         if source is None:
             return NO_ITEMS, False
@@ -239,14 +237,14 @@ class Matcher:
         return owned, len(owned) > len(trained_on)
 
     def _trained_on(self, row: int) -> I64:
-        """List the item rows that the training saw of a user, in its order; row -1: none."""
+        """List the item rows of a user in the training, in its order; none for row -1."""
         if row < 0:
             return NO_ITEMS
         vectors = self.vectors
         return vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64)
 
     def _trained_basis(self, row: int) -> Basis:
-        """Choose the basis of a user whose history has nothing new."""
+        """Return the basis for a user whose history has no new items."""
         if row >= 0 and self.vectors.in_target[row]:
             return Basis.TARGET
         if row >= 0 and self.vectors.in_source[row]:
@@ -254,7 +252,7 @@ class Matcher:
         return Basis.POPULARITY
 
     def run(self, queries: Sequence[MatchQuery]) -> list[MatchedItems]:
-        """Answer the queries. All that have a vector and no allow list share one index search."""
+        """Answer queries. Those with a vector and no allow list share one index search."""
         together = [
             query
             for query in queries
@@ -279,7 +277,7 @@ class Matcher:
         return self.vectors.folding.vector(query.user, query.history, query.source_history)
 
     def _search_all(self, queries: list[MatchQuery]) -> list[MatchedItems]:
-        """Search all items, for many queries at once."""
+        """Search all items, for many queries at a time."""
         vectors = torch.from_numpy(np.stack([self._vector(query) for query in queries]))
         hidden = Hidden.of([query.hidden for query in queries])
         best = self._index.search(vectors, max(query.k for query in queries), hidden)
@@ -288,12 +286,12 @@ class Matcher:
             queries, best.items.numpy(), best.scores.numpy(), strict=True
         ):
             num_found = min(query.k, int(np.count_nonzero(rows >= 0)))
-            # Copies: a view would keep the answers of the whole batch alive.
+            # Copied, since a view would keep the results of the whole batch in memory.
             answers.append(MatchedItems(rows[:num_found].copy(), scores[:num_found].copy()))
         return answers
 
     def _search_allowed(self, query: MatchQuery) -> MatchedItems:
-        """Score the few allowed items one by one, without the index."""
+        """Score only the allowed items, without the index."""
         assert query.allowed is not None
         rows = np.setdiff1d(query.allowed, query.hidden, assume_unique=True)
         scores = self.vectors.items[rows] @ self._vector(query)

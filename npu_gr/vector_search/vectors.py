@@ -1,8 +1,8 @@
-"""Save and load the vectors that matching serves: a folder with `vectors.safetensors` and `manifest.json`.
+"""Saves and loads the vectors of `match`: a folder with `vectors.safetensors` and `manifest.json`.
 
-Both are written aside and then renamed, so an interrupted save leaves no half of a file. The
-manifest names the version, which is the digest of `vectors.safetensors`; a tensor file with another
-digest is rejected.
+Both are written to temporary files and then renamed, so an interrupted save leaves no partial file.
+The manifest has the version, which is the digest of `vectors.safetensors`; `load` rejects a file
+with another digest.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FORMAT = 2
 class Vectors:
     """The vectors of one target domain. U = users, I = items, d = dimension."""
 
-    user_keys: list[UserKey]  # [U], each once: two tenants' users of one name are two users
+    user_keys: list[UserKey]  # [U], distinct; users of two tenants differ, even with equal names
     item_ids: I64  # [I] external ids, ascending and distinct
-    users: F32  # [U, d]; the rows of users without any history mean nothing
+    users: F32  # [U, d]; the row of a user without any history has no meaning
     items: F32  # [I, d]
-    in_target: npt.NDArray[np.bool_]  # [U] whether the user's vector knows target history
-    in_source: npt.NDArray[np.bool_]  # [U] whether the user's vector knows source history
+    in_target: npt.NDArray[np.bool_]  # [U] whether the user had target history in the training
+    in_source: npt.NDArray[np.bool_]  # [U] whether the user had source history in the training
     popularity: I64  # [I] target edges of each item
-    seen_starts: I64  # [U + 1] user u has had seen_items[seen_starts[u] : seen_starts[u + 1]]
-    # [target edges] item rows, by user; where a folding decays, oldest event first
+    seen_starts: I64  # [U + 1] user u had seen_items[seen_starts[u] : seen_starts[u + 1]]
+    # [target edges] item rows, by user; if the folding has a decay, oldest event first
     seen_items: npt.NDArray[np.int32]
-    figures: dict[str, float]  # metrics that the training measured, by name
-    # computes vectors of new histories; None: users stay as trained
+    figures: dict[str, float]  # metrics of the training, by name
+    # computes vectors of new histories; None = users keep their trained vectors
     folding: Folding | JoinedFolding | None = None
-    source: SourceItems | None = None  # None: there is no source domain
+    source: SourceItems | None = None  # None = there is no source domain
     version: str = ""  # set by `save`
 
 
@@ -80,10 +80,10 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def save(vectors: Vectors, folder: Path) -> str:
-    """Write the vectors into a folder, which is made if need be.
+    """Write vectors to a folder, which is created if it does not exist.
 
     Returns:
-        The version that they got.
+        The version of the vectors.
 
     Raises:
         DataError: the folder cannot be written.
@@ -134,7 +134,7 @@ def save(vectors: Vectors, folder: Path) -> str:
     manifest = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        make_private(path.with_suffix(".tmp"))  # it names users
+        make_private(path.with_suffix(".tmp"))  # the file contains names of users
         save_file(tensors, path.with_suffix(".tmp"))
         about = _Manifest(
             format=FORMAT,
@@ -163,7 +163,7 @@ def load(folder: Path) -> Vectors:
     """Read vectors and check them against their manifest.
 
     Raises:
-        DataError: a file is missing, damaged, of another version or does not fit its manifest.
+        DataError: a file is missing, damaged, of another format, or does not fit its manifest.
     """
     path = folder / "vectors.safetensors"
     manifest = folder / "manifest.json"
@@ -172,7 +172,7 @@ def load(folder: Path) -> Vectors:
         if about.format != FORMAT:
             raise DataError(f"{manifest}: format {about.format}, this version reads {FORMAT}")
         if _digest(path) != about.version:
-            raise DataError(f"{path}: not the file that manifest.json names")
+            raise DataError(f"{path}: not the file of which manifest.json has the digest")
         tensors = load_file(path)
         vectors = Vectors(
             user_keys=_user_keys(tensors, path),
@@ -202,7 +202,7 @@ def load(folder: Path) -> Vectors:
 
 
 def _joined(texts: list[str]) -> tuple[npt.NDArray[np.uint8], I64]:
-    """Write texts as tensors: their bytes one after the other, and where each ends."""
+    """Convert texts to tensors: their concatenated bytes, and the end of each text."""
     encoded = [text.encode() for text in texts]
     return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(
         [len(text) for text in encoded], dtype=np.int64
@@ -210,13 +210,13 @@ def _joined(texts: list[str]) -> tuple[npt.NDArray[np.uint8], I64]:
 
 
 def _texts(joined: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[str]:
-    """Read what `_joined` wrote."""
+    """Convert the result of `_joined` back."""
     data = joined.tobytes()
     return [data[start:end].decode() for start, end in pairwise([0, *ends.tolist()])]
 
 
 def _user_keys(tensors: dict[str, npt.NDArray[Any]], path: Path) -> list[UserKey]:
-    """Read whose each row is. Without tensors of tenants, all users are of the tenant "".
+    """Read the user of each row. Without tensors of tenants, all users are of the tenant "".
 
     Raises:
         DataError: a user has no tenant, or two rows.
@@ -230,7 +230,7 @@ def _user_keys(tensors: dict[str, npt.NDArray[Any]], path: Path) -> list[UserKey
             0 <= place < len(tenants) for place in places.tolist()
         ):
             raise DataError(
-                f"{path}: user_tenants has not one of {len(tenants)} tenants for each of "
+                f"{path}: user_tenants must have one of {len(tenants)} tenants for each of "
                 f"{len(names)} users"
             )
         keys = [
@@ -238,7 +238,7 @@ def _user_keys(tensors: dict[str, npt.NDArray[Any]], path: Path) -> list[UserKey
             for place, name in zip(places.tolist(), names, strict=True)
         ]
     if len(set(keys)) < len(keys):
-        raise DataError(f"{path}: a user is there twice")
+        raise DataError(f"{path}: a user occurs twice")
     return keys
 
 
@@ -344,11 +344,11 @@ def _check(vectors: Vectors, path: Path) -> None:
         if tensor is not None and not np.isfinite(tensor).all():
             raise DataError(f"{path}: {name} has a value that is not finite")
     _check_rows(vectors, path)
-    _check_says_something(vectors, path)
+    _check_scores_differ(vectors, path)
 
 
 def _check_rows(vectors: Vectors, path: Path) -> None:
-    """Check that lists of rows are whole and in range.
+    """Check that lists of rows are complete and in range.
 
     Raises:
         DataError: names the tensor.
@@ -367,23 +367,23 @@ def _check_rows(vectors: Vectors, path: Path) -> None:
             raise DataError(f"{path}: source.ids must ascend")
     for name, (starts, rows, count) in lists.items():
         if starts[0] != 0 or starts[-1] != len(rows) or (np.diff(starts) < 0).any():
-            raise DataError(f"{path}: {name}_starts do not part {name}_items")
+            raise DataError(f"{path}: {name}_starts do not divide {name}_items")
         if len(rows) and not 0 <= rows.min() <= rows.max() < count:
             raise DataError(f"{path}: {name}_items has a row outside 0 .. {count - 1}")
 
 
-def _check_says_something(vectors: Vectors, path: Path) -> None:
-    """Check that scores can differ: not all items are alike, and not all users who have vectors have only zeros.
+def _check_scores_differ(vectors: Vectors, path: Path) -> None:
+    """Check that scores can differ: items differ, and some user with a vector is not all zeros.
 
     Raises:
         DataError: names the tensor.
     """
-    items, who = vectors.items, vectors.in_target | vectors.in_source
+    items, has_vector = vectors.items, vectors.in_target | vectors.in_source
     if len(items) > 1 and (items == items[0]).all():
         raise DataError(
             f"{path}: all {len(items)} rows of items are the same, so every item has the same score"
         )
-    if who.any() and not vectors.users[who].any():
+    if has_vector.any() and not vectors.users[has_vector].any():
         raise DataError(f"{path}: users has only zeros, so every item has the same score")
 
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Builds the NPU library on a machine with CANN and torch_npu, and puts it where npu_gr looks for it:
-#   npu_gr/backend/npu/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so, and beside it a .json that says what it was built for.
+#   npu_gr/backend/npu/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so
+# A .json of the same name says for which torch, torch_npu, CANN and chip it was built.
 # Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [FOLDER]
 #   SOC_VERSION  as `npu-smi info` names the chip, in lower case with "ascend" before it
 #   PYTHON       the Python that has torch and torch_npu (default: python3)
-# CANN and torch_npu must be a pair of npu_gr/backend/npu/versions.py; newer ones than it knows are a warning.
-# Exit status: 2 something is missing (said which), 3 there are no native ops for this chip, else that of the build.
+# CANN and torch_npu must be a pair of npu_gr/backend/npu/versions.py; a newer pair gets a warning.
+# Exit status: 2 something is missing (the message says what), 3 this chip has no native ops, else that
+# of the build.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)

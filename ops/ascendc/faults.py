@@ -1,8 +1,9 @@
-"""Mistakes that a person would make, planted one at a time: those of a review, in kernels, tiling and host code.
+"""Typical programming mistakes in kernels, tiling and host code, planted one at a time.
 
-Each is a text in a file and what stands there instead; in a build with all of them, ON is true for
-the one that is on. `mutate.py` builds and runs those of the kernels, tests/ops/test_pretended.py
-those of the host code. `equivalent` names the reason for which nothing can be seen of a fault.
+A fault replaces a text of a file by another text. A build contains all faults; ON is true for the
+one that is switched on. `mutate.py` builds and runs the faults of the kernels,
+tests/ops/test_pretended.py those of the host code. `equivalent` says why a fault has no effect that
+a test could detect; it is empty for all others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A mistake, and the ops whose cases must fall to it."""
+    """A mistake, and the ops of which a test case must detect it."""
 
     name: str
     file: str
@@ -173,7 +174,7 @@ KERNEL_FAULTS = (
     ),
 )
 
-# Of the code between torch and the launches. The ops are those of npu_gr/backend/npu/check.py.
+# Faults of the code between torch and the launches. npu_gr/backend/npu/check.py defines the ops.
 HOST_FAULTS = (
     Fault(
         "lo and degree swapped",
@@ -207,10 +208,10 @@ HOST_FAULTS = (
 
 
 def plant(faults: tuple[Fault, ...], tree: Path) -> None:
-    """Write all faults into a copy of the sources; ON(n) of the n-th is what switches it.
+    """Write all faults into a copy of the sources; ON(n) switches the n-th.
 
     Raises:
-        ValueError: a fault's text does not stand in its file.
+        ValueError: a file does not contain the text of its fault.
     """
     for number, fault in enumerate(faults):
         path = tree / fault.file

@@ -1,4 +1,4 @@
-"""Mistakes that a person would make in the HSTU kernels, planted as those of `faults.py` are."""
+"""Typical programming mistakes in the HSTU kernels, planted like those of `faults.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from faults import Fault
 
 
 def _of(op: str, *changes: tuple[str, str, str]) -> tuple[Fault, ...]:
-    """Faults of the op's own header: a name, the text, and what stands there instead."""
+    """Faults of the op's own header: the name, the text, and the text that replaces it."""
     return tuple(Fault(name, f"kernels/{op}.h", old, new, (op,)) for name, old, new in changes)
 
 
@@ -158,7 +158,7 @@ HSTU_FAULTS = (
             "int32_t column = own + i + ON,",
         ),
         (
-            "a tile that nobody sees stays",
+            "a tile that no query sees stays",
             "    while (tiles_.has_next()) {",
             "    while (!ON && tiles_.has_next()) {",
         ),

@@ -1,15 +1,16 @@
-"""Break the kernels on purpose, one small change at a time: each mutant must fall to the fixed cases of tests/ops.
+"""Mutation test of the kernels: make one small change at a time, run the cases of tests/ops.
 
-    python ops/ascendc/mutate.py                 every mutant; exit status 1 if one survives that should not
+    python ops/ascendc/mutate.py                 every mutant
     python ops/ascendc/mutate.py --every 9       every ninth
     python ops/ascendc/mutate.py --rule "no flag" --rule "no free"
     python ops/ascendc/mutate.py --file kernels/hstu_tiles.h --share 40 --seed 1
     python ops/ascendc/mutate.py --list
 
-All mutants of one rule are in one build and a number picks the one that is on, so there are as many
-builds as rules, and one of the faults that a person would make, of faults.py and hstu_faults.py. A
-mutant falls when the emulator complains, an answer differs, or the program crashes or hangs.
-EQUIVALENT names those that change nothing that can be seen, each with the reason.
+All mutants of a rule are in one build, and a number selects the one that is on. So there is one
+build for each rule, and one for the typical mistakes of faults.py and hstu_faults.py. A mutant
+falls if the emulator reports an error, a result differs, or the program crashes or hangs. The exit
+status is 1 if a mutant survives, except for those in EQUIVALENT: they have no effect that a test
+could detect, each with the reason.
 """
 
 from __future__ import annotations
@@ -52,30 +53,49 @@ KERNELS = {  # file -> ops that run through it
     "kernels/hstu_finish.h": ("hstu_finish",),
 }
 
-# In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be
-# either.
+# ON(n) is true for the mutant that is on. `a < Op<kind>{n} > b` is a comparison that it switches.
 SWITCH = r"""
 #pragma once
 inline int npu_gr_mutant = -1;
-extern "C" inline __attribute__((used, visibility("default"))) void npu_gr_mutate(int n) { npu_gr_mutant = n; }
+extern "C" inline __attribute__((used, visibility("default"))) void npu_gr_mutate(int n) {
+  npu_gr_mutant = n;
+}
 #define ON(n) (npu_gr_mutant == (n))
 namespace mutants {
 template <int kind> struct Op { int n; };
 template <int kind, typename A> struct Half { A a; int n; };
 template <int kind, typename A> Half<kind, A> operator<(A a, Op<kind> op) { return {a, op.n}; }
 template <int kind, typename A> Half<kind, A> operator+(A a, Op<kind> op) { return {a, op.n}; }
-template <typename A, typename B> bool operator>(Half<0, A> h, B b) { return ON(h.n) ? h.a <= b : h.a < b; }
-template <typename A, typename B> bool operator>(Half<1, A> h, B b) { return ON(h.n) ? h.a >= b : h.a > b; }
-template <typename A, typename B> auto operator+(Half<2, A> h, B b) { return ON(h.n) ? h.a - b : h.a + b; }
-template <typename A, typename B> auto operator+(Half<3, A> h, B b) { return ON(h.n) ? h.a + b : h.a - b; }
-template <typename A, typename B> bool operator>(Half<4, A> h, B b) { return (h.a == b) != ON(h.n); }
-template <typename A, typename B> bool operator>(Half<5, A> h, B b) { return (h.a != b) != ON(h.n); }
+template <typename A, typename B>
+bool operator>(Half<0, A> h, B b) {
+  return ON(h.n) ? h.a <= b : h.a < b;
+}
+template <typename A, typename B>
+bool operator>(Half<1, A> h, B b) {
+  return ON(h.n) ? h.a >= b : h.a > b;
+}
+template <typename A, typename B>
+auto operator+(Half<2, A> h, B b) {
+  return ON(h.n) ? h.a - b : h.a + b;
+}
+template <typename A, typename B>
+auto operator+(Half<3, A> h, B b) {
+  return ON(h.n) ? h.a + b : h.a - b;
+}
+template <typename A, typename B>
+bool operator>(Half<4, A> h, B b) {
+  return (h.a == b) != ON(h.n);
+}
+template <typename A, typename B>
+bool operator>(Half<5, A> h, B b) {
+  return (h.a != b) != ON(h.n);
+}
 }  // namespace mutants
 """
 
 
 class Rule(NamedTuple):
-    """What is looked for, and the text that is the one or the other."""
+    """A pattern of source code, and the text that replaces it: the original or the mutant."""
 
     name: str
     pattern: str
@@ -83,13 +103,13 @@ class Rule(NamedTuple):
 
 
 def _operator(kind: int) -> Callable[[re.Match[str], int], str]:
-    """Switch a binary operator; `kind` is that of the templates above."""
+    """Switch a binary operator; `kind` is the template parameter of `Op` in SWITCH."""
     before, behind = ("+", "+") if kind in (2, 3) else ("<", ">")  # sums bind as sums do
     return lambda _m, n: f" {before} mutants::Op<{kind}>{{{n}}} {behind} "
 
 
 def _other(text: str) -> Callable[[re.Match[str], int], str]:
-    """Switch to another text; `{}` in it is what stands there."""
+    """Switch to another text; `{}` in it stands for the original."""
     return lambda m, n: f"(ON({n}) ? {text.format(m[0])} : {m[0]})"
 
 
@@ -162,8 +182,8 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {RULES[self.rule].name}: {self.code}"
 
 
-# Mutants that change nothing that can be seen, and why. A key may stand for several places of one
-# line.
+# Mutants without an effect that a test could detect, and why. A key may stand for several places of
+# one line.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/best_pairs.h",
@@ -497,13 +517,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 
 def mutable(code: str) -> bool:
-    """No declaration, no constant: there a switch has no place."""
+    """Whether a switch may be written here: not into a declaration or a constant."""
     declares = "#", "template", "class", "struct", "using", "constexpr", "if constexpr"
     return "static" not in code and not code.lstrip().startswith(declares)
 
 
 def closed(code: str, start: int) -> str:
-    """`if (ON(1) != bool(a) ...` with the parenthesis that is missing behind a."""
+    """Insert the parenthesis that `if (ON(1) != bool(a ...` lacks after the condition."""
     at = code.index("bool(", start) + len("bool")
     depth = 0
     for end in range(at, len(code)):
@@ -514,10 +534,7 @@ def closed(code: str, start: int) -> str:
 
 
 def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
-    """Every mutant of a rule.
-
-    With a `tree`, also written into the copy of the sources that stands there.
-    """
+    """Return every mutant of a rule; with a `tree`, write them into that copy of the sources."""
     mutants: list[Mutant] = []
     for file in KERNELS:
         lines = (HERE / file).read_text().splitlines()
@@ -546,7 +563,7 @@ def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
 
 
 def build(rule: int | None, folder: Path) -> Path:
-    """A library with all mutants of a rule, or with all faults for None; none of them on."""
+    """Build a library with all mutants of a rule, None = all faults; none of them is on."""
     tree = folder / f"rule{rule}"
     shutil.copytree(HERE, tree, ignore=shutil.ignore_patterns("*.py", "build"))
     if rule is None:
@@ -564,7 +581,7 @@ def build(rule: int | None, folder: Path) -> Path:
 
 
 def verdicts(library: Path, mutants: Sequence[Mutant | Fault | None], jobs: int) -> list[str]:
-    """`fell: ...` or `survived`, of each in order. None = no mutant is on, and every op runs."""
+    """Run each mutant: `fell: ...` or `survived`. None = no mutant is on, and every op runs."""
     asked: list[tuple[int, Sequence[str]]] = []
     for mutant in mutants:
         if isinstance(mutant, Mutant):
@@ -573,13 +590,13 @@ def verdicts(library: Path, mutants: Sequence[Mutant | Fault | None], jobs: int)
             asked.append((FAULTS.index(mutant), mutant.ops))
         else:
             asked.append((-1, sorted({op for ops in KERNELS.values() for op in ops})))
-    told = [""] * len(asked)
+    found = [""] * len(asked)
     with ThreadPoolExecutor(jobs) as pool:
         for first, lines in enumerate(
             pool.map(partial(_lines, library), [asked[i::jobs] for i in range(jobs)])
         ):
-            told[first::jobs] = lines
-    return told
+            found[first::jobs] = lines
+    return found
 
 
 def _lines(library: Path, asked: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
@@ -591,28 +608,28 @@ def _lines(library: Path, asked: Sequence[tuple[int, Sequence[str]]]) -> list[st
 
 
 def is_equivalent(mutant: Mutant | Fault) -> bool:
-    """Whether it is known that nothing can be seen of it."""
+    """Whether the mutant is known to have no effect that a test could detect."""
     return bool(mutant.equivalent) if isinstance(mutant, Fault) else mutant.key in EQUIVALENT
 
 
 class Chosen(NamedTuple):
-    """Which mutants of a rule run: all by default."""
+    """Which mutants run: all by default."""
 
-    rules: tuple[str, ...] = ()  # names; empty = every rule, and the faults of a person
-    files: tuple[str, ...] = ()  # of KERNELS; empty = all
+    rules: tuple[str, ...] = ()  # names; empty = every rule, and FAULTS
+    files: tuple[str, ...] = ()  # keys of KERNELS; empty = all
     every: int = 1
-    share: int = 0  # that many of a rule at most, drawn by the seed; 0 = all
+    share: int = 0  # most mutants of a rule, drawn by the seed; 0 = all
     seed: int = 0
 
     def of(self, rule: int) -> list[Mutant]:
-        """In order."""
+        """Return the chosen mutants of a rule, in their order."""
         found = [m for m in planted(rule) if not self.files or m.file in self.files][:: self.every]
         if not self.share or len(found) <= self.share:
             return found
         return sorted(random.Random(f"{self.seed} {rule}").sample(found, self.share))  # noqa: S311  (a sample)
 
     def builds(self) -> list[int | None]:
-        """The rules that have something to run; None = the faults."""
+        """Return the rules that have a mutant to run; None = FAULTS."""
         named = [
             rule for rule, known in enumerate(RULES) if not self.rules or known.name in self.rules
         ]
@@ -623,7 +640,7 @@ class Chosen(NamedTuple):
 
 
 def check(chosen: Chosen, jobs: int) -> int:
-    """Run and report; how many survive that are not known to be equivalent."""
+    """Run and report; return how many survive without being known as equivalent."""
     counts = {"fell": 0, "equivalent": 0, "survived": 0}
     each: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
@@ -635,12 +652,12 @@ def check(chosen: Chosen, jobs: int) -> int:
             found = verdicts(library, [None, *mutants], jobs)
             if found[0] != "survived":
                 raise SystemExit(f"{rule}: without a mutant: {found[0]}")
-            for mutant, told in zip(mutants, found[1:], strict=True):
-                kind = told.split(":")[0]
+            for mutant, verdict in zip(mutants, found[1:], strict=True):
+                kind = verdict.split(":")[0]
                 kind = "equivalent" if kind == "survived" and is_equivalent(mutant) else kind
                 counts[kind] += 1
                 each[mutant.file] = each.get(mutant.file, 0) + 1
-                sys.stdout.write(f"{kind:10} {mutant}  [{told}]\n")
+                sys.stdout.write(f"{kind:10} {mutant}  [{verdict}]\n")
                 sys.stdout.flush()
     sys.stdout.write(", ".join(f"{number} {file}" for file, number in each.items()) + "\n")
     sys.stdout.write(", ".join(f"{number} {kind}" for kind, number in counts.items()) + "\n")
@@ -648,7 +665,7 @@ def check(chosen: Chosen, jobs: int) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = sorted({rule.name for rule in RULES})
     parser.add_argument(
@@ -660,7 +677,7 @@ def main() -> int:
         default=[],
         choices=[*KERNELS],
         metavar="FILE",
-        help="of this alone",
+        help="mutants of this file only",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="only every Nth mutant of each rule"
@@ -670,10 +687,10 @@ def main() -> int:
         type=int,
         default=0,
         metavar="N",
-        help="N of each rule at most, drawn by the seed",
+        help="at most N of each rule, drawn by the seed",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--list", action="store_true", help="only say what would be run")
+    parser.add_argument("--list", action="store_true", help="list the mutants, run none")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     chosen = Chosen(

@@ -8,7 +8,7 @@
 
 namespace npu_gr {
 
-constexpr uint32_t kMaxK = 2048;          // pairs kept; two lists of them must fit beside a tile
+constexpr uint32_t kMaxK = 2048;          // pairs kept; two lists of them must fit next to a tile
 constexpr uint32_t kMinTile = 256;        // elements; any less and Compares would see part of a repeat
 constexpr uint32_t kMaxTile = 4096;       // a tile is sorted as one list in the end, of 4095 pairs at most in a merge
 constexpr uint32_t kMaxRows = 2048;       // beams of one request

@@ -19,6 +19,6 @@ struct HstuFind {
   float *products;        // [the sum of num_scored] out: u with each
 };
 
-enum FindError : int64_t { kBadFind = -5 };  // beside PassError
+enum FindError : int64_t { kBadFind = -5 };  // in addition to PassError
 
 #endif

@@ -22,7 +22,7 @@ struct Request {  // a PassSegment and what stands behind it
 
   int64_t tokens() const { return is.num_cached + is.num_new; }
   int64_t rows() const { return is.num_new + is.num_candidates; }
-  bool is_packed_apart() const { return is.num_new && !is.keeps; }  // in tiles that nobody keeps
+  bool is_packed_apart() const { return is.num_new && !is.keeps; }  // in temporary tiles
 };
 
 class Requests {  // in order
@@ -410,7 +410,7 @@ class Pass {
   Space space_;
   float *x_, *normed_, *y_;
   T *mixed_, *attention_;  // [rows, U | V | Q | K] and [rows, H Dv]
-  T *apart_k_, *apart_v_;  // tiles of one request's rows that nobody keeps
+  T *apart_k_, *apart_v_;  // temporary tiles of one request's rows
   TileRun *runs_;
 };
 

@@ -47,9 +47,9 @@ struct Places {
     }
   }
 
-  // Tell each of some other rows that is in the list: which it is, and its place.
-  template <typename Tell>
-  NPU_GR_INLINE void meet(const int32_t *others, int64_t count, int32_t *likely, const Tell &tell) const {
+  // Call back for each of some rows that is in the list, with its index and its place.
+  template <typename Visit>
+  NPU_GR_INLINE void meet(const int32_t *others, int64_t count, int32_t *likely, const Visit &visit) const {
     int64_t num_likely = 0;
     for (int64_t n = 0; n < count; ++n) {
       likely[num_likely] = static_cast<int32_t>(n);
@@ -59,7 +59,7 @@ struct Places {
       const int32_t row = others[likely[i]];
       if (row < 0) continue;
       const int32_t place = slot(row);
-      if (place >= 0) tell(likely[i], place);
+      if (place >= 0) visit(likely[i], place);
     }
   }
 };

@@ -1,4 +1,4 @@
-"""Every backend finds the best items as the reference does: any sizes, ties, hidden pairs, fewer items than k."""
+"""Every backend finds the best items as the reference does: any sizes, ties, filters, few items."""
 
 from __future__ import annotations
 

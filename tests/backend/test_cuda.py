@@ -1,4 +1,4 @@
-"""The CUDA backend's streams on a device that only records: copies follow their thread's work and hold nobody up."""
+"""The CUDA backend's streams on a fake device: copies follow their thread's work, without waits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Event:
         self._recorder.calls.append(("host waits for the event", self._recorder.current))
 
 
-def test_a_copy_goes_beside_the_computing_and_behind_what_it_reads() -> None:
+def test_a_copy_runs_in_parallel_with_kernels_and_after_what_it_reads() -> None:
     cuda = Recorder()
     backend = CUDABackend(cuda)
     with backend.stream():

@@ -1,4 +1,4 @@
-"""Every backend's ops equal the reference, on any sizes, any slabs, and times that are not in order."""
+"""Every backend's ops equal the reference: any sizes, any memory layout, times out of order."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ def test_beams(
     sharpness: float,
     seed: int,
 ) -> None:
-    """Split and plain equal ordinary attention over the concatenation: any lengths, none unshared, any layout."""
+    """Split and plain attention equal attention over the concatenation, in any layout."""
     num_slots = data.draw(st.integers(0 if prefix else 1, 4))
     slots = num_slots + data.draw(st.integers(0, 2))
     k, v = (plane.to(dtype) for plane in kv(seed, prefix, HEADS))
     width = rows + data.draw(st.integers(0, 3))
     own_k, own_v = (plane.to(dtype) for plane in kv(seed + 1, width, slots, HEADS))
-    own_k[:, num_slots:], own_v[:, num_slots:] = torch.nan, torch.nan  # slots that nobody may read
+    own_k[:, num_slots:], own_v[:, num_slots:] = torch.nan, torch.nan  # slots that no op may read
     ancestry = None
     if data.draw(st.booleans()):
         ancestry = torch.randint(

@@ -1,4 +1,4 @@
-"""Every backend selects as the reference does: any rows, ties, -inf, filters, dead beams; NaN is an error."""
+"""Every backend selects as the reference: ties, -inf, filters, dead beams; NaN is an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def continuations(
 
 
 def close(got: Choices, want: Choices) -> bool:
-    """Equal scores but for rounding, and the same choices but for neighbours that rounding may swap."""
+    """Scores are equal up to rounding; choices may swap only where rounding can swap the scores."""
     if got.score.shape != want.score.shape:
         return False
     near = torch.allclose(got.score.double(), want.score.double(), rtol=1e-5, atol=3e-5)
@@ -113,7 +113,7 @@ def valid_norm(logits: Tensor, follow: Continuations) -> Tensor:
 
 
 def test_beams_that_cannot_win_are_not_read_for_a_score(native: Native) -> None:
-    """A log-probability is not positive: beams whose own score is below the worst kept are left, with no norm."""
+    """Log-probabilities are not positive: skip beams whose score is below the worst kept one."""
     logits = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
     acc = torch.zeros(40)
     acc[5:] = -1e4
@@ -159,7 +159,7 @@ def test_logits_of_any_size(native: Native, size: float) -> None:
 
 
 def test_a_wide_beam_over_a_wide_codebook(native: Native) -> None:
-    """The serving shape: rows that are looked at edge by edge, rows by their hits, and rows by nothing."""
+    """The serving shape: rows scanned edge by edge, rows scanned by hits, and skipped rows."""
     random = torch.Generator().manual_seed(2)
     logits, acc = (
         torch.randn(192, 4096, generator=random) * 2,

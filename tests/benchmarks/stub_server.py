@@ -1,4 +1,4 @@
-"""An HTTP server whose every answer is known beforehand: the n-th request gets the n-th of its answers, in turn."""
+"""An HTTP server with fixed answers: the n-th request gets the n-th answer, in turn."""
 
 from __future__ import annotations
 

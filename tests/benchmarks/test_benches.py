@@ -114,8 +114,8 @@ def test_features(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
     monkeypatch.setattr(metrics, "SHAPES", ((1, 16, 4),))
-    counts, told = checked(list(metrics.lines(0, 0.0)))
-    assert (counts.target, told.ok) == (100, None)
+    counts, timed = checked(list(metrics.lines(0, 0.0)))
+    assert (counts.target, timed.ok) == (100, None)
     monkeypatch.setattr("npu_gr.metrics.registry.requests.RequestMetrics.done", lambda *_: None)
     with pytest.raises(AssertionError):  # a wrong count is not timed
         next(iter(metrics.lines(0, 0.0)))
@@ -262,7 +262,8 @@ def test_the_naive_path_is_the_reference_without_bias() -> None:
 
 def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "COPY_BYTES": 1 << 12, "WIDTHS": (3,), "CODES": 20, "LENGTHS": (9,), "CANDIDATES": 4, "PROMPT": 9, "BEAMS": 3,
+        "COPY_BYTES": 1 << 12, "WIDTHS": (3,), "CODES": 20, "LENGTHS": (9,), "CANDIDATES": 4,
+        "PROMPT": 9, "BEAMS": 3,
     }.items():  # fmt: skip
         monkeypatch.setattr(kernels_device, name, value)
     found = checked(list(kernels_device.lines("cpu", 0, 0.0)))
@@ -337,7 +338,7 @@ def test_shared_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         list(shared_encoder.lines(written(), (), (40,), 0.05, 5, 0))
 
 
-def test_prepare_finds_what_sql_finds_before_a_figure_is_told(
+def test_prepare_finds_what_sql_finds_before_it_prints_a_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = Path(__file__).parents[2]

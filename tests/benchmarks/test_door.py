@@ -1,4 +1,4 @@
-"""The door bench runs from start to end, and its lines conclude from runs what their targets say."""
+"""The overload benchmark runs from start to end, and its lines follow from the runs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def evaluated(arm: str, run: Run) -> list[bool | None]:
 
 @pytest.mark.parametrize(
     ("arm", "clients", "good", "ok"),
-    [(BEHIND, 64, 950, True), (BEHIND, 64, 940, False), (BEHIND, 256, 700, True), (ALONE, 16, 900, True),
+    [(BEHIND, 64, 950, True), (BEHIND, 64, 940, False), (BEHIND, 256, 700, True), (ALONE, 16, 900,
+    True),
      (ALONE, 256, 1, None), (BEFORE, 64, 1, None)],
 )  # fmt: skip
 def test_clients_that_retry_are_compared_with_the_capacity(
@@ -191,7 +192,7 @@ def test_after_a_pause_it_is_normal_within_a_second() -> None:
     assert evaluated(ALONE, made("pause", 4, 400, normal_s=math.inf)) == [False]
 
 
-def test_of_several_runs_the_median_counts_and_all_are_told() -> None:
+def test_of_several_runs_the_median_counts_and_all_are_listed() -> None:
     runs = [list(of_run(BEHIND, made("closed", 64, good))) for good in (300, 500, 400, 100)]
     first = next(iter(of_repeats(runs)))
     assert (first.ours, first.ratio, first.ok) == (150.0, 0.3, False)

@@ -1,4 +1,4 @@
-"""The frame: each bench has its command, and the table leaves out what no line has and names baselines that differ."""
+"""Each benchmark has a command; the table omits empty columns and names baselines that differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text(*lines: Line, width: int = 200) -> str:
     return file.getvalue()
 
 
-def test_columns_that_nobody_fills_are_left_out() -> None:
+def test_empty_columns_are_left_out() -> None:
     shown = text(line())
     assert LONG in " ".join(shown.split())
     for cell in (
@@ -98,9 +98,9 @@ def test_lines_are_printed_as_json_with_their_machine_and_an_error_is_a_message(
 
     monkeypatch.setattr(store, "lines", lines)
     out = CliRunner().invoke(bench, ["store", "--json"])
-    about, told = map(json.loads, out.output.splitlines())
+    about, printed = map(json.loads, out.output.splitlines())
     assert about["environment"]["seed"] == 0
-    assert told == line().as_dict()
+    assert printed == line().as_dict()
     failed = CliRunner().invoke(bench, ["store", "--json", "--seed", "1"])
     assert failed.exit_code == 1
     assert failed.output.splitlines()[-1] == "Error: no such thing"

@@ -42,7 +42,7 @@ def test_what_moves_is_what_must() -> None:
     alive = 640 // 256 * 256 + 256  # of the last block of keys the queries see some
     assert scores["mte3_bytes"] == 4 * 40 * layer.key_slots * 2
     scores_in = scores["mte2_bytes"] - 4 * 40 * alive * 2
-    assert 0 <= scores_in < 100_000, "times, tables and windows are little beside"
+    assert 0 <= scores_in < 100_000, "times, tables and windows are little in comparison"
     cells = layer.key_slots * 4 * 64 * 2 * 2
     assert rows["mte3_bytes"] == cells + 2 * 40 * 4 * 64 * 2, "k and v with their zeros, q and u"
 

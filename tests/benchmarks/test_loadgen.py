@@ -155,7 +155,7 @@ def test_arrivals_are_drawn_by_the_seed(bodies: Path) -> None:
     assert abs(first.due - 400) < 5 * 20  # five standard deviations
 
 
-def test_streams_run_beside_each_other_in_their_own_time(bodies: Path) -> None:
+def test_streams_run_in_parallel_at_their_own_times(bodies: Path) -> None:
     with stub("ok") as (port, server):
         streams = [
             bursts(bodies, name="early", connections=5, to_s=0.1),

@@ -105,7 +105,7 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
     assert newcomers["served, HIT@50", JOINT_SVD].ours == served.ours
 
 
-def test_folders_that_share_nobody_are_rejected(tmp_path: Path) -> None:
+def test_folders_without_common_users_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.txt").write_text(f"{name}\t1\n{name}\t2\n")
@@ -151,7 +151,7 @@ def test_given_and_own_codes_have_their_lines(tmp_path: Path) -> None:
         )
     )
     kinds = ("given IDs", "own IDs")
-    assert [line.case for line in lines] == [  # nobody published figures of this log
+    assert [line.case for line in lines] == [  # no published figures for this log
         f"codes planted: train generate, {kind}, all items, {figure}"
         for kind in kinds
         for figure in ("HR@10", "NDCG@10")
@@ -178,7 +178,7 @@ def test_a_part_without_its_data_is_rejected() -> None:
     assert "needs --pairs for match" in out.output
 
 
-def test_row_dropout_stands_beside_none_on_the_next_items_of_all_users(
+def test_row_dropout_is_compared_with_none_on_the_next_items_of_all_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""The search finds the crossing, the traffic is the same for every arm, and each arm is served as its name says."""
+"""The search finds the crossing; all arms get the same traffic, each served as its name says."""
 
 from __future__ import annotations
 

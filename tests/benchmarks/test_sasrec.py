@@ -1,4 +1,4 @@
-"""SASRec learns the planted rule, is the seed's, and sees neither the future nor the items after a place."""
+"""SASRec learns the planted rule, depends on the seed only, and sees no later items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new item gets the semantic ID that training would have given it, and never one that is taken."""
+"""A new item gets the semantic ID that training would give it, and never one that is taken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trie_of(sids: np.ndarray, code_count: tuple[int, ...]) -> Trie:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_what_training_gives_a_new_item(seed: int) -> None:
-    """Nearly full catalogues too, where most nearest semantic IDs are taken, one item after the other."""
+    """Also in nearly full catalogues, where most of the nearest semantic IDs are taken."""
     random = np.random.default_rng(seed)
     code_count = ((4, 4), (2, 3, 4), (12,))[seed % 3]
     num = int(np.prod(code_count)) - 4 if seed < 3 else 6
@@ -55,7 +55,7 @@ def test_it_is_what_training_gives_a_new_item(seed: int) -> None:
             make.make(7, {"f": "a"})
 
 
-def test_a_vector_is_that_of_an_item_which_nobody_has_met() -> None:
+def test_a_vector_is_that_of_an_item_without_history() -> None:
     features = [
         ItemValues("colour", COLOURS.values, {0: [0, 2]}),
         ItemValues("none", [], {}),
@@ -95,8 +95,7 @@ def test_what_is_missing_is_named() -> None:
     levels = (np.eye(3, dtype=np.float32), np.zeros((2, 3), np.float32))
     with pytest.raises(
         CatalogueError,
-        match=r"add\[0\]\.features: .* known value of one of "
-        r"colour",
+        match=r"add\[0\]\.features: .* known value of at least one of colour",
     ):
         SidMaker(trie, Centroids(levels, (COLOURS,))).make(0, {"colour": "pink", "size": "s"})
     with pytest.raises(CatalogueError, match=r"\(3,\) codes, the catalogue \(3, 2\)"):

@@ -55,7 +55,7 @@ def test_a_query_is_worked_out_once_a_version() -> None:
     assert seen(other, cache.filter_for(other, query={"stock": (True,), "size": (0, 2)})) == seen(
         first, found
     ) - {0}
-    with pytest.raises(Unprocessable, match="not of the kind"):
+    with pytest.raises(Unprocessable, match="not of the type"):
         cache.filter_for(first, query={"stock": (1,), "size": (0, 2)})  # 1 is not True
 
 

@@ -125,11 +125,11 @@ def test_attribute_in(name: str, values: list[bool | int | float | str], want: l
     ("name", "value", "reason"),
     [
         ("color", 1, "no attribute 'color'; there are stock, shop, price, kind"),
-        ("stock", 1, "1 is not of the kind of attribute 'stock'"),
-        ("shop", True, "True is not of the kind"),
-        ("shop", 1.0, r"1\.0 is not of the kind"),
-        ("price", "1", "'1' is not of the kind"),
-        ("kind", 1, "1 is not of the kind"),
+        ("stock", 1, "1 is not of the type of attribute 'stock'"),
+        ("shop", True, "True is not of the type"),
+        ("shop", 1.0, r"1\.0 is not of the type"),
+        ("price", "1", "'1' is not of the type"),
+        ("kind", 1, "1 is not of the type"),
     ],
 )
 def test_bad_predicates(name: str, value: bool | int | float | str, reason: str) -> None:

@@ -49,7 +49,7 @@ def test_a_number_is_named_as_a_number_and_what_is_unknown_by_its_id() -> None:
 
 
 def test_no_name_twice() -> None:
-    with pytest.raises(DataError, match="'a' stands there twice"):
+    with pytest.raises(DataError, match="'a' occurs twice"):
         ItemNames.make(["a", "b", "a"])
 
 

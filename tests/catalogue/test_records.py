@@ -1,4 +1,4 @@
-"""Every format gives the same items, and a bad file nothing but a message with file, record and reason.
+"""Every format gives the same items, and a bad file a message with file, record and reason.
 
 The list of popular items holds names as the company writes them, one a line.
 """
@@ -294,11 +294,11 @@ def test_no_list_is_no_item() -> None:
     ("content", "word"),
     [
         (b"\n  \n", "holds no item"),
-        (b"1\n" + b"x" * 513 + b"\n", "line 2: a name of 513 bytes is no item"),
+        (b"1\n" + b"x" * 513 + b"\n", "line 2: a name of 513 bytes is not an item name"),
         (b"1\n\xff\n", "codec can't decode"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_told(tmp_path: Path, content: bytes, word: str) -> None:
+def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "popular.txt"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
@@ -307,6 +307,6 @@ def test_a_list_that_cannot_be_read_is_told(tmp_path: Path, content: bytes, word
     assert word in str(error.value)
 
 
-def test_a_missing_list_is_told(tmp_path: Path) -> None:
+def test_a_missing_list_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"recommend\.popular: .*No such file"):
         read_popular(str(tmp_path / "none.txt"))

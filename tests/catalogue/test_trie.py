@@ -1,4 +1,4 @@
-"""The trie holds exactly the catalogue: every SID, every item, in the documented order, and nothing else."""
+"""The trie holds exactly the SIDs and items of the catalogue, in the documented order."""
 
 from __future__ import annotations
 

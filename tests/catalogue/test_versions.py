@@ -1,4 +1,4 @@
-"""A version is what its changes say it is, a pinned one outlives every publication, and bad changes change nothing."""
+"""Changes give the documented version, a pinned one stays, and a bad change changes nothing."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_publish_rollback_and_status() -> None:
     assert catalogue.status() == CatalogueInfo(
         version=old.version, num_items=3, num_bytes=old.num_bytes, age_s=5.0, previous=None
     )
-    with pytest.raises(DataError, match="no earlier version"):
+    with pytest.raises(DataError, match="no previous version"):
         catalogue.rollback()
     catalogue.publish(new)
     now[0] = 16.0
@@ -205,7 +205,7 @@ def test_nothing_published() -> None:
         pass
     with pytest.raises(Unavailable):
         Catalogue().status()
-    with pytest.raises(DataError, match="no earlier version of the catalogue is kept"):
+    with pytest.raises(DataError, match="there is no previous version of the catalogue"):
         Catalogue().rollback()
 
 

@@ -80,7 +80,7 @@ def test_configurations(tmp_path: Path) -> None:
         *schemas,
     )
     assert good.code == 0
-    assert "was not read, for there is no torch" in good.output
+    assert "not read, because torch is not installed" in good.output
     assert "history.db will be made" in good.output
     assert cascade.code == 1, "there is no catalogue"
     assert "popular.txt: 2 items" in cascade.output
@@ -88,7 +88,7 @@ def test_configurations(tmp_path: Path) -> None:
     assert "backend" in bad.output
     assert router.code == 0, router.output
     assert security.code == 0
-    assert "whoever is on this machine" in security.output
+    assert "all users of this machine" in security.output
     assert dashboards.code == 0
     assert json.loads((tmp_path / "made" / "slo.json").read_text())
     assert serve == (2, "npu-gr: serve needs torch: pip install 'npu_gr[serve]'\n")

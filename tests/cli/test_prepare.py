@@ -77,7 +77,7 @@ def test_an_error_is_a_line_with_its_remedy(tmp_path: Path) -> None:
 def test_rows_without_a_time_are_in_order(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("user_id\titem_id\nu\tb\nv\tc\nu\ta\n")
     assert "--no-time if there is none" in run(tmp_path / "log.tsv", "--out", tmp_path / "data")
-    assert "none: the place of a row in the log is its time" in run(
+    assert "none: the row number in the log is its time" in run(
         tmp_path / "log.tsv", "--out", tmp_path / "data", "--no-time"
     )
     dataset = read_dataset(tmp_path / "data")

@@ -150,7 +150,7 @@ def test_given_codes_by_name_become_a_token_for_each_beginning(trained: dict[str
     """And the items below a beginning stay together: only the numbers of the codes differ."""
     folder, text, _ = trained["given"]
     assert "codes: 4 x 5 x 1" in text
-    assert "ready-made; a token for each of the 44 beginnings" in text  # 4, 20 and 20
+    assert "ready-made; a token for each of the 44 prefixes" in text  # 4, 20 and 20
     items = read_items(folder / "items.jsonl")
     sid_of = dict(zip(items.item_ids.tolist(), items.sids.tolist(), strict=True))
     # by the given codes, in their order

@@ -79,12 +79,12 @@ def test_a_section_that_may_be_absent_and_a_whole_section(path: Path) -> None:
     [
         (
             "NPU_GR_SERVER__PROT",
-            "NPU_GR_SERVER__PROT is no setting; did you mean NPU_GR_SERVER__PORT?",
+            "NPU_GR_SERVER__PROT is not a setting; did you mean NPU_GR_SERVER__PORT?",
         ),
         ("NPU_GR_SEVER__PORT", "did you mean NPU_GR_SERVER__PORT?"),
-        ("NPU_GR_OTHERS__HOST", "NPU_GR_OTHERS__HOST is no setting"),
-        ("NPU_GR_A__B", "NPU_GR_A__B is no setting"),
-        ("NPU_GR_server__port", "NPU_GR_server__port is no setting"),
+        ("NPU_GR_OTHERS__HOST", "NPU_GR_OTHERS__HOST is not a setting"),
+        ("NPU_GR_A__B", "NPU_GR_A__B is not a setting"),
+        ("NPU_GR_server__port", "NPU_GR_server__port is not a setting"),
     ],
 )
 def test_a_setting_that_there_is_not_is_rejected(name: str, message: str) -> None:
@@ -113,9 +113,11 @@ def test_what_is_nearly_a_setting_is_a_warning(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         assert read({"NPU_GR_SERVER_PORT": "1", "NPU_GR_BACKEN": "cpu"}, Settings) == []
     assert (
-        "NPU_GR_SERVER_PORT is no setting, and is ignored; NPU_GR_SERVER__PORT is one"
+        "NPU_GR_SERVER_PORT is not a setting and is ignored; did you mean NPU_GR_SERVER__PORT?"
     ) in caplog.text
-    assert "NPU_GR_BACKEN is no setting, and is ignored; NPU_GR_BACKEND is one" in caplog.text
+    assert (
+        "NPU_GR_BACKEN is not a setting and is ignored; did you mean NPU_GR_BACKEND?" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("value", ["[redis://:s3cret@host", "{file: [s3cret]}", "&a [*a, s3cret]"])

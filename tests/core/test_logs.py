@@ -1,4 +1,4 @@
-"""Whoever logs never waits: a reader that stops costs counted lines, and what it reads later is whole and in order."""
+"""Logging never waits: a stopped reader loses counted lines; later lines are complete, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from npu_gr.core import logs
-from npu_gr.core.logs import ATOMIC_BYTES, QueuedHandler, RecentLines, SeldomLog, log_line
+from npu_gr.core.logs import ATOMIC_BYTES, QueuedHandler, RecentLines, ThrottledLog, log_line
 from npu_gr.core.secret import redacted
 
 
@@ -153,7 +153,7 @@ def test_the_newest_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cause_is_told_once_a_period_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    seldom = SeldomLog(logging.getLogger("tests.seldom"), clock=lambda: now)
+    seldom = ThrottledLog(logging.getLogger("tests.seldom"), clock=lambda: now)
     for at in (0.0, 0.1, 0.9, 1.0, 1.5, 2.5):
         now = at
         seldom.warning("disk", "full")

@@ -57,8 +57,8 @@ def test_names_that_differ_have_ids_that_differ(names: list[str]) -> None:
     ("name", "why"),
     [
         ("", "0 bytes"),
-        (-1, "-1 is no item"),
-        (FIRST_HASHED, "is no item"),
+        (-1, "-1 is not an item id"),
+        (FIRST_HASHED, "is not an item id"),
         ("é" * MAX_NAME_BYTES, "1024 bytes"),
     ],
 )
@@ -93,11 +93,11 @@ def test_many_at_once_are_as_one_by_one(names: list[str | int]) -> None:
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        ([1, -1], "index 1: -1 is no item"),
-        ([2**62], "index 0: 4611686018427387904 is no item: a number is 0 to 2"),
-        (["a", 2**70], "index 1: 1180591620717411303424 is no item"),
-        (["a", ""], "index 1: a name of 0 bytes is no item: it has 1 to 512"),
-        (["é" * 257, 1], "index 0: a name of 514 bytes is no item"),
+        ([1, -1], "index 1: -1 is not an item id"),
+        ([2**62], "index 0: 4611686018427387904 is not an item id: a number must be 0 to 2"),
+        (["a", 2**70], "index 1: 1180591620717411303424 is not an item id"),
+        (["a", ""], "index 1: a name of 0 bytes is not an item name: it must have 1 to 512"),
+        (["é" * 257, 1], "index 0: a name of 514 bytes is not an item name"),
         (["a", "\ud800"], "index 1: .* surrogates not allowed"),
     ],
 )
@@ -153,12 +153,12 @@ def test_an_action_that_the_model_lacks_is_told_with_those_that_it_has(
 ) -> None:
     actions = ActionNames(["view", "cart", "5"])
     with pytest.raises(
-        ValueError, match=f"^{said} at index 1 is no action of the model; it has view, cart, 5$"
+        ValueError, match=f"^{said} at index 1 is not an action of the model; it has view, cart, 5$"
     ):
         actions.indices(["view", action])
 
 
 def test_an_error_about_an_action_is_short() -> None:
-    with pytest.raises(ValueError, match="no action") as rejected:
+    with pytest.raises(ValueError, match="not an action") as rejected:
         ActionNames([f"action {number}" for number in range(1000)]).indices(["x" * 500])
     assert len(str(rejected.value)) < 400

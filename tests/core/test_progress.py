@@ -43,8 +43,10 @@ def test_a_pipe_gets_lines_of_a_training_and_no_bars(monkeypatch: pytest.MonkeyP
     with training_progress(Console(file=out, width=200)) as show:
         show(TrainingProgress("ranker: train", 1, 4))
         show(TrainingProgress("vectors: choose", 0, 4))
+        show(TrainingProgress("generator: train", 3.98, 4))
         time.sleep(0.5)
     text = out.getvalue()
     assert "ranker: train 25%" in text
     assert "vectors: choose 0%" in text
+    assert "generator: train: finishing" in text
     assert "━" not in text

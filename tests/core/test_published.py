@@ -16,7 +16,7 @@ def test_nothing_is_served_before_the_first_publication() -> None:
     assert published.previous is None
     with pytest.raises(Unavailable, match="no version of the catalogue has been published"):
         _ = published.current
-    with pytest.raises(DataError, match="no earlier version of the catalogue is kept"):
+    with pytest.raises(DataError, match="there is no previous version of the catalogue"):
         published.rollback()
 
 

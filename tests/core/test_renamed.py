@@ -87,7 +87,7 @@ def test_a_file_of_before_means_what_it_meant(
 )  # fmt: skip
 def test_both_names_are_an_error(tmp_path: Path, text: str, names: tuple[str, str]) -> None:
     old, new = names
-    with pytest.raises(ConfigError, match=rf"{old} is now {new}, and both are given: remove {old}"):
+    with pytest.raises(ConfigError, match=rf"{old} is now {new}, and both are given; remove {old}"):
         load(write(tmp_path, f"checkpoint: x\n{text}"), Config)
 
 

@@ -1,4 +1,4 @@
-"""Rows that run backwards: rejected by their index in the request, or sorted as Python sorts, and counted."""
+"""Rows out of time order are rejected with their index, or sorted stably and counted."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_a_key_that_others_may_read_is_warned_of(
     pair = authority.issue("a")
     pair.key.chmod(mode)
     server_tls(pair)
-    assert ("others may" in caplog.text) == is_warned
+    assert ("other users may" in caplog.text) == is_warned
 
 
 def test_the_end_of_a_certificate_is_read(authority: Authority) -> None:
@@ -313,7 +313,7 @@ def test_the_end_of_a_certificate_is_read(authority: Authority) -> None:
         der = ssl.PEM_cert_to_DER_cert(authority.issue("a", days=days).certificate.read_text())
         assert expires_at(der) == pytest.approx(time.time() + days * DAY_S, abs=60)
         for size in range(0, len(der), 7):
-            with pytest.raises(ValueError, match="ends too early"):
+            with pytest.raises(ValueError, match="truncated"):
                 expires_at(der[:size])
 
 

@@ -1,4 +1,4 @@
-"""Sizes and times with a unit are the numbers that they say, exactly, and nothing else is a number."""
+"""Sizes and times with a unit are exact numbers, and other texts are rejected."""
 
 from __future__ import annotations
 

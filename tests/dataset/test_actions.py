@@ -61,8 +61,7 @@ def test_actions_of_another_kind_are_rejected(tmp_path: Path) -> None:
     before = (out / "manifest.json").read_bytes()
     with pytest.raises(
         DataError,
-        match=r"holds a dataset whose actions are of the kind "
-        r"events.*choose another --out",
+        match=r"the dataset there has actions of the kind events.*choose another --out",
     ):
         prepare(write(tmp_path / "b.csv", [("", 3), ("", 4)], "rating"), out)
     assert (out / "manifest.json").read_bytes() == before
@@ -75,13 +74,13 @@ def test_few_values_are_ratings() -> None:
         "rating", sample([3]), 10, OldActions(kind="ratings", names=["0.5", "4.5", "5"])
     )
     assert again.names == ["0.5", "3", "4.5", "5"]
-    assert any("stand between" in note for note in again.notes)
+    assert any("lie between" in note for note in again.notes)
 
 
 def test_a_value_that_never_changes_is_left_out() -> None:
     actions = of_values("rating", sample([1, 1]), 10, OldActions())
     assert (actions.kind, actions.names) == (ActionKind.ONE, ["event"])
-    assert actions.notes == ["'rating' is 1 in every row and says nothing; it is left out"]
+    assert actions.notes == ["'rating' is 1 in every row, so it is not used"]
 
 
 def test_edges_are_kept(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_one_range_stays_one_range(tmp_path: Path) -> None:
     assert (first["names"], first["edges"], first["events"]) == (["dwell"], [], [100])
     again = prepare(write(tmp_path / "b.csv", rows, "dwell"), out).manifest
     assert again["actions"] == first
-    assert any("kept from the dataset before" in note for note in again["notes"])
+    assert any("those of the previous dataset" in note for note in again["notes"])
 
 
 def test_ratings_of_many_digits_keep_them(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A log becomes a dataset: whatever its format, with names of users, items and actions, in time order."""
+"""A log of any format becomes a dataset in time order, with named users, items and actions."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ CELLS: dict[str, Any] = {
 }
 
 
-def choose(told: dict[str, str], /, **kinds: str) -> dict[str, str | None]:
+def choose(named: dict[str, str], /, **kinds: str) -> dict[str, str | None]:
     found = choose_log_columns(
-        {name: CELLS[kind] for name, kind in kinds.items()}, told, source="log.csv"
+        {name: CELLS[kind] for name, kind in kinds.items()}, named, source="log.csv"
     )
     return _names(found)
 
@@ -127,16 +127,16 @@ def test_an_event_comes_before_a_value() -> None:
         ),
         (
             {"a": "text", "sku": "text", "ts": "seconds"},
-            r"--user NAME says which: 'a', 'sku', "
+            r"name it with --user: 'a', 'sku', "
             r"'ts'.*--columns a,b",
         ),
         (
             {"user_id": "text", "b": "text", "ts": "seconds"},
-            "no column looks like the item.*--item NAME",
+            "no column looks like the item.*name it with --item",
         ),
         (
             {"user_id": "text", "sku": "text", "x": "text"},
-            "no column looks like the time.*--time NAME.*--no-time",
+            "no column looks like the time.*name it with --time.*--no-time",
         ),
         ({"user_id": "number", "sku": "text", "ts": "seconds"}, "no column looks like the user"),
         ({"user_id": "text", "sku": "list", "ts": "seconds"}, "no column looks like the item"),
@@ -148,14 +148,14 @@ def test_what_cannot_be_guessed_is_asked(kinds: dict[str, str], reason: str) -> 
         choose({}, **kinds)
 
 
-def test_what_is_told_is_taken() -> None:
+def test_a_named_column_is_chosen() -> None:
     kinds = {"user_id": "text", "customer_id": "text", "sku": "text", "ts": "seconds"}
     assert choose({"user": "customer_id"}, **kinds)["user"] == "customer_id"
     with pytest.raises(
-        DataError, match="--user nobody: there is no such column; there are 'user_id'"
+        DataError, match="--user absent: there is no such column; there are 'user_id'"
     ):
-        choose({"user": "nobody"}, **kinds)
-    with pytest.raises(DataError, match="'sku' is both user and item; --user or --item"):
+        choose({"user": "absent"}, **kinds)
+    with pytest.raises(DataError, match="'sku' is both user and item; name another column"):
         choose({"user": "sku"}, **kinds)
 
 

@@ -1,4 +1,4 @@
-"""Columns of the log and of a file of users become features, with the values that a caller would send."""
+"""Columns of the log and of a users' file become features, with the values a client would send."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_columns_of_a_log_come_with_their_events(write: Any, tmp_path: Path) -> 
     assert cells(found["affinity"]) == [None, 7.0, 0.25, 0.25, -1.0]
     # another surface is another event
     assert prepared.manifest["duplicates"] == {"rows": 1, "kept": False}
-    told = summary(prepared.manifest, tmp_path / "data")
-    assert "of the event   'surface' (one)" in told
-    assert "of the request 'device' (category)" in told
+    printed = summary(prepared.manifest, tmp_path / "data")
+    assert "of the event   'surface' (one)" in printed
+    assert "of the request 'device' (category)" in printed
 
 
 def test_a_part_of_the_log_keeps_its_columns_and_every_users(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_users_have_the_features_of_their_file(tmp_path: Path) -> None:
     prepared = prepare(log, tmp_path / "data", users=tmp_path / "users.csv")
     found = columns(prepared.dataset.interactions())
     assert prepared.manifest["skipped_users"] == {
-        "zip": "30 distinct values for 30 users: nearly a name of each"
+        "zip": "30 distinct values for 30 users: nearly a different one for each"
     }
     assert prepared.manifest["users_without_row"] == 1
     assert prepared.manifest["rejected_users"] == {"no user": {"rows": 1, "first": 32}}
@@ -214,7 +214,7 @@ def test_features_stay_with_their_events_when_these_are_sorted(tmp_path: Path) -
             PrepareOptions(event_features=("device",), cross_features=("device",)),
             "device: it is a feature already",
         ),
-        (PrepareOptions(user_features=("age",)), "--users names it"),
+        (PrepareOptions(user_features=("age",)), "give it with --users"),
         (PrepareOptions(request_features=("tags:blue",)), "tags:blue: there is no such column"),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_folder_that_is_none(tmp_path: Path, folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(
-        DataError, match="a dataset of format 99, this version reads 1; prepare it anew"
+        DataError, match="the dataset has format 99, this version reads 1; prepare it anew"
     ):
         read_dataset(folder)
     for broken in ("[]", "{", '{"kind": "npu_gr site"}'):
@@ -78,12 +78,10 @@ def test_without_pyarrow_the_message_has_the_command(tmp_path: Path) -> None:
         "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n"
     )
     code = (
-        "import sys; sys.modules['pyarrow'] = None\n"
-        "from pathlib import Path\n"
-        "from npu_gr.dataset import read_log\n"
-        f"print(len(read_log(Path({str(tmp_path / 'x.inter')!r}))))\n"
-        "from npu_gr.cli.main import main\n"
-        f"main(['prepare', 'x.csv', '--out', {str(tmp_path / 'data')!r}])\n"
+        "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\nfrom npu_gr.dataset "
+        f"import read_log\nprint(len(read_log(Path({str(tmp_path / 'x.inter')!r}))))\nfrom "
+        "npu_gr.cli.main import main\nmain(['prepare', 'x.csv', '--out', "
+        f"{str(tmp_path / 'data')!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "1\n")

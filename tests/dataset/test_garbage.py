@@ -1,4 +1,4 @@
-"""A row that cannot be used is counted by its reason and written to a file, and never takes another one with it."""
+"""A broken row is counted by its reason and written to a file, and never affects another row."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_cells_with_newlines_and_separators_are_one_cell(tmp_path: Path) -> None
 
 
 def test_a_bare_carriage_return_ends_no_row(tmp_path: Path) -> None:
-    """Beside as many blank lines the count of rows is right again, and their numbers would not be."""
+    """With as many blank lines the number of rows is right by chance, but row numbers are not."""
     log = tmp_path / "log.csv"
     two = GOOD.replace(b"\n", b"\r") + GOOD.replace(b"u", b"hidden")
     log.write_bytes(HEAD + GOOD + two + b"\r\n" + b"v,j,1700000009,y\r\n" + b"w,k,soon,z\n")
@@ -185,23 +185,23 @@ def test_progress_ends_with_the_whole(tmp_path: Path) -> None:
         pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3], "ts": [1_700_000_000] * 3}),
         tmp_path / "a.pq",
     )
-    told: list[tuple[str, float]] = []
-    prepare(tmp_path / "a.pq", tmp_path / "data", on_stage=lambda *stage: told.append(stage))
-    assert dict(told) == {"reading": 1.0, "sorting": 1.0}
+    stages: list[tuple[str, float]] = []
+    prepare(tmp_path / "a.pq", tmp_path / "data", on_stage=lambda *stage: stages.append(stage))
+    assert dict(stages) == {"reading": 1.0, "sorting": 1.0}
 
 
 def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
     columns = [pa.array(["u"]), pa.array([1]), pa.array([1_700_000_000]), pa.array([2])]
     table = pa.table(columns, names=["user_id", "item_id", "ts", "item_id"])
     with pytest.raises(
-        DataError, match="the frame: the column 'item_id' stands there twice; rename one of them"
+        DataError, match="the frame: two columns are named 'item_id'; rename one of them"
     ):
         prepare(table, tmp_path / "data")
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(DataError, match=r"log\.parquet: the column 'item_id' stands there twice"):
+    with pytest.raises(DataError, match=r"log\.parquet: two columns are named 'item_id'"):
         prepare(tmp_path / "log.parquet", tmp_path / "data")
     nested = pa.table({"user_id": ["u"], "a.b": [1], "a": [{"b": 1}], "ts": [1]})
-    with pytest.raises(DataError, match=r"the column 'a\.b' stands there twice"):
+    with pytest.raises(DataError, match=r"two columns are named 'a\.b'"):
         prepare(nested, tmp_path / "data")
 
 
@@ -237,20 +237,20 @@ def test_the_file_of_rejected_rows_is_bounded(
     [
         ("x.csv", b"", "x.csv: the file is empty"),
         ("x.csv", b"\n" + HEAD, "the first line is empty"),
-        ("x.csv", HEAD, "no row stands below the first line"),
+        ("x.csv", HEAD, "no row follows the first line"),
         ("x.csv", HEAD + b"a\n", "no row has the 4 cells of the first line.*--columns"),
         (
             "x.csv",
             b"u1,i1,1700000000\nu2,i2,1700000001\n",
             "no column looks like the user.*--columns a,b",
         ),
-        ("x.csv", b"user_id,user_id\n", "the column 'user_id' stands there twice"),
-        ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; iconv"),
-        ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; iconv"),
+        ("x.csv", b"user_id,user_id\n", "two columns are named 'user_id'"),
+        ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; convert"),
+        ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; convert"),
         (
             "x.csv.gz",
             b"plain",
-            "x.csv.gz: damaged or cut short as a gzip file, after 0 bytes unpacked: ",
+            "x.csv.gz: the gzip file is damaged or truncated after 0 bytes of content: ",
         ),
         ("x.parquet", b"plain", "x.parquet: "),
         ("x.json", b"7", "neither JSON objects"),
@@ -259,7 +259,7 @@ def test_the_file_of_rejected_rows_is_bounded(
         ("x.json", b"[1, 2]", "not a list of JSON objects"),
         ("x.json", b"[{", "x.json: "),
         ("x.jsonl", b"no\n", "no line is a JSON object"),
-        ("x.xlsx", b"", "the suffix says no format; name it: --format csv"),
+        ("x.xlsx", b"", "unknown suffix; name the format: --format csv"),
     ],
     ids=str,
 )
@@ -280,10 +280,10 @@ def test_of_a_file_that_is_cut_short_it_says_how_much_was_read(tmp_path: Path) -
 def test_what_is_no_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         prepare(tmp_path / "none.csv", tmp_path / "data")
-    with pytest.raises(DataError, match=r"a folder without a log; known suffixes: \.csv"):
+    with pytest.raises(DataError, match=r"no log in the folder; known suffixes: \.csv"):
         prepare(tmp_path, tmp_path / "data")
     nothing: Any = [1, 2]
-    with pytest.raises(DataError, match="a list is no log"):
+    with pytest.raises(DataError, match="a list is not a log"):
         prepare(nothing, tmp_path / "data")
 
 
@@ -376,20 +376,20 @@ def test_a_long_key_of_parquet_is_rejected_and_not_cut(
     assert rejected(tmp_path / "out") == [(3, reason), (4, reason)]
 
 
-@pytest.mark.parametrize("beside", ["items", "users"])
-def test_a_long_key_of_a_file_beside_the_log_is_rejected(tmp_path: Path, beside: str) -> None:
+@pytest.mark.parametrize("which", ["items", "users"])
+def test_a_long_key_of_a_side_file_is_rejected(tmp_path: Path, which: str) -> None:
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD)
-    key = f"{beside[:-1]}_id"
+    key = f"{which[:-1]}_id"
     pq.write_table(
-        pa.table({key: ["u", "i", "k" * 5000], "age": [1, 2, 3]}), tmp_path / "beside.parquet"
+        pa.table({key: ["u", "i", "k" * 5000], "age": [1, 2, 3]}), tmp_path / "which.parquet"
     )
     prepare(
         tmp_path / "log.csv",
         tmp_path / "out",
         lenient(),
-        **{beside: tmp_path / "beside.parquet"},  # type: ignore[arg-type]
+        **{which: tmp_path / "which.parquet"},  # type: ignore[arg-type]
     )
-    reason = RejectReason.LONG_ITEM if beside == "items" else RejectReason.LONG_USER
+    reason = RejectReason.LONG_ITEM if which == "items" else RejectReason.LONG_USER
     assert rejected(tmp_path / "out") == [(3, reason)]
 
 
@@ -403,8 +403,8 @@ def test_a_parquet_bomb_names_itself_the_limit_and_the_option(tmp_path: Path) ->
     pq.write_table(pa.table(log), bomb, compression="zstd")
     with pytest.raises(
         DataError,
-        match=rf"^{bomb}: to read it takes over 100 MB, DuckDB's limit "
-        r"here; --memory",
+        match=rf"^{bomb}: reading it needs more than DuckDB's limit of 100 MB; "
+        r"raise it with --memory",
     ):
         prepare(bomb, tmp_path / "out")
     with pytest.raises(DataError, match="user: over 128 characters"):

@@ -37,12 +37,12 @@ def features(prepared: PreparedDataset) -> dict[str, dict[int, list[str]]]:
 
 def test_titles_and_counts(tmp_path: Path) -> None:
     (tmp_path / "items.csv").write_text(
-        f'item_id,product_name\n{A},"Lamp, green"\nSKU-9,Nobody buys it\n,none\n'
+        f'item_id,product_name\n{A},"Lamp, green"\nSKU-9,Never bought\n,none\n'
     )
     prepared = with_items(tmp_path, tmp_path / "items.csv")
     names = prepared.dataset.names
     assert names.titles(ItemNames.make([A, B, "SKU-9"]).ids) == [
-        {A: "Lamp, green", B: None, "SKU-9": "Nobody buys it"}[str(name)]
+        {A: "Lamp, green", B: None, "SKU-9": "Never bought"}[str(name)]
         for name in ItemNames.make([A, B, "SKU-9"]).names(ItemNames.make([A, B, "SKU-9"]).ids)
     ]
     assert prepared.manifest["items"] == {
@@ -95,7 +95,7 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     )
     assert {name for name, own in numbers.items() if own} == {"price"}
     assert prepared.manifest["skipped"] == {
-        "sku2": "60 distinct values for 60 items: nearly a name of each",
+        "sku2": "60 distinct values for 60 items: nearly a different one for each",
         "empty": "empty",
         "same": "the same for all items: 'all'",
     }
@@ -119,7 +119,7 @@ def test_the_same_features_from_a_table(tmp_path: Path) -> None:
     }
 
 
-def test_features_are_told(tmp_path: Path) -> None:
+def test_features_are_declared(tmp_path: Path) -> None:
     items = pa.table(
         {"item_id": [A, B], "brand": ["x", "y"], "shade": ["r", "g"], "text": ["t" * 99, "u"]}
     )

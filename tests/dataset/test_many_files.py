@@ -1,4 +1,4 @@
-"""A log of many files: a folder or a pattern is read by the names of its files, and a broken one does not hide."""
+"""A folder or a pattern of files is read in the order of names, and a broken file is named."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_files_are_read_by_their_names_where_no_time_says_the_order(tmp_path: Pa
 
 
 def test_rows_that_are_broken_have_their_own_file_and_line(days: Path, tmp_path: Path) -> None:
-    """Also in a file that Python feeds, between two that DuckDB reads, and a row over two lines is one."""
+    """Also in a file that Python reads between two that DuckDB reads, with a row over two lines."""
     head = ",".join(HEADER).encode()
     odd = head + b'\r\nann,"two\nlines",1700000000,view\nann\xff,x,1700000000,view\nann,x\n'
     (days / "2024/2024-01-02.csv.gz").write_bytes(gzip.compress(odd))
@@ -87,8 +87,7 @@ def test_a_broken_file_among_them_is_named_and_nothing_is_left(days: Path, tmp_p
     (days / "2024/2024-01-02.csv.gz").write_bytes(whole[:-9])
     with pytest.raises(
         DataError,
-        match=r"2024-01-02\.csv\.gz: damaged or cut short as a "
-        r"gzip file",
+        match=r"2024-01-02\.csv\.gz: the gzip file is damaged",
     ):
         prepare(days, tmp_path / "data")
     (days / "2024/2024-01-02.csv.gz").write_bytes(gzip.compress(b""))
@@ -103,16 +102,14 @@ def test_two_headers_and_two_formats_are_rejected(days: Path, tmp_path: Path) ->
     )
     with pytest.raises(
         DataError,
-        match=r"2024-01-04\.csv, line 1: other columns than those of "
-        r".*2024-01-01\.csv",
+        match=r"2024-01-04\.csv, line 1: the columns differ from those of .*2024-01-01\.csv",
     ):
         prepare(days, tmp_path / "data")
     (days / "2024/2024-01-04.csv").unlink()
     write_jsonl(days / "2024/2024-01-05.jsonl", EVENTS)
     with pytest.raises(
         DataError,
-        match=r"logs: files of 2 formats \(csv, jsonl\); give those "
-        r"of one",
+        match=r"logs: files of 2 formats \(csv, jsonl\); give files of one",
     ):
         prepare(days, tmp_path / "data")
     with pytest.raises(DataError, match="no such file"):

@@ -1,4 +1,4 @@
-"""What docs/own-data.md shows is what happens: its files, its commands, its Python, and what is printed."""
+"""The files, commands, Python and output in docs/own-data.md are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same log makes the same dataset, whatever its format is, and however its rows are packed and parted."""
+"""The same log makes the same dataset in every format, compression and split into batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
 from npu_gr.dataset.cells import MISSING
-from npu_gr.dataset.write import _grouped, _is_again, _whole_seconds
+from npu_gr.dataset.write import _by_second, _grouped, _is_again
 from tests.dataset.logs import WRITERS, Event, table
 
 # a column of nothing else is taken for measurements
@@ -51,7 +51,7 @@ def content(prepared: PreparedDataset) -> list[Event]:
 
 
 def reference(events: list[Event]) -> list[Event]:
-    """Each distinct row once: by time, of equal times by the user who came first, then as the log has them."""
+    """Each distinct row once: by time, then by the first occurrence of the user, then by row."""
     users = list(dict.fromkeys(event.user for event in events))
     return sorted(dict.fromkeys(events), key=lambda event: (event.time, users.index(event.user)))
 
@@ -78,13 +78,13 @@ def test_a_format_changes_nothing(
     chunk=st.integers(1, 20),
 )
 def test_what_repeats_is_found_across_batches(rows: list[tuple[int, int, int]], chunk: int) -> None:
-    """However DuckDB parts sorted rows: of those that are equal in everything the first stays, and groups are whole."""
+    """For any batches of sorted rows, the first of equal rows stays, and groups are complete."""
     rows = sorted(rows, key=lambda row: row[:2])
     parts = [rows[at : at + chunk] for at in range(0, len(rows), chunk)]
     columns = ("user", "time_us", "item")
     batches = [dict(zip(columns, np.array(part).T, strict=True)) for part in parts]
     found = []
-    for part in _whole_seconds(batches):
+    for part in _by_second(batches):
         is_again = _is_again(part)
         found += [
             tuple(row) for row in np.stack([part[name] for name in columns]).T[~is_again].tolist()

@@ -1,4 +1,4 @@
-"""A file of items or users that hardly names those of the log is warned of, and rows that come again are counted."""
+"""A side file that shares few names with the log causes a warning, and repeated rows a note."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_summary_has_them(tmp_path: Path, what: str) -> None:
     for name in ("good", "other"):
         side = {f"{what}s": tmp_path / f"{name}.csv"}
         found[name] = prepare(tmp_path / "log.csv", tmp_path / name, **side).manifest["notes"]  # type: ignore[arg-type]
-    again = f"2 rows of the {what}s' file name one again: of each {what} the last row counts"
+    again = f"2 rows of the {what}s' file repeat a {what}; the last row of each counts"
     assert again in found["good"]
     assert not any("WARNING" in note for note in found["good"])
     warning = (

@@ -129,7 +129,7 @@ def test_a_row_of_another_unit_is_rejected() -> None:
         RejectReason.NO_TIME,
         RejectReason.LATE,
     ]
-    # told, so not guessed
+    # declared, so not guessed
     assert read(array, "ms")[1][:3] == [RejectReason.EARLY, RejectReason.EARLY, None]
 
 
@@ -181,23 +181,24 @@ def test_garbage_among_times_is_rejected() -> None:
 
 def test_places_in_an_order_are_times() -> None:
     assert read(pa.array([0, 1, 2])) == ([0, 1, 2], [None] * 3)
-    assert "places in an order" in recognise(pa.array(["1", "2"]), "t").words
+    assert "positions in an order" in recognise(pa.array(["1", "2"]), "t").words
 
 
-def test_a_format_is_told() -> None:
+def test_an_unknown_format_is_an_error() -> None:
     array = pa.array(["14.11.2023 22:13", "2023"])
     with pytest.raises(
         DataError,
-        match=r"log: t: '14.11.2023 22:13' is no "
-        r"time.*--time-format '%d",
+        match=r"log: t: '14.11.2023 22:13' is not a known time.*--time-format '%d",
     ):
         recognise(array.slice(0, 1), "log: t")
     assert read(array, pattern="%d.%m.%Y %H:%M") == (
         [NOW - 20, 0],
         [None, RejectReason.UNREADABLE_TIME],
     )
-    with pytest.raises(DataError, match="looks like a date; --time-format %Y%m%d"):
+    with pytest.raises(DataError, match="looks like a date; give --time-format %Y%m%d"):
         recognise(pa.array([20231114, 20231115]), "log: t")
     assert read(pa.array([20231114]), pattern="%Y%m%d")[0] == [1_699_920_000]
-    with pytest.raises(DataError, match="every time of the first rows is missing; --time"):
+    with pytest.raises(
+        DataError, match="the first rows have no time; name another column with --time"
+    ):
         recognise(pa.nulls(3, pa.string()), "log: t")

@@ -1,4 +1,4 @@
-"""Features from a source: fetched once for those who ask together, remembered, bounded, and never a failure."""
+"""User features are fetched once for concurrent requests, cached, bounded, and never a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Counts:
 
 
 class Source:
-    """Says what it is told to, or waits, or fails."""
+    """Returns given features, or waits, or fails."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[UserKey, tuple[str, ...]]] = []
@@ -129,7 +129,7 @@ async def test_a_failure_leaves_the_old_ones_and_then_none() -> None:
         UserFeaturesSource.NOTHING,
         StoreFault.UNAVAILABLE,
     )
-    assert len(rig.source.asked) == 4, "the breaker asks nobody"
+    assert len(rig.source.asked) == 4, "the breaker makes no call"
     rig.now += 0.06
     rig.source.says = FR
     assert await rig.get() == (FR, UserFeaturesSource.SOURCE, None)
@@ -138,8 +138,10 @@ async def test_a_failure_leaves_the_old_ones_and_then_none() -> None:
 
 async def test_a_source_that_hangs_holds_its_places_and_nothing_else() -> None:
     rig = Rig(timeout_s=0.02, max_calls=2, max_queue=1, max_failures=100)
-    rig.users = UserFeatures(rig.source, FeatureStoreConfig(entry="x:y", timeout_s=0.02, max_calls=2, max_queue=1,
-                                                      max_failures=100), rig.counts)  # fmt: skip
+    config = FeatureStoreConfig(
+        entry="x:y", timeout_s=0.02, max_calls=2, max_queue=1, max_failures=100
+    )
+    rig.users = UserFeatures(rig.source, config, rig.counts)
     rig.source.open.clear()
     answers = await asyncio.gather(*(rig.get(UserKey("", str(number))) for number in range(9)))
     faults = [fault for _, _, fault in answers]
@@ -180,7 +182,7 @@ async def test_users_are_bounded() -> None:
     ]
 
 
-async def test_what_does_not_fit_is_left_out_and_told() -> None:
+async def test_values_that_do_not_fit_are_dropped_and_reported() -> None:
     rig = Rig()
     rig.source.says = {
         "country": "fr",

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from npu_gr.core.arrays import I64
 from npu_gr.handlers.cascade_plan import (
     RecommendConfig,
-    among,
     best_first,
-    by_both,
     each_once,
-    in_turns,
+    fused_order,
+    interleave,
+    is_in,
     split,
 )
 
@@ -31,7 +31,7 @@ def test_turns_are_the_obvious_loop(rows: list[list[int]]) -> None:
             if item is not None:
                 want.setdefault(item, row)
     columns: list[I64] = [np.array(row, np.int64) for row in rows]
-    items, sources = in_turns(columns)
+    items, sources = interleave(columns)
     assert (items.tolist(), sources.tolist()) == (list(want), list(want.values()))
 
 
@@ -43,7 +43,7 @@ Items = st.lists(st.integers(-3, 12) | st.integers(-(2**63), 2**63 - 1), max_siz
 def test_the_fast_ways_of_sets_are_those_of_numpy(items: list[int], others: list[int]) -> None:
     ours, theirs = np.array(items, np.int64), np.array(others, np.int64)
     assert each_once(theirs).tolist() == np.unique(theirs).tolist()
-    assert among(ours, np.sort(theirs)).tolist() == np.isin(ours, theirs).tolist()
+    assert is_in(ours, np.sort(theirs)).tolist() == np.isin(ours, theirs).tolist()
 
 
 @settings(derandomize=True, deadline=None)
@@ -62,7 +62,7 @@ def test_fusion_is_the_sum_of_reciprocal_places(scores: list[float]) -> None:
     row = np.array(scores, np.float32)
     ranked = best_first(row).tolist()
     gain = [1 / (60 + place) + 1 / (60 + ranked.index(place)) for place in range(len(scores))]
-    fused = by_both(row).tolist()
+    fused = fused_order(row).tolist()
     assert sorted(fused) == list(range(len(scores)))
     assert all(gain[a] >= gain[b] - 1e-12 for a, b in pairwise(fused))
 

@@ -1,4 +1,4 @@
-"""The limit is for what would come into service: under it and worse than now is rejected, all else is measured."""
+"""A change with coverage under the minimum and worse than now is rejected, others are measured."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Cascade:
             "match": ids(0, 1, 2, 13),
             "popular": ids(11, 12, 13, 3),
         }
-        self.told: dict[str, float] = {}
+        self.measured_ratios: dict[str, float] = {}
         listed = {name: (lambda name=name: self.items[name]) for name in self.items}
         self.rule = CoverageRule(
             min_ratio,
             lambda: self.ranker,
             listed,
             ("generate", "match"),
-            lambda *told: self.told.update([told]),
+            lambda *measured_ratios: self.measured_ratios.update([measured_ratios]),
         )
 
 
 async def test_all_is_measured_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     it = Cascade()
     await it.rule.start()
-    assert it.told == {"generate": 1.0, "match": 0.75, "popular": 0.25}
+    assert it.measured_ratios == {"generate": 1.0, "match": 0.75, "popular": 0.25}
     assert it.rule.now("match") == (3, 4)
     assert [record.getMessage() for record in caplog.records] == [
         "recommend: the ranker knows 3 of the 4 items of match",
@@ -65,14 +65,14 @@ async def test_too_few_at_the_start_are_rejected_in_words() -> None:
         "recommend: the ranker knows 3 of the 4 items of match (75 %); recommend.min_coverage "
         "is 0.9"
     )
-    assert not it.told
+    assert not it.measured_ratios
 
 
 async def test_nothing_is_too_few_where_the_limit_is_0() -> None:
     it = Cascade(0.0)
     it.items["generate"] = ids(100, 101)
     await it.rule.start()
-    assert it.told["generate"] == 0.0
+    assert it.measured_ratios["generate"] == 0.0
 
 
 async def test_a_share_is_never_rounded_up() -> None:
@@ -91,7 +91,7 @@ async def test_a_new_ranker_must_know_every_source() -> None:
     # an empty ranker is one, too
     with pytest.raises(ConfigError, match="0 of the 4 items of match"):
         await it.rule.check(ItemVocabulary(ids(8)), {"generate": lambda: ids()})
-    assert it.told["generate"] == 1.0
+    assert it.measured_ratios["generate"] == 1.0
 
 
 async def test_what_is_no_worse_than_now_is_not_rejected() -> None:
@@ -100,7 +100,7 @@ async def test_what_is_no_worse_than_now_is_not_rejected() -> None:
     it.items["match"] = ids(0, 20, 21, 22)  # items came one by one
     async with it.rule.replacing("match", is_limited=False) as before:
         await before(lambda: it.items["match"])
-    assert it.told["match"] == 0.25
+    assert it.measured_ratios["match"] == 0.25
     await it.rule.check()  # a reload of the settings alone
     # a better ranker, though not good enough
     await it.rule.check(ItemVocabulary(ids(0, 1, 2, 3, 20)))
@@ -114,11 +114,11 @@ async def test_a_new_source_concerns_itself_alone() -> None:
     with pytest.raises(ConfigError, match="1 of the 3 items of generate"):
         async with it.rule.replacing("generate") as before:
             await before(lambda: ids(1, 20, 21))
-    assert it.told["generate"] == 1.0
+    assert it.measured_ratios["generate"] == 1.0
     it.items["match"] = ids(30)  # not looked at
     async with it.rule.replacing("generate") as before:
         await before(lambda: ids(1, 2, 21))
-    assert it.told == {"generate": pytest.approx(2 / 3), "match": 0.75, "popular": 0.25}
+    assert it.measured_ratios == {"generate": pytest.approx(2 / 3), "match": 0.75, "popular": 0.25}
 
 
 async def test_a_source_that_the_cascade_does_not_ask_is_not_measured() -> None:

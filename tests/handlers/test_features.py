@@ -1,4 +1,4 @@
-"""With random features, every way to a prefix gives the bits of a full inference, and the trainer's numbers."""
+"""With random features, every path to a prefix equals full inference and the trainer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Asked:
         )
 
     def trained(self, folder: Path) -> np.ndarray[Any, Any]:
-        """What the trainer's reading of the same rows gives: no service, no request, one forward pass."""
+        """Compute the scores from the trainer's inputs of the same rows, in one forward pass."""
         model = load(folder).model
         model.items.freeze()
 
@@ -124,7 +124,7 @@ def logits(answer: RankAnswer) -> np.ndarray[Any, Any]:
 async def test_every_way_to_a_prefix_gives_the_bits_of_a_full_inference(
     tmp_path: Path, seed: int, user_tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the trainer's numbers: one code reads the values, so rows that were trained on are served as they were."""
+    """Served scores equal the trainer's, since both use the same encoder."""
     monkeypatch.setattr(Inventory, "reload_pays", lambda *_: True)
     features = random_features(np.random.default_rng(seed)) if seed else every_feature()
     version = write_checkpoint(tmp_path / "checkpoint", features=features, user_tokens=user_tokens)
@@ -213,7 +213,7 @@ async def test_the_users_features_are_a_part_of_the_prefix(
 
 
 async def test_a_user_without_events_has_features(tmp_path: Path) -> None:
-    """The user's token alone is as old as the candidates, as in training before a user's first event."""
+    """A user token without events has the time of the candidates, as in training."""
     write_checkpoint(tmp_path / "checkpoint", features=every_feature())
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         one = Asked(every_feature(), 0, 0)
@@ -306,11 +306,11 @@ async def test_a_cascade_over_one_shared_encoder_reads_the_request(tmp_path: Pat
 
 
 async def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
-    """By the job too: a model that came into service after the codec had looked may have other features."""
+    """The handler checks too, since the model may change after the codec's check."""
     write_checkpoint(tmp_path / "checkpoint", features=every_feature())
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         one = Asked(every_feature(), 9, 0)
-        with pytest.raises(Unprocessable, match=r"features\.user\.colour: no feature of the model"):
+        with pytest.raises(Unprocessable, match=r"features\.user\.colour: unknown feature"):
             await ranked(service, one.request("u", one.history(user_features={"colour": 1})))
         with pytest.raises(Unprocessable, match=r"features\.request\.age: row 0 is a text"):
             await ranked(

@@ -1,4 +1,4 @@
-"""However a history comes, whole, in deltas or from the store, the model reads the same: equal bits, equal reports."""
+"""Full histories, deltas and stored ones give equal bits and equal reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of users from a source score as those that a request brings, and a change of them is never a wrong hit."""
+"""Fetched user features score as those in a request, and a change is never a wrong hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A breaker opens after failures, lets one probe through at a time, and closes with the first that succeeds.
+"""A breaker opens after failures, permits one probe at a time, and closes when one succeeds.
 
 The bulkhead: bounded calls, a bounded queue and a bounded time, whatever the store behind it does.
 """
@@ -117,7 +117,7 @@ def test_calls_from_before_do_not_count() -> None:
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(["enter", "ok", "bad", "give up", "wait"])))
 def test_whatever_happens_it_recovers(works: bool, steps: list[str]) -> None:
-    """After any history a dependency that works is used again within two calls, and one that fails is not."""
+    """A dependency that works is used again within two calls, one that fails is not."""
     breaker, clock = made_breaker()
     out: list[int] = []
     for step in steps:
@@ -159,7 +159,7 @@ class Seen:
 
 
 class Scripted:
-    """A store that does what it is told: work, fail, or hang until it is released."""
+    """A store that works, fails, or hangs until it is released, as set by the test."""
 
     def __init__(self) -> None:
         self.health = StoreHealth()
@@ -359,7 +359,7 @@ async def test_failures_are_logged_with_their_cause_but_not_each(
 
 
 async def test_a_blocked_event_loop_is_not_the_stores_fault() -> None:
-    """The answer is there, but nobody could read it: the limit begins again, once."""
+    """The loop was blocked and could not read the answer: the limit begins again, once."""
     import time
 
     guard, store, seen = made(HistoryConfig(read_timeout_s=0.05))

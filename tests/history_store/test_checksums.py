@@ -1,4 +1,4 @@
-"""Damage is found when it is read, costs only the users whose data it is, and a repair saves all the others."""
+"""Damage is detected by a read, costs only the affected users, and a repair saves the others."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_rows_that_do_not_fit_are_found(path: Path, change: str) -> None:
 
 
 def test_another_users_rows_are_not_his(path: Path) -> None:
-    """A page that comes back in the place of another one has rows with good checksums, of other users."""
+    """A page in the place of another one has valid rows, but of other users."""
     with sql(path) as db:
         rows = db.execute(
             "SELECT chunk, data, sum, features FROM chunks WHERE user = ?", (key_bytes(user(3)),)
@@ -360,15 +360,15 @@ async def command(*words: str) -> tuple[int, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    told, _ = await done.communicate()
-    return done.returncode or 0, told.decode()
+    output, _ = await done.communicate()
+    return done.returncode or 0, output.decode()
 
 
 async def test_a_store_that_is_open_is_not_checked(path: Path) -> None:
     store = EmbeddedStore(config(path))
-    code, told = await command("store", str(path))
+    code, output = await command("store", str(path))
     assert code == 2
-    assert "in use by another process" in told
+    assert "in use by another process" in output
     await store.close()
 
 
@@ -404,7 +404,8 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
         async with redis.from_url(url) as client:
 
             def name(number: int, part: str) -> str:
-                return f"npu_gr:{{{base64.urlsafe_b64encode(key_bytes(user(number))).decode()}}}:{part}"
+                encoded = base64.urlsafe_b64encode(key_bytes(user(number))).decode()
+                return f"npu_gr:{{{encoded}}}:{part}"
 
             await client.set(name(1, "events"), pack(events(30)))
             await client.set(name(1, "first"), 12)
@@ -423,7 +424,7 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             assert failed.value.fault is StoreFault.CORRUPT
             await store.append(user(5), events(4))
             await client.append(name(5, "log"), b"\1\2\3")
-            with pytest.raises(StoreFailed, match="whole records") as failed:
+            with pytest.raises(StoreFailed, match="whole number of records") as failed:
                 await store.read(user(5), 99)
             assert failed.value.fault is StoreFault.CORRUPT
             with pytest.raises(StoreFailed) as failed:  # nothing goes on behind them
@@ -440,13 +441,13 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             with pytest.raises(StoreFailed) as failed:
                 await store.append(user(4), events(2), "k")
             assert failed.value.fault is StoreFault.CORRUPT
-            code, told = await command("store", url)
-            assert code == 1, told
-            assert "3 users are whole" in told
-            assert "1 users have damaged" in told
+            code, output = await command("store", url)
+            assert code == 1, output
+            assert "3 users are whole" in output
+            assert "1 users have damaged" in output
             await store.erase(user(3))
             await store.erase(user(4))
-            code, told = await command("store", url)
-            assert code == 0, told
+            code, output = await command("store", url)
+            assert code == 0, output
             assert [key async for key in client.scan_iter(name(3, "*"))] == []
         await store.close()

@@ -26,7 +26,7 @@ from npu_gr.history_store.store import HistoryConfig
 
 
 def of(number: int, length: int) -> Events:
-    """Events that nobody else has: the user's number is in every item, and in a feature of each."""
+    """Events with the user's number in every item, and in a feature of each."""
     items = np.arange(length) + (number + 1) * 1_000_003_000_000
     own = (items[:, None] << 8).astype(np.uint64)
     return replace(
@@ -51,7 +51,9 @@ def rooms(path: Path) -> list[int]:
     data = path.read_bytes()
     pages = [data[start : start + 4096] for start in range(0, len(data), 4096)]
     return [
-        page for page, one in enumerate(pages, 1) if embedded_file._room(one, is_first=page == 1)
+        page
+        for page, one in enumerate(pages, 1)
+        if embedded_file._unallocated(one, is_first=page == 1)
     ]
 
 
@@ -141,7 +143,7 @@ async def test_a_reader_that_holds_the_log_delays_the_overwriting_not_the_answer
     assert store.health.erased_at is not None
     assert store.health.overwrites["held"] >= 1
     assert len((await store.read(UserKey("", "somebody"), 9)).events) == 0
-    await store.append(UserKey("", "else"), of(2, 3))  # nobody else waits for the reader
+    await store.append(UserKey("", "else"), of(2, 3))  # no other job waits for the reader
     other.execute("ROLLBACK")
     for _ in range(200):
         if store.health.erased_at is None:
@@ -213,7 +215,7 @@ async def test_a_log_of_nonsense_names_no_page_that_is_changed(tmp_path: Path) -
     store = store_in(tmp_path)
     for name, events in known.items():
         assert len((await store.read(UserKey("t", name), 700)).events) == len(events)
-    assert await store.erase(UserKey("t", "nobody"))
+    assert await store.erase(UserKey("t", "unknown"))
     await store.close()
     assert check(tmp_path / "h.db").num_damaged == 0
 
@@ -250,15 +252,18 @@ async def test_files_are_their_owners_alone_whatever_the_umask(
     (tmp_path / "deep" / "h.db").chmod(0o644)
     await store_in(tmp_path / "deep").close()
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning == f"{tmp_path}/deep/h.db holds data of users and has mode 0644: chmod 600 it"
+    assert (
+        warning
+        == f"{tmp_path}/deep/h.db has personal data and mode 0644, so other users may access it; chmod 600 it"
+    )
 
 
 def test_the_room_of_a_page_ends_where_its_cells_begin() -> None:
     leaf = bytearray(
         b"\x0a\0\0\0\2\0\x40\0" + bytes([0x40, 0x41, 0x42, 0x43]) + b"old" + bytes(49) + b"x" * 64
     )
-    assert embedded_file._room(bytes(leaf), is_first=False) == (12, bytes(52))
+    assert embedded_file._unallocated(bytes(leaf), is_first=False) == (12, bytes(52))
     leaf[12:15] = bytes(3)
-    assert embedded_file._room(bytes(leaf), is_first=False) is None
+    assert embedded_file._unallocated(bytes(leaf), is_first=False) is None
     # belongs to no tree
-    assert embedded_file._room(b"\0\0\0\7" + b"x" * 508, is_first=False) is None
+    assert embedded_file._unallocated(b"\0\0\0\7" + b"x" * 508, is_first=False) is None

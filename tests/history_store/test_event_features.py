@@ -1,4 +1,4 @@
-"""Both stores keep the features of events bit for bit, beside the events that they came with."""
+"""Both stores keep the features of events bit for bit, with the events that they came with."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_what_is_read_is_what_was_written(store: HistoryStore, seed: int) 
 
 
 async def test_a_merge_fills_in_what_is_missing(store: HistoryStore) -> None:
-    """And nothing else: what is there stays, a second merge changes nothing, and new events come with theirs."""
+    """Stored values stay, a second merge changes nothing, and new events bring their features."""
     plain = replace(numbered(20), features=Columns())
     await store.append(USER, plain)
     for added, filled in ((5, 20), (0, 0)):
@@ -156,7 +156,7 @@ async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> N
     with pytest.raises(
         Unprocessable,
         match=r"28 bytes an event, the limit is 20 "
-        r"\(features.max_feature_bytes",
+        r"\(history_store.max_feature_bytes",
     ):
         await opened.append(USER, replace(numbered(2), features=wide))
     many = replace(
@@ -304,7 +304,7 @@ async def test_redis_finds_damaged_and_stray_features(redis_url: str) -> None:
         await client.set(log, await client.getrange(log, 0, 21))
         with pytest.raises(StoreFailed, match="checksums of features"):
             await store.read(USER, 99)
-        with pytest.raises(StoreFailed, match="events that are not there"):
+        with pytest.raises(StoreFailed, match="events that do not exist"):
             await store.append(USER, numbered(1, 1))
         assert (await check_redis(redis_url)).bad_users == {key_bytes(USER)}
         await store.erase(USER)

@@ -1,4 +1,4 @@
-"""Feast's online store as a source: the rows of a user, by the names that the model gives its features."""
+"""Feast's online store as a source: the row of a user, by the model's names of its features."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class FeatureStore:
-    """In the form of Feast's, as far as it is used: one column a feature, and the join keys beside them."""
+    """In the form of Feast's answer: one column a feature, and the join keys."""
 
     asked: list[dict[str, Any]]
 
@@ -71,7 +71,9 @@ async def test_a_user_is_one_row(stand_in: None) -> None:
     await source.fetch(UserKey("t", "42"), NAMES, 1.0)
     assert await source.fetch(UserKey("t", "no number"), NAMES, 1.0) == {}
     assert await source.fetch(UserKey("t", "42"), ("other",), 1.0) == {}
-    assert FeatureStore.asked == [{"customer": 42, "shop": "t"}], "nobody is asked for nothing"
+    assert FeatureStore.asked == [{"customer": 42, "shop": "t"}], (
+        "a call without features is not made"
+    )
 
 
 def test_what_cannot_be_opened_is_named(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:

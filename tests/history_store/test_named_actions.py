@@ -1,4 +1,4 @@
-"""A store remembers what its numbers of actions mean: a list that grows at its end, whoever asks at the same time."""
+"""A store keeps the names of its action numbers: a list that only grows at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A history store over TLS: a real server with certificates, and every way in which the two do not trust each other."""
+"""A history store over TLS: a real server with certificates, and every failure of trust."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_histories_are_kept_over_mutual_tls(authority: Authority, port: in
     await opened.close()
 
 
-async def test_a_stranger_on_either_side_is_rejected(
+async def test_an_unknown_certificate_on_either_side_is_rejected(
     authority: Authority, port: int, tmp_path: Path
 ) -> None:
     strangers = Authority(tmp_path, "strangers")
@@ -102,7 +102,7 @@ async def test_a_stranger_on_either_side_is_rejected(
         {"certificate": own.certificate, "key": own.key},  # the system does not know this authority
     ]
     for files in wrong:
-        with pytest.raises(ConfigError, match=r"features\.url: no answer from "):
+        with pytest.raises(ConfigError, match=r"history_store\.url: no answer from "):
             await open_store(config(port, **files))
 
 
@@ -153,7 +153,7 @@ async def test_a_server_elsewhere_in_clear_is_a_warning(caplog: pytest.LogCaptur
                 kind="redis", url=SecretUrl("redis://:hidden@192.0.2.1:1/0"), timeout_s=0.05
             )
         )
-    assert "cross the network in clear" in caplog.text
+    assert "cross the network unencrypted" in caplog.text
     assert "hidden" not in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Both stores keep every acknowledged event in order, whoever asks at the same time and however a process ends."""
+"""Both stores keep every acknowledged event in order, also if the process is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_order_and_the_newest(store: HistoryStore) -> None:
 
 
 async def test_an_unknown_user_has_no_history(store: HistoryStore) -> None:
-    read, first = await store.read(UserKey("", "nobody"), 10)
+    read, first = await store.read(UserKey("", "unknown"), 10)
     assert (len(read), first) == (0, 0)
 
 
@@ -129,7 +129,7 @@ async def test_a_burst_of_callers_waits_its_turn(store: HistoryStore) -> None:
 
 
 async def test_any_user_id_does(store: HistoryStore) -> None:
-    """A lone surrogate, which UTF-8 has no place for, neither stops the store nor meets another user."""
+    """A lone surrogate neither fails nor collides with another user."""
     await store.append(UserKey("", "\ud800"), events(3))
     await store.append(UserKey("", "?"), events(2, seed=1))
     assert equal((await store.read(UserKey("", "\ud800"), 9)).events, events(3))
@@ -164,7 +164,8 @@ async def test_a_caller_that_goes_away_breaks_nothing(store: HistoryStore) -> No
 _WRITER = """
 import asyncio, sys
 import numpy as np
-from npu_gr.history_store.open import open_store; from npu_gr.history_store.store import HistoryConfig
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.core.request import Events, UserKey
 
 async def main():
@@ -215,14 +216,14 @@ async def test_one_process_a_file(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"features\.path: .*file"):
+    with pytest.raises(ConfigError, match=r"history_store\.path: .*file"):
         await open_store(HistoryConfig(path=str(tmp_path / "file" / "h.db")))
     (tmp_path / "bad.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=r"features\.path: .*bad\.db"):
+    with pytest.raises(ConfigError, match=r"history_store\.path: .*bad\.db"):
         await open_store(HistoryConfig(path=str(tmp_path / "bad.db")))
-    with pytest.raises(ConfigError, match=r"features\.url"):
+    with pytest.raises(ConfigError, match=r"history_store\.url"):
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://{tmp_path}/none.sock")))
-    with pytest.raises(ConfigError, match=r"features\.url"):
+    with pytest.raises(ConfigError, match=r"history_store\.url"):
         await open_store(HistoryConfig(kind="redis", url=SecretUrl("nonsense")))
     assert await open_store(HistoryConfig(kind="none")) is None
 
@@ -355,7 +356,7 @@ async def test_one_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_group_that_cannot_be_committed_is_tried_in_parts(tmp_path: Path) -> None:
-    """The file may grow by a few pages only: small appends of the group are in, the large one is not."""
+    """The file may grow by a few pages only: small appends succeed, the large one fails."""
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert isinstance(store, EmbeddedStore)
     (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
@@ -369,7 +370,7 @@ async def test_a_group_that_cannot_be_committed_is_tried_in_parts(tmp_path: Path
     await store.close()
 
 
-async def test_a_failure_that_nobody_waits_for_is_not_logged(
+async def test_the_failure_of_a_cancelled_call_is_not_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))

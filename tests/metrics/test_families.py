@@ -1,4 +1,4 @@
-"""A histogram that sorts its observations later says what Prometheus' own says, whoever reads meanwhile."""
+"""A histogram that sorts its observations later equals Prometheus' own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from npu_gr.core.renamed import METRICS, UNTIL
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.registry.families import KEPT, Families, QuickHistogram
+from npu_gr.metrics.registry.families import MAX_PENDING, Families, QuickHistogram
 from npu_gr.service.config import SLOConfig
 
 EDGES = (0.001, 0.01, 1.0)
@@ -31,9 +31,9 @@ def samples(family: Histogram) -> dict[tuple[str, str], float]:
 @given(
     amounts=st.lists(
         st.one_of(st.sampled_from([*EDGES, 0.0, -1.0, float("inf")]), st.floats(-1.0, 2.0)),
-        max_size=3 * KEPT,
+        max_size=3 * MAX_PENDING,
     ),
-    read_after=st.integers(0, 3 * KEPT),
+    read_after=st.integers(0, 3 * MAX_PENDING),
 )
 def test_it_counts_as_prometheus_does(amounts: list[float], read_after: int) -> None:
     registries = CollectorRegistry(), CollectorRegistry()
@@ -54,7 +54,7 @@ def test_nothing_is_lost_between_threads_that_observe_and_one_that_reads() -> No
     family = Families(CollectorRegistry()).histogram("took_seconds", "x", EDGES, ("stage",))
     child = family.labels("rank")
     assert isinstance(child, QuickHistogram)
-    num_threads, num_each = 4, 10 * KEPT
+    num_threads, num_each = 4, 10 * MAX_PENDING
 
     def observe() -> None:
         for _ in range(num_each):

@@ -1,4 +1,4 @@
-"""Every kind of request of the table has all that an operator needs: objective, rules, alerts, runbooks, panels."""
+"""Every kind of request has an objective, rules, alerts, runbooks and panels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_kind_has_its_alerts_and_they_lead_to_its_runbook(
 ) -> None:
     alert = f"NpuGr{kind.title}{promise.value.title()}"
     fast, slow = ALERTS[f"{alert}FastBurn"], ALERTS[f"{alert}SlowBurn"]
-    assert fast["labels"]["severity"] == ("page" if kind.wakes_somebody else "ticket")
+    assert fast["labels"]["severity"] == ("page" if kind.pages_on_fast_burn else "ticket")
     assert slow["labels"]["severity"] == "ticket"
     for rule in (fast, slow):
         assert rule["annotations"]["summary"].startswith(f"{kind.plural.capitalize()} are ")

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real service under load: every expression of every dashboard returns figures.
+"""A real Prometheus scrapes a loaded service, and every dashboard expression has data.
 
 Also promtool's `check metrics` on the endpoint, the exemplars, and the recordings against the
 service's own figures.
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 async def load(url: str) -> None:
-    """Every kind of request: users who come back and new ones, some without a signal, some without time.
+    """Send every kind of request: known and new users, some without a signal or a budget.
 
     Of every kind some requests cannot be read, so that the panels of rejections have figures too.
     """
@@ -91,8 +91,11 @@ async def load(url: str) -> None:
                 body = {"user_id": f"u{seed}", "history": HISTORY, "num_items": 5}
                 async with http.post(f"{url}/v1/generate", json=body) as answer:
                     assert answer.status == 200
-                nobody = {"user_id": "n", "history": {"items": [], "actions": [], "timestamps": []}}
-                for each in (body, nobody):  # whom no source knows anything for
+                unknown = {
+                    "user_id": "n",
+                    "history": {"items": [], "actions": [], "timestamps": []},
+                }
+                for each in (body, unknown):  # whom no source knows anything for
                     async with http.post(f"{url}/v1/recommend", json=each) as answer:
                         assert answer.status == 200
 
@@ -109,7 +112,7 @@ async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -
 
 
 async def figures(http: aiohttp.ClientSession, url: str, expr: str, instant: float) -> list[float]:
-    """The figures of one instant: asking for all expressions takes longer than the window of a rate."""
+    """Return the figures of one instant: all queries take longer than a rate's window."""
     result = (await ask(http, url, "query", query=plain(expr, WINDOW), time=f"{instant:.3f}"))[
         "result"
     ]

@@ -18,7 +18,7 @@ from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
-from npu_gr.metrics.registry.requests import DOOR, AdmissionResult
+from npu_gr.metrics.registry.requests import HTTP_STAGE, AdmissionResult
 from npu_gr.metrics.slo import Objective
 
 
@@ -50,8 +50,8 @@ def test_objectives_are_edges() -> None:
     metrics, registry = made()
     metrics.requests.answered(RANK, answer(Outcome.HBM_HIT, Reason.NONE), 0.0421)
     metrics.requests.done("rank", "/v1/rank", 200, 0.0421)
-    at_the_door = {"kind": "rank", "le": "0.0421"}
-    assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", at_the_door) == 1
+    labels = {"kind": "rank", "le": "0.0421"}
+    assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", labels) == 1
     labels = {"outcome": "hbm_hit", "le": "0.0421"}
     assert registry.get_sample_value("npu_gr_rank_duration_seconds_bucket", labels) == 1
     assert registry.get_sample_value("npu_gr_signal_duration_seconds_bucket", {"le": "0.0123"}) == 0
@@ -138,7 +138,7 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     attained = {"kind": "rank", "slo": "latency", "window": "5m"}
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
     door = registry.get_sample_value(
-        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR}
+        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": HTTP_STAGE}
     )
     assert door == 7
     assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
@@ -237,7 +237,7 @@ async def test_the_text_made_in_parts_is_the_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
-    """Admissions, a request histogram and a histogram of its own with the objective as an edge, stages, promises."""
+    """Every kind has admissions, histograms with the objective as an edge, and stages."""
     threshold_s = 0.01234
     registry = CollectorRegistry()
     objectives = [Objective(kind=name, threshold_s=threshold_s) for name in KINDS]
@@ -257,11 +257,11 @@ def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
     for label_value in kind.labels or ("",):
         label = {} if kind.label is None else {kind.label: label_value}
         assert value(f"{kind.name}_duration_seconds_bucket", le=str(threshold_s), **label) == 0
-    for stage in (*kind.stages, DOOR):
+    for stage in (*kind.stages, HTTP_STAGE):
         assert value("stage_duration_seconds_count", kind=kind.name, stage=stage) is not None
 
 
-def test_a_gauge_reads_what_is_in_force() -> None:
+def test_a_gauge_reads_the_current_value() -> None:
     metrics, registry = made()
     limit = 512
     metrics.process.observe_limits({"inflight_requests": lambda: limit})

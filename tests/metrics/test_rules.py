@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def burning(kind: str, promise: Promise) -> list[Case]:
-    """Much too fast, a little too fast, within the objective, over again, and too few requests to tell."""
+    """Much too fast, a little too fast, within the objective, over it, and too few requests."""
     name = f"NpuGr{kind.title()}{promise.value.title()}"
     fast, slow = f"{name}FastBurn", f"{name}SlowBurn"
     bad = "slow" if promise is Promise.LATENCY else "failed"
@@ -400,7 +400,7 @@ def test_the_recorded_figures_are_those_by_hand(tmp_path: Path) -> None:
         'slo:period_error_budget_remaining:ratio{sloth_slo="rank-latency"}': 1 - late / 0.01,
         'slo:objective:ratio{sloth_slo="rank-latency"}': 0.99,
         'slo:time_period:days{sloth_slo="rank-latency"}': 30,
-        "count(slo:sli_error:ratio_rate5m)": 2,  # a kind that nobody asks for has none
+        "count(slo:sli_error:ratio_rate5m)": 2,  # a kind without requests has none
         'sloth_slo_info{sloth_id="npu_gr-rank-latency"}': 1,
     }
     exprs = [

@@ -21,7 +21,7 @@ from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Resul
         (504, 0.0, Result.FAILED),
     ],
 )
-def test_judge(status: int, took_s: float, result: Result | None) -> None:
+def test_evaluate(status: int, took_s: float, result: Result | None) -> None:
     assert evaluate(status, took_s, 0.05) is result
 
 
@@ -77,7 +77,7 @@ def test_a_window_holds_what_came_within_it(
 
 @pytest.mark.parametrize("for_s", [10.0, 15.0, 48.0, 59.0, 61.0, 300.0, 4000.0])
 @pytest.mark.parametrize("idle_s", [0.0, 33.0, 400.0])
-def test_a_steady_rate_is_told_from_the_beginning(for_s: float, idle_s: float) -> None:
+def test_a_steady_rate_is_right_from_the_beginning(for_s: float, idle_s: float) -> None:
     """However long nothing came before, and whatever came before that."""
     rolling, now_at = Rolling(), 1e6 + 7
     if idle_s >= RATE_S:

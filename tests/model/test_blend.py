@@ -49,7 +49,7 @@ def an_order(seed: int = 0, width: int = 4) -> ScoreBlend:
 
 
 def some_neighbours() -> Neighbours:
-    """The two items beside each, the next one being more alike; the last item has none."""
+    """The neighbours are the previous item and, more similar, the next; the last item has none."""
     items = np.array([[(row - 1) % ITEMS, (row + 1) % ITEMS] for row in range(ITEMS)], np.int32)
     similarity = np.where(items == (np.arange(ITEMS)[:, None] + 1) % ITEMS, 0.5, 0.25).astype(
         np.float32

@@ -1,4 +1,4 @@
-"""The decoder gives transformers' logits: prefilled whole or in parts, and step by step for forking beams."""
+"""The decoder gives transformers' logits, for prefills at once or in chunks and forked beams."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_token_range_is_a_slice_of_the_logits(tmp_path: Path, variant: dict[st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_stays_near(tmp_path: Path, dtype: torch.dtype) -> None:
-    """KV and logits in the model's dtype, within a few roundings of the fp32 model of the same weights."""
+    """KV and logits in the model's dtype are close to those of the fp32 model."""
     saved(tmp_path, **VARIANTS["qwen3 g2 tied"])
     model, tokens = hf.load(tmp_path, dtype), prompt(64)
     exact = hf.load(tmp_path, dtype).float()

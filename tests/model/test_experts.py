@@ -25,7 +25,7 @@ def layer(dtype: torch.dtype = torch.float32, **changes: object) -> Experts:
 
 
 def one_row(made: Experts, row: Tensor) -> Tensor:
-    """The definition, in words: the router's best experts, each an MLP, weighted by the router's probabilities."""
+    """The definition: sum the MLPs of the router's best experts, weighted by its probabilities."""
     likes = (made.router.weight @ row).softmax(-1)
     best = likes.argsort(descending=True)[: made.config.num_per_token]
     weights = likes[best] / (likes[best].sum() if made.config.normalises else 1.0)
@@ -57,7 +57,7 @@ def test_gathered_and_grouped_are_one(
     )
 
 
-def test_an_expert_that_nobody_likes_and_one_that_all_like() -> None:
+def test_an_expert_that_no_row_chooses_and_one_that_all_choose() -> None:
     made, x = layer(num_per_token=1), torch.randn(9, 8).abs()
     made.router.weight.zero_()
     made.router.weight[3] = 1.0

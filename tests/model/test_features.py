@@ -100,7 +100,7 @@ def test_any_cut_and_any_company_give_the_same_bits(
         assert torch.equal(request.cached(model, cut), want), cut
     plain = Request(20, 3, seed=1)
     batch = model(CPU, [plain.segment(), request.tokens(0), WithFeatures(7, 2, seed=2).tokens(0)])
-    assert torch.equal(batch[1], want), "beside a user with features and one without"
+    assert torch.equal(batch[1], want), "in a batch with users with and without features"
     assert torch.equal(batch[0], model(CPU, [plain.segment()])[0])
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory loads as it is, and one that cannot be served says which file, key or tensor is why."""
+"""A Hugging Face directory loads unchanged, or the error names the file, key or tensor."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
 
 
 def test_a_default_scaling_may_hold_the_theta(tmp_path: Path) -> None:
-    """As transformers: what stands inside wins over what stands beside."""
+    """As in transformers: a key inside of `rope_scaling` wins over the same key outside."""
     theirs = saved(tmp_path, **{**QWEN3, "rope_theta": 50.0})
     reconfigure(
         tmp_path, rope_parameters=None, rope_scaling={"rope_type": "default", "rope_theta": 50.0}
@@ -125,7 +125,7 @@ def test_the_scaling_of_an_older_llama_is_read(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_bounds_the_prompt(tmp_path: Path) -> None:
-    """Up to the window each token sees all before it, so that far the numbers are those of a model without one."""
+    """Up to the window's size, the logits are those of a model without a sliding window."""
     theirs = saved(tmp_path, **{**MISTRAL, "sliding_window": 20})
     assert hf.read_config(tmp_path).max_tokens == 20
     assert_same_logits(tmp_path, theirs)

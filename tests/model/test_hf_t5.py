@@ -1,4 +1,4 @@
-"""A T5 of Hugging Face loads as it is, and one that cannot be served says which file, key or tensor is why."""
+"""A Hugging Face T5 loads unchanged, or the error names the file, key or tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: s
 
 
 def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
-    """T5 1.1 as Google published it: no key says how the head is scaled but `tie_word_embeddings`."""
+    """Google's T5 1.1: only `tie_word_embeddings` says how the head is scaled."""
     theirs = saved(tmp_path, **VARIANTS["t5 1.1"])
     absent: dict[str, Any] = dict.fromkeys(
         ("scale_decoder_outputs", "dense_act_fn", "is_gated_act", "dtype")

@@ -1,4 +1,4 @@
-"""The window moves in aligned steps, unknown items are counted or rejected, and a fingerprint names one history.
+"""Windows move in aligned steps; unknown items are counted or rejected; fingerprints are unique.
 
 Every id finds its row, and nothing else does; dense and sparse ids alike.
 """

@@ -1,4 +1,4 @@
-"""A rank against a cached prefix gives the scores of a full inference, wherever the history is cut."""
+"""A rank with a cached prefix gives the scores of full inference, wherever the history is split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_cached_rank_equals_full_inference(dtype: torch.dtype, variant: dict[str
 def test_attention_reads_the_pages_that_were_just_written(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are packed once a layer, and a prefill in parts, a rank beside it and full inference give the same bits."""
+    """Tiles are packed once a layer; chunks, a rank in the same batch and full inference agree."""
     arrangement = CPU.arrangement(dtype, 64)
     if arrangement != "tiles":
         pytest.skip("no kernels")
@@ -58,19 +58,23 @@ def test_attention_reads_the_pages_that_were_just_written(
     model, request = tiny_model(dtype), Request(203, 37)
     want, shape = full(model, request), model.config
     layout = KVLayout(
-        num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
-        dtype=str(dtype).removeprefix("torch."), arrangement=arrangement,
-    )  # fmt: skip
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        arrangement=arrangement,
+    )
     arena, runs = KVArena(layout, 8, CPU.device, pack=CPU.pack_kv), (PageRun(5, 2), PageRun(1, 2))
     packed.clear()
     model(CPU, [request.segment(0, 100, NONE, sink=arena.sink(runs))])
     past = Past(request.times[:100], lambda layer: arena.slabs(layer, runs, 100))
-    beside = model(CPU, [request.segment(100, past=past, sink=arena.sink(runs, 100))])[0]
+    extended = model(CPU, [request.segment(100, past=past, sink=arena.sink(runs, 100))])[0]
     # a run ends at token 128
     assert packed == [100] * shape.num_layers + [28, 75] * shape.num_layers
     past = Past(request.times, lambda layer: arena.slabs(layer, runs, 203))
     cached = model(CPU, [request.segment(203, past=past)])[0]
-    assert torch.equal(beside, want)
+    assert torch.equal(extended, want)
     assert torch.equal(cached, want)
 
 
@@ -117,7 +121,7 @@ def test_bf16_stays_within_its_gate() -> None:
 
 @pytest.mark.parametrize("breaker", [{"scaling": "runtime"}, {"positions": "reverse"}], ids=str)
 def test_the_breakers_would_be_noticed(breaker: dict[str, Any]) -> None:
-    """E1 and E2 of docs/exactness.md: a wrong scale or reverse positions fail the fp32 gate by far."""
+    """E1 and E2 of docs/exactness.md: a wrong scale or reversed positions fail the gate by far."""
     model, request = tiny_model(torch.float32, **breaker), Request(203, 37)
     assert drift(cached(model, request, 150), full(model, request)) > 100 * GATES[torch.float32]
 
@@ -155,7 +159,7 @@ def test_scores_do_not_depend_on_the_batch() -> None:
 
 
 def test_appending_equals_recomputing() -> None:
-    """A prefix extended in any number of steps holds the keys and values of one computed at once."""
+    """A prefix extended in any number of steps has the keys and values of one computed at once."""
     model, request = tiny_model(torch.float64), Request(150, 5)
     whole, grown = Store(), Store()
     model(CPU, [request.segment(0, 150, NONE, sink=whole.write)])

@@ -1,4 +1,4 @@
-"""Every setting of a layer, of the time buckets and of the head against a slow numpy model, row by row in fp64."""
+"""Compare every setting of layers, time buckets and head with a slow numpy model in fp64."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class _Slow:
                 normed = (each * columns[0] + columns[1]).ravel()
             gated = part[0] * normed
             if config.residual == "concat":
-                beside = normed if config.attention_norm_in_concat else attended.ravel()
-                gated = np.concatenate([part[0], beside, gated])
+                middle = normed if config.attention_norm_in_concat else attended.ravel()
+                gated = np.concatenate([part[0], middle, gated])
             out.append(row + w[at + "out.weight"] @ gated + w[at + "out.bias"])
         return out
 

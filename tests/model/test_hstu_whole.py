@@ -1,4 +1,4 @@
-"""Somebody has decided on every setting of a ranker whether kernels of whole layers compute it."""
+"""For every setting of a ranker it is decided whether fused kernels support it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 from npu_gr.model.config import HSTUConfig
 
-# of no layer, or told by `HstuPassCall` and `HstuLayerCall`
-TOLD = {
+# not of a layer, or a field of `HstuPassCall` or `HstuLayerCall`
+SUPPORTED = {
     *(
         "kind",
         "num_items",
@@ -40,8 +40,8 @@ TOLD = {
         "user_tokens",
     ),
 }
-# with another value than the default a ranker's layers, or its head, go op by op
-LEFT_TO_OTHERS = {
+# a value other than the default makes a ranker's layers, or its head, run op by op
+UNSUPPORTED = {
     *(
         "norm_eps",
         "attention_norm_in_concat",
@@ -65,8 +65,8 @@ LEFT_TO_OTHERS = {
 
 
 def test_a_new_setting_is_decided_on() -> None:
-    """Is it told? Then it is TOLD.
+    """List a new setting in SUPPORTED if the calls contain it.
 
-    Else `fused_layers` and `HstuShape` must leave its rankers to others.
+    Otherwise `fused_layers` and `HstuShape` must reject a ranker with it.
     """
-    assert {field.name for field in msgspec.structs.fields(HSTUConfig)} <= TOLD | LEFT_TO_OTHERS
+    assert {field.name for field in msgspec.structs.fields(HSTUConfig)} <= SUPPORTED | UNSUPPORTED

@@ -120,7 +120,7 @@ def test_the_start_leaves_every_sum_as_it_was() -> None:
     one = codes[:, 0] == 2
     # what its items have in common
     assert torch.allclose(weights[0][2], whole[one].mean(0), atol=1e-6)
-    # nothing in common with whoever has no code
+    # nothing in common with items without a code
     assert not any(weight[-1].any() for weight in weights)
 
 

@@ -1,4 +1,4 @@
-"""What a candidate has in common with a history is the mean over the dense table of similarities."""
+"""The similarity of a candidate to a history is the mean over the dense table of similarities."""
 
 from __future__ import annotations
 

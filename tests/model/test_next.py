@@ -1,4 +1,4 @@
-"""The NEXT row: one candidate without an item, whose final row is compared with every item of the model's own table."""
+"""The NEXT row: a candidate without an item; its final row is compared with every item."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_table_is_the_items_with_their_features_and_one_row_more() -> None:
 
 
 def test_a_new_model_starts_as_its_final_row() -> None:
-    """The vector is the identity at first, so training starts from the shared encoder's own geometry."""
+    """The vector is the identity at first: training starts from the shared encoder's geometry."""
     model = HSTU(tiny_config(retrieval=True))
     row = torch.randn(3, 32)
     assert torch.equal(model.user_vectors(row), model.norm_next(row))

@@ -144,7 +144,7 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool, sca
     recent = random.integers(0, num_items, num_liked)
     candidates = random.integers(0, num_items, 200)  # some are there twice
     kernels = []
-    for more in (0, num_others):  # whom nobody knows
+    for more in (0, num_others):  # items without neighbours
         padding = np.full((more, 100), -1, np.int32)
         of_others = np.zeros((more, 100), np.float32)
         tables = BlendTables(

@@ -1,4 +1,4 @@
-"""A model without memory has the names and shapes of one with it, and a checkpoint is read without torch's compiler."""
+"""A model on the meta device has the usual names and shapes; reading one imports no compiler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ before = {*sys.modules}
 weights.load(ranker)
 for folder in others:
     generators.load(folder, torch.float32)
-print(*sorted(name for name in {*sys.modules} - before if name.partition(".")[0] in ("torch", "sympy")))
+new = {*sys.modules} - before
+print(*sorted(name for name in new if name.partition(".")[0] in ("torch", "sympy")))
 """
 
 

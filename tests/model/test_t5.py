@@ -1,4 +1,4 @@
-"""A T5 gives the logits of Hugging Face transformers, for any form, prompt, step and way to fork."""
+"""A T5 gives the logits of Hugging Face transformers, for any form, prompt, step and fork."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Slots:
 @pytest.mark.parametrize("backend", [CPU, TORCH], ids=["native", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, variant: str, backend: CPUBackend) -> None:
-    """The encoder's output as the decoder reads it, the first logits, and those of every step of three beams."""
+    """Compare the encoder's output, the first logits, and those of every step of three beams."""
     theirs = saved(tmp_path, **VARIANTS[variant])
     model = hf_t5.load(tmp_path)
     start = model.config.start_token
@@ -86,8 +86,10 @@ def test_buckets_are_those_of_transformers(buckets: int, distance: int) -> None:
 
 def t5_config(**changes: object) -> T5Config:
     fields: dict[str, object] = {
-        "vocab_size": 9, "dim": 8, "num_encoder_layers": 1, "num_decoder_layers": 1, "num_heads": 2, "head_dim": 4,
-        "mlp_dim": 8, "activation": "relu", "is_gated": False, "num_buckets": 8, "max_distance": 20, "norm_eps": 1e-6,
+        "vocab_size": 9, "dim": 8, "num_encoder_layers": 1, "num_decoder_layers": 1,
+        "num_heads": 2, "head_dim": 4,
+        "mlp_dim": 8, "activation": "relu", "is_gated": False, "num_buckets": 8,
+        "max_distance": 20, "norm_eps": 1e-6,
         "start_token": 0, "scales_head": True,
     }  # fmt: skip
     return T5Config(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The Ascend C kernels of ops/ascendc on this machine's CPU: built by g++ against the CPU emulator, called through ctypes.
+"""Build the Ascend C kernels of ops/ascendc against the CPU emulator, and call them by ctypes.
 
 For tests and for `python -m benchmarks emulator`; no request ever runs here. It needs the source
 tree and g++. A build is kept under its sources' hash, so it is made once.
@@ -166,7 +166,7 @@ def _address(array: Array | None) -> int | None:
 
 
 def packed(mask: npt.NDArray[np.bool_]) -> U8:
-    """Bits [rows, ceil(n / 8)] of a mask [rows, n]: bit 1 = allowed, lowest bit first, padded with 0."""
+    """Pack a mask [rows, n] into bits [rows, ceil(n / 8)]: 1 = allowed, lowest bit first."""
     return np.packbits(mask, axis=1, bitorder="little")
 
 
@@ -200,7 +200,7 @@ class Emulator:
     def call(
         self, name: str, knobs: Sequence[int], *arguments: Array | int | None
     ) -> EmulatorReport:
-        """Run a function of ops/ascendc/emulator/library.cpp: its knobs, then arrays and numbers in its order."""
+        """Run a function of ops/ascendc/emulator/library.cpp with its knobs, arrays and numbers."""
         out = _Out()
         raw = [
             # every number is an uint32
@@ -291,7 +291,7 @@ class Emulator:
     def beam_fork(
         self, keys: Array, values: Array, parent: I32, num_slots: int, *, on: Machine = Machine()
     ) -> EmulatorReport:
-        """Rows of keys and values [layers, held, slots, ...] take their parents' first slots, in place."""
+        """Copy the parents' first slots to rows [layers, held, slots, ...] of K and V, in place."""
         layers, held, slots, *rest = keys.shape
         slot_bytes = int(np.prod(rest, dtype=np.int64)) * keys.itemsize
         sizes = layers, held, len(parent), slots * slot_bytes, num_slots * slot_bytes

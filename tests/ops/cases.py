@@ -107,7 +107,8 @@ def _batch(draw: st.DrawFn) -> Batch:
     unit = 8 if dtype == "float32" else 16
     more: dict[str, Any] = {
         "heads": draw(st.integers(1, 4)), "qk_dim": unit * draw(st.integers(1, 3)), "dtype": dtype,
-        "v_dim": unit * draw(st.integers(1, 5)), "page_tokens": draw(st.sampled_from([1, 7, 16, 64])),
+        "v_dim": unit * draw(st.integers(1, 5)), "page_tokens": draw(st.sampled_from([1, 7, 16,
+        64])),
     }  # fmt: skip
     return hstu_fixed.batch(
         draw(seeds), *draw(st.lists(_request(), min_size=1, max_size=8)), cores=draw(cores), **more

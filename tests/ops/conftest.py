@@ -1,4 +1,4 @@
-"""The emulator, compiled once: a build is kept under its sources' hash and serves every worker and every later run."""
+"""The emulator, compiled once: workers and later runs reuse a build with the same source hash."""
 
 from __future__ import annotations
 

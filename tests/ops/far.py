@@ -1,7 +1,7 @@
-"""Cases whose tensors have more than 2^32 elements: an offset of 32 bits is a wrong answer here, and nowhere else.
+"""Cases with more than 2^32 elements in a tensor: they detect offsets of 32 bits.
 
-No machine has the memory. The arrays are pages that nobody has touched, and the emulator runs the
-first and the last cores of a launch of millions.
+No machine has the memory: the arrays are untouched pages, and of a launch of millions of cores the
+emulator runs the first and the last ones.
 """
 
 from __future__ import annotations

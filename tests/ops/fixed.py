@@ -1,4 +1,4 @@
-"""Inputs for every Ascend op that are the same for ever: the mutants of ops/ascendc/mutate.py must fall to them.
+"""Fixed inputs for every Ascend op; the mutants of ops/ascendc/mutate.py must fall to them.
 
 `python -m tests.ops.fixed LIBRARY OP ...` runs them on a library of the emulator; exit status 1 at
 the first wrong answer.
@@ -70,7 +70,7 @@ def _fork(
 
 
 def _stopped(values: F32, k: int, groups: int) -> Cost:
-    """A row of which the filter must let `groups` groups of 32 through in tiles of 256, and no more."""
+    """Make a row of which the filter lets exactly `groups` groups of 32 pass, in tiles of 256."""
     mask = np.ones((1, len(values)), bool)
     return Cost(
         MaskedTopk(values[None], mask, k, None, "float32", Machine(1, tile=256)),

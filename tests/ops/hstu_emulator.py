@@ -1,4 +1,4 @@
-"""The HSTU kernels of ops/ascendc on the CPU emulator, on numpy arrays: see `ascend_emulator.py`. bfloat16 is uint16 here."""
+"""The HSTU kernels on the CPU emulator, on numpy arrays: see `ascend_emulator.py`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def hstu_rows(
 
     Args:
         emulator: the library.
-        sizes: of the call.
+        sizes: the numbers of the call.
         mixed: [rows, U | V | Q | K].
         meta: [requests, 8].
         page_ids: pages of all requests.
@@ -90,14 +90,14 @@ def hstu_scores(
     alpha: float = 1.0,
     on: Machine = MACHINE,
 ) -> EmulatorReport:
-    """Run ops/ascendc/kernels/hstu_scores.h: scores [requests, heads, row_slots, key_slots] in place.
+    """Run ops/ascendc/kernels/hstu_scores.h in place on [requests, heads, row_slots, key_slots].
 
     Args:
         emulator: the library.
-        sizes: of the call.
+        sizes: the numbers of the call.
         scores: products of queries and keys.
-        meta, bounds, row_times, key_times: of the batch.
-        tables, near: of the layer.
+        meta, bounds, row_times, key_times: arrays that describe the batch.
+        tables, near: bias tables of the layer.
         alpha: factor on the scores.
         on: the machine; `tile` = queries of a tile.
     """
@@ -126,14 +126,14 @@ def hstu_finish(
 
     Args:
         emulator: the library.
-        sizes: of the call.
+        sizes: the numbers of the call.
         attention: [requests, heads, row_slots, v_dim].
         u: [queries, heads * v_dim].
         norm: [2, group], weight and bias.
-        meta: of the batch.
+        meta: the array that describes the batch.
         out: [queries, 1 or 3, heads * v_dim], written.
         scale: factor on the attention.
-        eps: of the norm.
+        eps: the norm's epsilon.
         on: the machine; `tile` = queries of a step.
     """
     group = norm.shape[1]

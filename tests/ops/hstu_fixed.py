@@ -11,7 +11,8 @@ def batch(seed: int, *requests: Request, cores: int = 3, tile: int = 0, **more: 
     row_slots = -(-max(r.rows for r in requests) // 32) * 32 or 32
     key_slots = -(-max(r.keys for r in requests) // 256) * 256
     known = {
-        "heads": 2, "qk_dim": 16, "v_dim": 32, "dtype": "bfloat16", "row_slots": row_slots, "key_slots": key_slots,
+        "heads": 2, "qk_dim": 16, "v_dim": 32, "dtype": "bfloat16", "row_slots": row_slots,
+        "key_slots": key_slots,
         "page_tokens": 16, "seed": seed, "on": Machine(cores, tile=tile),
     }  # fmt: skip
     return Batch(list(requests), **(known | more))  # type: ignore[arg-type]

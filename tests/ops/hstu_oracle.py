@@ -1,4 +1,4 @@
-"""What the HSTU kernels must give, number by number; `check` compares the emulator's answer bit for bit.
+"""Reference for the HSTU kernels; `check` compares the emulator's result with it bit for bit.
 
 No torch here: the sanitised run imports this file. The tables that a host makes are made here
 again, from what they stand for.
@@ -51,7 +51,7 @@ def equal(got: Array, want: Array, what: str) -> None:
 
 
 class Request(NamedTuple):
-    """One request of a batch: its queries, its keys, how many of them are cached, how many are candidates."""
+    """One request of a batch: the numbers of its queries, keys, cached keys and candidates."""
 
     rows: int
     keys: int
@@ -150,7 +150,8 @@ class Rows(NamedTuple):
         u = np.full((b.num_queries, uv), 7, mixed.dtype)
         want = [x.copy() for x in (q, k, v, u)]
         report = hstu_rows(
-            emulator, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
+            emulator, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale,
+            silu_all=self.silu_all,
             on=b.on,
         )  # fmt: skip
         kept = [plane.copy() for plane in planes]

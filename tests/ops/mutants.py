@@ -1,4 +1,4 @@
-"""The fixed cases on a build of ops/ascendc/mutate.py, one mutant after the other, each in a process of its own.
+"""Run the fixed cases on a build of ops/ascendc/mutate.py, each mutant in its own process.
 
 `python -m tests.ops.mutants LIBRARY` reads [[number, [op, ..]], ..] from its input, and writes a
 line of JSON for each: "survived", or "fell: " and why. The processes are forks of one that has
@@ -20,7 +20,7 @@ from tests.ops.ascend_emulator import Emulator
 from tests.ops.fixed import FIXED
 
 HANGS_S = 60.0  # of the processor: all fixed cases take seconds
-STUCK_S = 900.0  # nobody works any more
+STUCK_S = 900.0  # of wall time: the process is stuck
 
 
 def verdict(library: Path, number: int, ops: Sequence[str]) -> str:
@@ -32,13 +32,13 @@ def verdict(library: Path, number: int, ops: Sequence[str]) -> str:
         _run(library, number, ops, writes)
     os.close(writes)
     with os.fdopen(reads, errors="replace") as pipe:
-        told = pipe.read()
+        error = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0:
         return "survived"
     if status in (-signal.SIGPROF, -signal.SIGALRM):
         return "fell: hangs"
-    return "fell: " + (told or f"signal {-status}")[:120]
+    return "fell: " + (error or f"signal {-status}")[:120]
 
 
 def _run(library: Path, number: int, ops: Sequence[str], writes: int) -> NoReturn:

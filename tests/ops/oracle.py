@@ -1,4 +1,4 @@
-"""What each Ascend op must give, in plain numpy and nothing clever; `check` compares the emulator's answer bit for bit.
+"""Plain numpy reference for each Ascend op; `check` compares the emulator's result bit for bit.
 
 No torch here: the sanitised run imports this file.
 """

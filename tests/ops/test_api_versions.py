@@ -1,4 +1,4 @@
-"""No kernel calls what the least CANN does not have: `ops/ascendc/emulator/api.txt` says since when there is each name."""
+"""No kernel calls an API that the oldest supported CANN lacks: see ops/ascendc/emulator/api.txt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kernels(tmp_path: Path, cann: str) -> str:
 
 
 def wrong(text: str, cann: str) -> set[str]:
-    """Names that this CANN has not, or of which nobody has said since when there is one."""
+    """Names that this CANN does not have, or that the table lacks."""
     known = table()
     used = set(re.findall(r"\bAscendC::(\w+)", text)) - {"emulator"}
     newer = {name for name, first in known.items() if first > number(cann)}

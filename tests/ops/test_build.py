@@ -99,7 +99,7 @@ def test_cmake_stops_without_the_toolkit(tmp_path: Path) -> None:
 
 
 def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
-    """What no compiler here can link: names agree between entry points, launches, and the ops of Python."""
+    """Entry points, launches and Python ops have the same names; no compiler here can link them."""
     entries = (SOURCES / "kernels" / "entries.h").read_text()
     launched = (SOURCES / "op_host" / "run.h").read_text()
     declared = (SOURCES / "torch" / "launches.h").read_text()
@@ -117,7 +117,7 @@ def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
 
 @pytest.mark.npu_headers
 def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    """Against the real headers: torch's of this environment, torch_npu's out of its wheel, which is never imported.
+    """Compile against the real headers of torch and torch_npu; torch_npu is never imported.
 
     What is CANN's own, launch headers and the platform query, is the pretended toolkit's.
     """
@@ -140,7 +140,7 @@ def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path:
 
 
 def npu_headers(factory: pytest.TempPathFactory) -> Path:
-    """The include folder of the torch_npu wheel that fits this torch, unpacked once a session; `npu` lies beside it."""
+    """The include folder of the torch_npu wheel for this torch; `npu` is in the same folder."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     folder = factory.getbasetemp() / "torch_npu_headers"

@@ -1,4 +1,4 @@
-"""What `npu-gr doctor` demands of the native operators on a device, our kernels do on the CPU emulator."""
+"""Our kernels pass the checks of `npu-gr doctor` for native operators on the CPU emulator."""
 
 from __future__ import annotations
 

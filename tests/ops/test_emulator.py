@@ -34,7 +34,7 @@ def test_each_call_and_each_misuse() -> None:
 
 @needs_compiler
 def test_kernels_under_the_sanitizers() -> None:
-    """The fixed cases and some of Hypothesis's, in a process of their own that loads the sanitizers first."""
+    """Run fixed and Hypothesis cases in a separate process that loads the sanitizers first."""
     runtimes = [
         subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True

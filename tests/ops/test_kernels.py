@@ -1,4 +1,4 @@
-"""Every Ascend C kernel, unchanged, on the CPU emulator: bit for bit the oracle's answer, on any machine."""
+"""Every Ascend C kernel, unchanged, equals the reference bit for bit on the CPU emulator."""
 
 from __future__ import annotations
 

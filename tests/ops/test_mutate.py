@@ -1,6 +1,6 @@
-"""Every change of the kernels that can be seen is seen: mutants fall to the fixed cases.
+"""The fixed cases detect every mutant of the kernels that has an effect.
 
-A sample with -m mutants, as `make kernels` does; all with -m mutation.
+`-m mutants`, as in `make kernels`, runs a sample; `-m mutation` runs all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def mutate() -> Iterator[ModuleType]:
 
 
 def test_there_are_enough(mutate: ModuleType) -> None:
-    """At least twenty of each kernel, its shared parts included.
-
-    Nothing is called equivalent that is not there.
-    """
+    """Each op has at least 20 mutants, and every key of EQUIVALENT is the key of a mutant."""
     mutants = [mutant for rule in range(len(mutate.RULES)) for mutant in mutate.planted(rule)]
     of_ops = Counter(op for mutant in mutants for op in mutate.KERNELS[mutant.file])
     assert len(of_ops) == 6
@@ -47,15 +44,15 @@ def test_what_a_person_would_do_wrong_falls(mutate: ModuleType, tmp_path: Path) 
     library = mutate.build(None, tmp_path)
     untouched, *found = mutate.verdicts(library, [None, *mutate.FAULTS], jobs=2)
     assert untouched == "survived"
-    told = {str(fault): verdict for fault, verdict in zip(mutate.FAULTS, found, strict=True)}
-    survived = {name for name, verdict in told.items() if verdict == "survived"}
-    assert survived == {str(fault) for fault in mutate.FAULTS if fault.equivalent}, told
-    assert sum(str(fault) in told for fault in mutate.HSTU_FAULTS) >= 30
+    verdicts = {str(fault): verdict for fault, verdict in zip(mutate.FAULTS, found, strict=True)}
+    survived = {name for name, verdict in verdicts.items() if verdict == "survived"}
+    assert survived == {str(fault) for fault in mutate.FAULTS if fault.equivalent}, verdicts
+    assert sum(str(fault) in verdicts for fault in mutate.HSTU_FAULTS) >= 30
     assert (
         "ids of V_MTE2 are in use"
-        in told["kernels/children.h: more buffers of VECIN than there are events"]
+        in verdicts["kernels/children.h: more buffers of VECIN than there are events"]
     )
-    assert "UB overflow" in told["tiling.h: the plan forgets 16 bytes a pair"]
+    assert "UB overflow" in verdicts["tiling.h: the plan forgets 16 bytes a pair"]
 
 
 @pytest.mark.mutants
@@ -69,7 +66,7 @@ def test_a_sample_of_the_rules_falls(
     untouched, *found = mutate.verdicts(mutate.build(rule, tmp_path), [None, *mutants], jobs=2)
     assert untouched == "survived"
     assert len(mutants) >= 10
-    survived = {str(m) for m, told in zip(mutants, found, strict=True) if told == "survived"}
+    survived = {str(m) for m, verdict in zip(mutants, found, strict=True) if verdict == "survived"}
     assert survived == {str(m) for m in mutants if str(m) in survived and mutate.is_equivalent(m)}
 
 

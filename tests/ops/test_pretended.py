@@ -1,4 +1,4 @@
-"""build.sh, CMakeLists.txt, the binding and the platform query run end to end, on a machine that is pretended.
+"""build.sh, CMake, the binding and the platform query run end to end on a simulated machine.
 
 The kernels are the real ones, compiled through our CMakeLists.txt by a toolkit of our own with the
 CPU emulator; the tensors are on a device `npu`, and what `npu-gr doctor` runs there is run here.
@@ -20,7 +20,9 @@ from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
 SMALL = """#include "kernel_operator.h"
-extern "C" __global__ __aicore__ void nothing(GM_ADDR x, uint32_t n) { KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY); }
+extern "C" __global__ __aicore__ void nothing(GM_ADDR x, uint32_t n) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+}
 """
 
 
@@ -54,7 +56,7 @@ def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
 
 
 def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
-    """`NPUBackend` over torch_npu's names, each op against its definition: through the binding, to the kernels."""
+    """`NPUBackend` with torch_npu's names: each op, through the binding, equals its definition."""
     libraries = {"PRETENDED_LIBRARIES": str(built().parent)}
     answer = json.loads(
         on_device("npu_gr", "doctor", "--backend", "npu", "--json", **libraries).stdout
@@ -74,7 +76,7 @@ def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
 def test_each_mistake_of_the_host_code_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Swapped arguments, a workspace that is freed too early, strides that nobody checks, memory that is Select's."""
+    """Detect swapped arguments, memory freed early, unchecked strides, use of Select's memory."""
     monkeypatch.syspath_prepend(SOURCES)
     faults, mutate = importlib.import_module("faults"), importlib.import_module("mutate")
     sources = toolkit.tree(tmp_path)
@@ -83,11 +85,11 @@ def test_each_mistake_of_the_host_code_is_seen(
     switch.write_text(mutate.SWITCH)
     library = tmp_path / built().name
     toolkit.bind(sources, library, "-include", str(switch))
-    told = []
+    results = []
     for numbers in ("0,1,2", "3"):  # the platform is asked once a process
         done = on_device("tests.ops.pretended.on_device", str(library), numbers)
-        told += json.loads(done.stdout.splitlines()[-1])
-    each = zip(faults.HOST_FAULTS, told, strict=True)
+        results += json.loads(done.stdout.splitlines()[-1])
+    each = zip(faults.HOST_FAULTS, results, strict=True)
     seen = {
         fault.name: [*found["wrong"].values(), *found["not_rejected"].values()]
         for fault, found in each
@@ -101,7 +103,7 @@ def test_each_mistake_of_the_host_code_is_seen(
 
 
 def small(tmp_path: Path, kernel: str = SMALL) -> tuple[Path, dict[str, str]]:
-    """Our CMakeLists.txt over one kernel that does nothing: what the toolkit does with it, in a second."""
+    """Our CMakeLists.txt with one empty kernel shows in a second what the toolkit does with it."""
     sources = toolkit.tree(tmp_path)
     (sources / "kernels" / "entries.cpp").write_text(kernel)
     home = toolkit.installed().home

@@ -57,5 +57,5 @@ def test_ratings_become_ranks_with_events_that_follow(tmp_path: Path) -> None:
             happened += items
         assert happened == heldout.items[heldout.users == log.user_names.index(user)].tolist()
     strange = ModelVocabulary(item_ids=CATALOGUE.item_ids, action_values=(1.0,))
-    with pytest.raises(DataError, match="none of the model's actions"):
+    with pytest.raises(DataError, match="not an action of the model"):
         from_ratings(heldout, strange)

@@ -1,4 +1,4 @@
-"""The same log, seed and model give the same scores, cold, from HBM and from DRAM, whole or as deltas."""
+"""The same log, seed and model give equal scores: cold, from HBM, from DRAM, and as deltas."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         async def spilled(
             kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
         ) -> A:
-            """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
+            """Wait until spills are in DRAM before the next request, also on a busy machine."""
             answer = await serve(kind, request, budget_s, permit)
             await service.versions.ranker().relay.settled()
             return answer

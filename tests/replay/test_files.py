@@ -1,4 +1,4 @@
-"""What is written is read back in time order, and whatever is wrong with a log is a DataError that says where."""
+"""Written logs are read in time order, and errors are DataErrors with the line."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_missing_file_and_an_unknown_suffix_are_data_errors(tmp_path: Path) ->
     with pytest.raises(DataError, match="No such file"):
         list(read(tmp_path / "log.jsonl"))
     (tmp_path / "log.csv").write_text("")
-    with pytest.raises(DataError, match=r"expected a name in \.jsonl"):
+    with pytest.raises(DataError, match=r"the suffix must be one of \.jsonl"):
         list(read(tmp_path / "log.csv"))
 
 

@@ -1,4 +1,4 @@
-"""Format 1 stays: records are written byte for byte as ever (`format1.jsonl`), and old lines read back the same."""
+"""Format 1 is stable: records equal `format1.jsonl` byte for byte, and old lines are readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan keeps the log's order, keeps each signal's real distance to its rank, and is the same for the same seed."""
+"""A plan keeps the order and the distances of signals, and is deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_a_users_ranks_and_events_stay_in_the_logs_order_however_long_a_delay() 
         [late, record("events", 1.0), record("rank", 1.0, "b"), record("rank", 4.0)], options()
     )
     assert [(a.record.kind, a.record.user_id, a.due_at) for a in actions] == [
-        ("signal", "a", 0.0), ("rank", "b", 1.0), ("rank", "a", 3.0), ("events", "a", 3.0), ("rank", "a", 4.0),
+        ("signal", "a", 0.0), ("rank", "b", 1.0), ("rank", "a", 3.0),
+        ("events", "a", 3.0), ("rank", "a", 4.0),
     ]  # fmt: skip
 
 

@@ -189,7 +189,7 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
         for method in ("GET", "POST", "DELETE"):
             async with client.request(method, "/debug/record") as answer:
                 assert answer.status == 404
-                assert "section record" in (await answer.json())["detail"]
+                assert "section `record`" in (await answer.json())["detail"]
 
 
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])
@@ -301,7 +301,7 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         ),
         (
             {"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")},
-            "3 bytes, at least 16",
+            "3 bytes, the minimum is 16",
         ),
     )
     for values, field in cases:
@@ -332,4 +332,4 @@ def test_a_disk_that_rejects_is_counted_and_recording_goes_on(tmp_path: Path) ->
 def test_the_command_says_who_did_not_answer() -> None:
     done = CliRunner().invoke(main, ["record", "--url", "http://127.0.0.1:1", "--seconds", "1"])
     assert done.exit_code == 2
-    assert "cannot be asked" in done.output
+    assert "does not answer" in done.output

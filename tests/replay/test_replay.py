@@ -1,4 +1,4 @@
-"""Open loop: what the service does changes neither when requests leave nor what their time counts from."""
+"""Open loop: the service affects neither sending times nor the start of latencies."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
     history = {"items": [1], "actions": [0], "timestamps": [1]}
     signal_body = {"user_id": "a", "tenant": "t", "history": history, "num_candidates": 3}
     rank_body = {
-        "user_id": "a", "tenant": "t", "history": history, "candidates": [3, 1, 2], "timestamp": 7, "top_k": 2,
+        "user_id": "a", "tenant": "t", "history": history,
+        "candidates": [3, 1, 2], "timestamp": 7, "top_k": 2,
     }  # fmt: skip
     assert ("signal", signal_body) in fake.came
     assert ("rank", rank_body) in fake.came

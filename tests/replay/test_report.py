@@ -34,7 +34,8 @@ def sample(
 ) -> Sample:
     labels = values.pop("labels", {})
     answer: ReplayedAnswer = {
-        "outcome": "hbm_hit", "reason": "", "scores": {"click": [3.0, 2.0, 1.0]}, "stages_s": {"device": 0.002},
+        "outcome": "hbm_hit", "reason": "", "scores": {"click": [3.0, 2.0, 1.0]},
+        "stages_s": {"device": 0.002},
         "prefix_tokens": 30, "history": {"num_tokens": 40},
     }  # fmt: skip
     answer.update(values)  # type: ignore[typeddict-item]

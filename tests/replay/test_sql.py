@@ -25,7 +25,7 @@ NGINX = """\
 10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?user=anna&items=c HTTP/1.1" 403 0 "-" "curl/8" 0.001
 10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /api/rank?items=c HTTP/1.1" 200 0 "-" "curl/8" 0.001
 10.0.0.1 - - [28/Nov/2026:10:00:01 +0000] "GET /healthz HTTP/1.1" 200 0 "-" "probe" 0.001
-"""
+"""  # noqa: E501
 AT_S = 1_795_860_000.0  # 28 November 2026, 10:00:00 UTC
 
 
@@ -73,8 +73,8 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
     query = """
         SELECT 1.5 AS ts, 'recommend' AS kind, 'u' AS user_id, 't' AS tenant,
             TIMESTAMP '2026-11-28 10:00:00' AS timestamp, 250 AS deadline_ms, NULL AS base,
-            {'num_items': 5, 'deny_items': ['a', 'b'], 'context': MAP {'page': 'home'}} AS recommend,
-            {'status': 200, 'latency_ms': 3.25} AS answer
+            {'num_items': 5, 'deny_items': ['a', 'b'], 'context': MAP {'page': 'home'}} AS
+            recommend, {'status': 200, 'latency_ms': 3.25} AS answer
     """
     (one,) = records(query)
     assert (one.ts, one.tenant, one.timestamp, one.deadline_ms) == (1.5, "t", int(AT_S), 250)
@@ -88,13 +88,13 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("SELEC 1", "the query: Parser Error"),
-        ("SELECT 1 AS ts, 'rank' AS kind", "gives no user_id"),
+        ("SELEC 1", "the query fails: Parser Error"),
+        ("SELECT 1 AS ts, 'rank' AS kind", "lacks the columns user_id"),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, [1] AS candidate",
-            "has no candidate; did you mean candidates",
+            "unknown column candidate; did you mean candidates",
         ),
-        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "it gives no row"),
+        ("SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id WHERE false", "returns no row"),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id",
             "row 1 of the query: candidates: a rank needs at least one",
@@ -109,9 +109,9 @@ def test_every_field_of_a_record_may_come(tmp_path: Path) -> None:
         ),
         (
             "SELECT 1 AS ts, 'rank' AS kind, 'u' AS user_id, 'a,b' AS candidates",
-            "'a,b' is no list of items",
+            "'a,b' is not a list of items",
         ),
-        ("SELECT * FROM read_json('/nowhere.jsonl')", "the query: IO Error"),
+        ("SELECT * FROM read_json('/nowhere.jsonl')", "the query fails: IO Error"),
     ],
 )
 def test_what_is_wrong_is_said(query: str, says: str) -> None:
@@ -123,7 +123,7 @@ def test_actions_that_the_model_lacks_are_named() -> None:
     query = """SELECT 1 AS ts, 'signal' AS kind, 'u' AS user_id,
         {'items': ['a'], 'actions': ['buy'], 'timestamps': [1]} AS history"""
     with pytest.raises(
-        DataError, match='row 1 of the query: history: actions: "buy" at index 0 is no action'
+        DataError, match='row 1 of the query: history: actions: "buy" at index 0 is not an action'
     ):
         records(query, ActionNames(["view"]))
 

@@ -139,7 +139,7 @@ async def main() -> dict[str, Any]:
             "admitted": count("admissions_total", verdict="admitted"),
             "invalid": count("admissions_total", verdict="invalid"),
             "request_duration": count("request_duration_seconds_count"),
-            "door": count("stage_duration_seconds_count", stage="door"),
+            "http": count("stage_duration_seconds_count", stage="http"),
         },
         "status_rows": [row["kind"] for row in status["goodput"]],
     }

@@ -174,8 +174,8 @@ async def test_recorded_events_fill_another_store_the_same(
 
 
 HOSTILE: tuple[tuple[int, Cells, str], ...] = (
-    (422, {"colour": [1] * 4}, "events.features.colour: no feature of the model; it has e0"),
-    (422, {"e0": [1] * 3}, "events.features.e0: 3 entries, there must be 4"),
+    (422, {"colour": [1] * 4}, "events.features.colour: unknown feature; the model has e0"),
+    (422, {"e0": [1] * 3}, "events.features.e0: 3 entries, expected 4"),
     (422, {"e0": [{}] * 4}, "events.features[...]"),
     (422, {"e0": ["x" * 2000] * 4}, "events.features[...][0]: Expected `str` of length <= 1024"),
     (422, {"e0": ["x"] * 4}, "events.features.e0: row 0 is a text"),
@@ -197,8 +197,8 @@ async def test_what_the_store_cannot_keep_is_named(http: tuple[Any, Any]) -> Non
             assert answer.status == status, told
             assert said in told["detail"], told
     for lost, said in (
-        (float("nan"), "what is missing is null"),
-        (float("inf"), "no number that float32 holds"),
+        (float("nan"), "send null if it is missing"),
+        (float("inf"), "out of the range of float32"),
     ):
         body = {
             "user_id": "bad",

@@ -131,28 +131,28 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
     [
         (
             {"user": {"colour": 1}},
-            "features.user.colour: no feature of the model; it has country, tags, age, spent",
+            "features.user.colour: unknown feature; the model has country, tags, age, spent",
         ),
-        ({"user": {"age": "old"}}, "features.user.age: row 0 is a text, it must be a number"),
+        ({"user": {"age": "old"}}, "features.user.age: row 0 is a text, expected a number"),
         ({"user": {"tags": ["a"] * 4}}, "features.user.tags: row 0 has 4 values, the limit is 3"),
-        ({"user": {"age": 1e300}}, "features.user.age: row 0 is no number that float32 holds"),
+        ({"user": {"age": 1e300}}, "features.user.age: row 0 is out of the range of float32"),
         ({"user": {"age": [1]}}, "features.user.age: row 0 is a list"),
         ({"user": {"age": {"a": 1}}}, "features.user[...]: Expected"),
         (
             {"request": {"country": ["fr", "de"]}},
             "features.request.country: row 0 has 2 values, the limit is 1",
         ),
-        ({"cross": {"spent": [1.0]}}, "features.cross.spent: 1 entries, there must be 3"),
+        ({"cross": {"spent": [1.0]}}, "features.cross.spent: 1 entries, expected 3"),
         (
             {"cross": {"spent": base64.b64encode(b"123").decode()}},
             "features.cross.spent: 3 bytes are no whole rows",
         ),
         (
             {"cross": {"tags": base64.b64encode(bytes(48)).decode()}},
-            "features.cross.tags: 2 entries, there must be 3",
+            "features.cross.tags: 2 entries, expected 3",
         ),
         ({"cross": {"spent": [1.0, "x", 2.0]}}, "features.cross.spent: row 1 is a text"),
-        ({"cross": {"who": [1, 2, 3]}}, "features.cross.who: no feature of the model"),
+        ({"cross": {"who": [1, 2, 3]}}, "features.cross.who: unknown feature"),
         ({"events": {}}, "unknown field features.events"),
         (
             {"user": {f"f{i}": 1 for i in range(300)}},
@@ -177,7 +177,7 @@ async def test_not_a_number_is_rejected_in_a_list_and_missing_in_raw(
     given = body(cross={"spent": [1.0, float("nan"), 2.0]})
     headers = {"Content-Type": "application/msgpack"}
     answer = await client.post("/v1/rank", data=msgspec.msgpack.encode(given), headers=headers)
-    assert ("features.cross.spent: row 1 is not a number; what is missing is null") in (
+    assert ("features.cross.spent: row 1 is NaN; send null if it is missing") in (
         await answer.json()
     )["detail"]
     for lost in (np.inf, -np.inf):

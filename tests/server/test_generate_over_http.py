@@ -166,7 +166,7 @@ async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
                 return answer
 
         first = await generate(client)
-        assert "no earlier version" in (await post("rollback", 422))["detail"]
+        assert "no previous version" in (await post("rollback", 422))["detail"]
         write_catalogue(tmp_path / "items.jsonl", 150, seed=7)
         asked = [asyncio.create_task(generate(client)) for _ in range(20)]
         reloaded = await post("reload")
@@ -276,7 +276,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         (
             {"attributes": {"stock": ["many"]}},
             422,
-            "filter: 'many' is not of the kind of attribute 'stock'",
+            "filter: 'many' is not of the type of attribute 'stock'",
         ),
         ({"attributes": {"stock": []}}, 422, "attributes[...]: Expected `array` of length >= 1"),
         ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),
@@ -336,7 +336,7 @@ async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "reason"),
     [
-        ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token would be 299"),
+        ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token is 299"),
         ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
         ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds 0 pages"),
         ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),

@@ -68,7 +68,11 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
         ({"candidates": [1.5]}, 422, "candidates[0]: Expected `int | str`, got `float`"),
         ({"candidates": [True]}, 422, "candidates[0]: Expected `int | str`, got `bool`"),
         ({"candidates": [""]}, 422, "candidates[0]: Expected `str` of length >= 1"),
-        ({"candidates": ["é" * 257]}, 422, "candidates: index 0: a name of 514 bytes is no item"),
+        (
+            {"candidates": ["é" * 257]},
+            422,
+            "candidates: index 0: a name of 514 bytes is not an item name",
+        ),
         ({"candidates": [-1]}, 422, "candidates[0]: Expected `int` >= 0"),
         ({"candidates": [2**62]}, 422, "candidates[0]: Expected `int` <= 4611686018427387903"),
         ({"candidats": [1]}, 422, "unknown field candidats; did you mean candidates?"),
@@ -91,12 +95,12 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
         (
             one(actions=["buy"]),
             422,
-            'history.actions: "buy" at index 0 is no action of the model; it has 1, 2, 3',
+            'history.actions: "buy" at index 0 is not an action of the model; it has 1, 2, 3',
         ),
         (
             one(actions=[0]),
             422,
-            "history.actions: 0 at index 0 is no action of the model; it has 1, 2, 3",
+            "history.actions: 0 at index 0 is not an action of the model; it has 1, 2, 3",
         ),
         (one(actions=[True]), 422, "history.actions[0]: Expected `int | float | str`, got `bool`"),
         (

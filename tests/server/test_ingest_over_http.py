@@ -80,7 +80,7 @@ async def test_keys_merges_and_replacements_count_once(tmp_path: Path) -> None:
             1
         ]["users"]
         assert twice[0]["num_events"] == 2
-        assert "named before in this call" in twice[1]["error"]["detail"]
+        assert "repeated in this call" in twice[1]["error"]["detail"]
         odd = (
             await post(client, {"mode": "merge", "users": [entry("m", 2, idempotency_key="k")]})
         )[1]["users"]

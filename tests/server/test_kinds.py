@@ -138,7 +138,7 @@ async def test_a_good_request(
 
     assert count(metrics, "admissions_total", kind=kind.name, verdict="admitted") == 1
     assert count(metrics, "request_duration_seconds_count", kind=kind.name) == 1
-    assert count(metrics, "stage_duration_seconds_count", kind=kind.name, stage="door") == 1
+    assert count(metrics, "stage_duration_seconds_count", kind=kind.name, stage="http") == 1
     assert (
         sum(
             count(metrics, "slo_requests_total", kind=kind.name, result=result)
@@ -416,5 +416,5 @@ def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:
         "loudness": 5,
         "stages_s": {"shout": 0.25},
     }
-    assert said["counts"] == {"admitted": 1.0, "invalid": 1.0, "request_duration": 1.0, "door": 1.0}
+    assert said["counts"] == {"admitted": 1.0, "invalid": 1.0, "request_duration": 1.0, "http": 1.0}
     assert said["status_rows"] == ["rank", "shout"]

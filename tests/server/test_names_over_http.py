@@ -158,7 +158,7 @@ async def test_events_are_stored_by_name_and_ranked_as_if_they_were_sent(folder:
             )
         )["detail"]
         assert detail == (
-            "events.actions: 1 at index 0 is no action of the model; it has view, cart, 4.5"
+            "events.actions: 1 at index 0 is not an action of the model; it has view, cart, 4.5"
         )
 
 
@@ -242,7 +242,9 @@ async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Pa
         await post(client, "/v1/catalog/rollback")
         assert name in (await post(client, "/v1/generate", **asked))["items"]
         rejected = await post(client, "/v1/catalog/items", 422, add=[{**new, "item_id": "é" * 257}])
-        assert rejected["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
+        assert rejected["detail"].startswith(
+            "add[0].item_id: a name of 514 bytes is not an item name"
+        )
 
 
 BACKWARDS: dict[str, Any] = {

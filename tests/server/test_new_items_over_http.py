@@ -304,13 +304,13 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
             version = (await response.json())["version"]
         told = await add(client, NEW, 422)
         assert (
-            "5 items need new rows of the ranker, and 3 of service.spare_items are left"
+            "5 items need new rows of the ranker, but only 3 of service.spare_items are free"
         ) in told["detail"]
         for features, why in (
             ({"brand": "x"}, "item 900: feature 'brand': the ranker's are genre"),
             (
                 {"genre": ["war", "drama", "comedy"]},
-                "item 900: feature 'genre': 3 values, the ranker reads 2",
+                "item 900: feature 'genre': 3 values, the limit is 2",
             ),
         ):
             row = {"item_id": 900, "sid": NEW[900][0], "features": features}

@@ -86,7 +86,7 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         problem = await post(
             client, "/v1/rank", 409, user_id="x", candidates=CANDIDATES, base="f" * 32
         )
-        assert "send the whole history" in problem["detail"]
+        assert "send the full history" in problem["detail"]
 
 
 async def test_every_body_format_gives_the_same_answer(tmp_path: Path) -> None:

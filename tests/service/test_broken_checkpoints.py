@@ -1,4 +1,4 @@
-"""A checkpoint that cannot tell anything apart never serves: the start rejects it, a reload keeps the model before."""
+"""A checkpoint with constant scores is rejected at start, and by a reload."""
 
 from __future__ import annotations
 

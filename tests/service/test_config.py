@@ -53,10 +53,10 @@ def test_what_ships_loads(path: Path) -> None:
             "checkpoint: x\nrelay: {t_life_s: 0}",
             r"relay\.t_life_s: the number 0 is out of range: .* > 0",
         ),
-        ("checkpoint: x\nbackend: gpu", "backend: 'gpu' is none of cpu, cuda, npu, reference"),
+        ("checkpoint: x\nbackend: gpu", "backend: 'gpu' must be one of cpu, cuda, npu, reference"),
         (
             "checkpoint: x\nkv_cache: {page_tokens: 100}",
-            "page_tokens: the number 100 is none of 32, 64, 128, 256",
+            "page_tokens: the number 100 must be one of 32, 64, 128, 256",
         ),
         ("checkpoint: x\nkv_cache: [1]", "kv_cache: expected a section .*got a list"),
         (
@@ -69,7 +69,7 @@ def test_what_ships_loads(path: Path) -> None:
         ),
         (
             "checkpoint: x\nhistory_store: {kind: redi}",
-            "'redi' is none of embedded, none, redis; did you mean redis?",
+            "'redi' must be one of embedded, none, redis; did you mean redis?",
         ),
         (
             "checkpoint: x\nadmission: {tenant_weights: {1: 2}}",
@@ -85,17 +85,17 @@ def test_what_ships_loads(path: Path) -> None:
             "1.3; write it in quotes",
         ),
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
-        ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
+        ("backend: cpu", "set `checkpoint` .a ranker. or the section `generate`"),
         (
             "checkpoint: x\nserver: {host: 0.0.0.0}",
             "server: host: 0.0.0.0 is not loopback: set api_keys_file",
         ),
         (
             "checkpoint: x\nservice: {unknown_items: drop}",
-            "unknown_items: 'drop' is none of ignore, refuse",
+            "unknown_items: 'drop' must be one of ignore, reject",
         ),
         ("[1, 2]", "got list"),
-        ("a: [", "not YAML"),
+        ("a: [", "invalid YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

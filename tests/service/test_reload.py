@@ -1,4 +1,4 @@
-"""A model version replaced under load: no request fails, and each answer has the scores of the version it names."""
+"""A model replaced under load: no request fails, and answers match the version they name."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         ({"scheduler": {"streams": 2}}, "scheduler: "),
         ({"admission": {"max_inflight": 0}}, "admission.max_inflight"),
         ({"checkpoint": "nowhere"}, "nowhere"),
-        ({"checkpoint": None, "threads": 2}, "must serve at least one model"),
+        ({"checkpoint": None, "threads": 2}, "must serve a model"),
     ],
 )
 async def test_what_cannot_change_is_rejected_by_name(
@@ -213,7 +213,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
         file.use("wide")
         async with client.post("/v1/models/reload") as response:
             assert response.status == 422
-            assert "another layout" in (await response.json())["detail"]
+            assert "another page layout" in (await response.json())["detail"]
 
         async def broken(*_: object) -> float:
             raise DeviceError("self-test: scores differ")
@@ -230,7 +230,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
 
 
 async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
-    """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
+    """Jobs that verify the new model queue like requests."""
     file = File(tmp_path)
     new, _ = file.add("new", 2), file.add("old", 1)
     # the jobs wait so long each
@@ -293,7 +293,7 @@ async def test_settings_take_effect_without_a_new_model(
         assert config["slo"]["rank_s"] == 0.25
     async with serving(tmp_path) as (client, _), client.post("/v1/models/reload") as response:
         assert response.status == 422
-        assert "not started from a configuration file" in (await response.json())["detail"]
+        assert "no configuration file to reload" in (await response.json())["detail"]
 
 
 async def test_gauges_say_what_is_in_force(tmp_path: Path) -> None:

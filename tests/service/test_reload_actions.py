@@ -1,4 +1,4 @@
-"""Histories hold numbers of actions: a ranker in which one of them means another action does not come into service."""
+"""A ranker whose action indices differ from those in histories is never served."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
                 return str(answer.get("detail"))
 
         assert (await reload("other", 422)).startswith(
-            "reload: checkpoint: the version that serves has other actions: action 1 is 'cart' "
+            "reload: checkpoint: the current version has other actions: action 1 is 'cart' "
             "there, and 'buy' here"
         )
         assert "action 2 is 'buy' there, and here there are only 2" in await reload("fewer", 422)

@@ -1,4 +1,4 @@
-"""Everything at once, with faults: every request is answered, right where it is answered, and nothing is left over.
+"""All kinds at once, with faults: answers are correct, and no resource is leaked.
 
 Admission and brown-out are as they ship, and swaps of models end within seconds while the device is
 full. Memory and descriptors stay bounded. The default suite runs seconds of it; `-m soak` runs
@@ -230,7 +230,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def logged_as_shipped(path: Path) -> Iterator[None]:
-    """Log to a file: pytest keeps every record until the test ends, and with an error's the models in its frames."""
+    """Log to a file, since pytest retains records, and models in the frames of errors."""
     product = logging.getLogger("npu_gr")
     with path.open("w") as file:
         handler = QueuedHandler("soak", file.fileno())

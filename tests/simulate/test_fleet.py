@@ -122,7 +122,7 @@ def test_the_wait_for_the_device_is_that_of_an_m_d_1_queue(load: float) -> None:
 
 
 def test_a_pool_without_pre_infers_hits_as_its_closed_form() -> None:
-    """Users equally likely, room for K of N, the oldest given up first: hits = K / N (a FIFO cache of one size)."""
+    """Equally likely users, room for K of N, first in first out: the hit rate is K / N."""
     num_users, room = 200, 60
     profile = DeviceProfile(a0_s=1e-6, a1_s=0.0, kv_token_bytes=TOKEN_BYTES)
     users = UsersConfig(

@@ -1,4 +1,4 @@
-"""A tenant that floods signals at any rate takes neither hits nor time from another tenant on the same instance.
+"""A tenant that floods signals takes neither cache hits nor time from another tenant.
 
 The scene of the security review: 20 users of tenant V with 800 tokens each, who signal and then
 rank; tenant E signals ever new users, and never ranks. Before tenants had shares, a flood of 310
@@ -67,7 +67,7 @@ def request(kind: str, tenant: str, user: str, num_tokens: int) -> TrafficReques
 def scene(
     flood_per_s: float, *, q_m_per_s: float | None = None, hbm_prefixes: int = 100, names: int = 1
 ) -> Seen:
-    """Play half a minute of V, beside so many signals a second of E (under so many names)."""
+    """Play half a minute of V, and E with so many signals a second (under so many names)."""
     config = SimulateConfig(
         device=DEVICE,
         trigger=TriggerConfig(policy="always", min_prefix_tokens=1, q_m_per_s=q_m_per_s),

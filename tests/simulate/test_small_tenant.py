@@ -1,4 +1,4 @@
-"""A tenant that asks for little waits for the passes that run, and not for what a hot tenant has in the queue."""
+"""A tenant with few requests waits for running passes only, not for a hot tenant's queue."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def p99_s(hot_clients: int, device: DeviceProfile = DEVICE) -> float:
 
 @pytest.mark.parametrize("hot_clients", [16, 64])
 def test_a_small_tenant_waits_for_passes_and_not_for_a_queue(hot_clients: int) -> None:
-    # the pass that runs, with nobody of the hot tenant's in its own; on the loop what that one has
-    # inside
+    # it waits for the running pass; its own pass has no request of the hot tenant, but the event
+    # loop has
     assert p99_s(hot_clients) < p99_s(0) + 1.5 * PASS_S  # 2.0 with its own pass filled up
 
 
-def test_beside_a_fast_device_it_does_not_wait_for_all_that_the_loop_has_of_a_hot_one() -> None:
-    # 5.2 where the hot one holds all 16 places, 3.7 where it holds 6, 3.0 where none of them is in
-    # the small one's pass
+def test_with_a_fast_device_it_does_not_wait_for_the_hot_tenants_work_on_the_loop() -> None:
+    # 5.2 if the hot tenant holds all 16 places, 3.7 if it holds 6, 3.0 if none of its requests is
+    # in the small tenant's pass
     assert p99_s(16, FAST) < 3.3 * p99_s(0, FAST)

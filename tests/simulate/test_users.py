@@ -54,7 +54,7 @@ def test_the_stream_is_poisson_at_its_rate_and_repeatable() -> None:
 
 def test_returns_come_after_their_gaps() -> None:
     config = UsersConfig(
-        num_users=10**9,  # so that nobody comes twice by chance
+        num_users=10**9,  # so that no user returns by chance
         zipf=0.0,
         return_ratio=0.5,
         return_s=[Lognormal(median=5.0, sigma=0.5)],
@@ -146,7 +146,7 @@ def test_a_log_is_asked_as_a_replay_sends_it() -> None:
         QueryRecord(ts=1.5, kind="match", user_id="a", history=columns(40)),
         QueryRecord(ts=2.0, kind="rank", user_id="a", candidates=[1, 2, 3]),
     ]
-    found = list(requests_of(records, ReplayOptions(base_url="http://nobody", signal_lead_s=0.5)))
+    found = list(requests_of(records, ReplayOptions(base_url="http://unused", signal_lead_s=0.5)))
     assert [(request.kind, request.num_tokens, request.num_candidates) for request in found] == [
         ("signal", 30, 2), ("rank", 30, 2), ("signal", 35, 3), ("rank", 35, 3),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The prediction against real instances on loopback; `python -m tests.simulate.validation` prints every figure."""
+"""Compare the prediction with real instances; `tests.simulate.validation` prints all figures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""python -m tests.simulate.validation: one, two and four real instances on loopback, against the prediction.
+"""python -m tests.simulate.validation: compare one, two and four instances with the prediction.
 
 One traffic plays without a break. Of its slices of `SLICE_S` every other one fits the device's
 profile, and what was measured in the ones between is compared with a simulation of the whole
@@ -278,13 +278,15 @@ class Comparison(NamedTuple):
     fitted: dict[str, float]  # measured in the slices that fit: what differs between equals
 
     def errors(self, name: str) -> tuple[float, float]:
-        """Of the prediction, and of the other slices as one.
+        """Relative errors of the prediction and of the fit to the other slices.
 
-        Relative, of ratios under 0.1 in tenths of all ranks.
+        Errors of ratios below 0.1 are relative to 0.1.
         """
         real = self.measured[name]
-        told, other = ((of[name] - real) / max(real, 0.1) for of in (self.predicted, self.fitted))
-        return told, other
+        predicted, other = (
+            (of[name] - real) / max(real, 0.1) for of in (self.predicted, self.fitted)
+        )
+        return predicted, other
 
 
 def validate(
@@ -341,10 +343,10 @@ def table(found: Comparison) -> str:
         f"{found.ranks} ranks compared, load average {os.getloadavg()[0]:.1f}"
     ]
     for name, real in found.measured.items():
-        told, other = found.errors(name)
+        predicted, other = found.errors(name)
         lines.append(
-            f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{told:>+9.1%}   other slices "
-            f"{other:>+7.1%}"
+            f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{predicted:>+9.1%}"
+            f"   other slices {other:>+7.1%}"
         )
     return "\n".join(lines)
 

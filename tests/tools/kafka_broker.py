@@ -10,7 +10,7 @@ NUM_PARTITIONS = 4
 
 
 class Broker:
-    """librdkafka's mock cluster: brokers on loopback that speak the protocol, groups and offsets included."""
+    """librdkafka's mock cluster: brokers on loopback with groups and offsets."""
 
     def __init__(self) -> None:
         kafka = pytest.importorskip("confluent_kafka")

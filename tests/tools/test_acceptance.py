@@ -125,7 +125,8 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(
     What it started dies with it.
     """
     pid = tmp_path / "pid"
-    hang = f"""test "$1" = 'operator b' && echo '{{"findings": [["b", "ok", "fine", ""]], "latencies": []}}' && exit
+    fine = '{"findings": [["b", "ok", "fine", ""]], "latencies": []}'
+    hang = f"""test "$1" = 'operator b' && echo '{fine}' && exit
         echo npu_gr: csr_norm_bf16 on 40 cores; echo npu_gr: csr_norm_bf16 ended with 0
         echo npu_gr: csr_select_bf16 on 40 cores; sleep 1000 & echo $! > {pid}; wait"""
     stand_in(monkeypatch, hang)
@@ -142,13 +143,13 @@ def test_a_hang_names_the_kernel_and_the_next_step_runs(
     [
         (
             "echo npu_gr: hstu_rows on 8 cores; echo npu_gr: hstu_rows ended with 0; kill -SEGV $$",
-            "ended with SIGSEGV: not",
+            "ended with SIGSEGV: no",
         ),
         ("echo a reason >&2; exit 3", "ended with exit status 3: a reason"),
         ("echo no answer", "ended with exit status 0: no answer"),
     ],
 )
-def test_how_a_step_ended_is_told(
+def test_how_a_step_ended_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str
 ) -> None:
     stand_in(monkeypatch, script)
@@ -161,7 +162,8 @@ def test_a_machine_that_is_not_well_ends_it_with_a_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptance, "names", lambda _backend: ["machine", "operator a"])
-    script = """echo '{"findings": [["NPU", "broken", "gone", "look"]], "latencies": [["rank", 1.5, 2.5]]}'"""
+    findings = '"findings": [["NPU", "broken", "gone", "look"]]'
+    script = f"""echo '{{{findings}, "latencies": [["rank", 1.5, 2.5]]}}'"""
     monkeypatch.setattr(
         acceptance, "_command", lambda _backend, _step, _quick: ["sh", "-c", script]
     )

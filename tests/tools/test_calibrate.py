@@ -1,4 +1,4 @@
-"""What is calibrated lies beside the configuration, is used where it was measured, and bounds the pre-infers."""
+"""A calibration is stored next to the configuration, and used only for its device and version."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_an_instance_goes_on_from_it_where_it_fits(
         ):
             relay = service.versions.ranker().relay
             assert relay.measured.t_life_p99_s.value == relay.t_life_s  # the guess
-    assert "ignored the calibration: it is of another on cpu" in caplog.text
+    assert "the calibration of another on cpu" in caplog.text
 
 
 def test_the_command_writes_the_file_that_a_start_reads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a configuration names is opened before a start does it, and what a start would reject is told in words."""
+"""`npu-gr check-config` opens all files of a configuration, and reports what start rejects."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
         ({"match": {"vectors": "/nowhere"}}, "match.vectors", "/nowhere"),
     ],
 )
-def test_what_a_start_rejects_is_told(
+def test_what_a_start_rejects_is_reported(
     tmp_path: Path, sections: dict[str, Any], key: str, words: str
 ) -> None:
     found = examined(tmp_path, **sections)
@@ -113,7 +113,7 @@ def test_what_a_start_rejects_is_told(
     assert words in found[key].words
 
 
-def test_weights_that_are_not_the_manifests_are_told(tmp_path: Path, checkpoint: Path) -> None:
+def test_weights_that_are_not_the_manifests_are_reported(tmp_path: Path, checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     assert "is not the one that config.json names" in examined(tmp_path)["checkpoint"].words
@@ -140,7 +140,7 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     found = examined(tmp_path, **generating(tmp_path, codes=[4, 2]))
     assert found["generate.catalogue"].state is OpenedState.BROKEN
     found = examined(tmp_path, **generating(tmp_path, codes=[4, vocab_size]))
-    assert f"the last token would be {vocab_size + 3}" in found["generate.checkpoint"].words
+    assert f"the last token is {vocab_size + 3}" in found["generate.checkpoint"].words
     (tmp_path / "sid" / "model.safetensors").unlink()
     assert (
         examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state
@@ -203,7 +203,7 @@ def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoi
         (ROUTER | {"picker": {}}, "grpc", "picker", "picker"),
     ],
 )
-def test_an_extra_that_is_not_installed_is_told(
+def test_an_extra_that_is_not_installed_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sections: dict[str, Any],

@@ -1,4 +1,4 @@
-"""What is written about settings is complete and current: the YAML files that ship, their schemas, the reference."""
+"""The shipped YAML files, schemas and the reference of settings are complete and current."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_is_explained_and_no_other(kind: str) -> None:
-    told, known = notes(kind), settings_of(KINDS[kind][0])
-    assert [path for path in known if path not in told] == []
+    commented, known = notes(kind), settings_of(KINDS[kind][0])
+    assert [path for path in known if path not in commented] == []
     assert [
-        path for path, setting in known.items() if not told[path] and setting.section is None
+        path for path, setting in known.items() if not commented[path] and setting.section is None
     ] == []
     if kind != "simulation":  # whose words are in part an instance's
-        assert [path for path in told if path not in known] == []
+        assert [path for path in commented if path not in known] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_the_file_to_begin_with_is_right_and_names_the_schema(kind: str) -> None
 
 
 def uncommented(text: str) -> dict[str, Any]:
-    """A file with its commented keys in force: as if somebody had taken the marks away."""
+    """A file with its commented keys enabled."""
     lines = [
         line.replace("# ", "", 1) if read(line) and line.lstrip().startswith("# ") else line
         for line in text.splitlines()
@@ -154,9 +154,8 @@ def test_the_schema_takes_what_a_start_takes(
 
 def test_what_a_comment_is_and_whose() -> None:
     text = (
-        "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n "
-        "  "
-        " f: '#'\n"
+        "a: 1  # first\n# b: # second\n#   c: x    # third\n  # d: y\nl:\n  - e: 1 # fourth\n    "
+        "f: '#'\n"
     )
     assert read(f"{text}# Prose: no key\n") == {
         "a": "first",

@@ -1,4 +1,4 @@
-"""A message is read as an event, by guessed or told fields and any usual time.
+"""A message is read as an event, by guessed or given fields and any usual time.
 
 Or the text says why it is none.
 """
@@ -57,7 +57,7 @@ def test_fields_are_guessed(table: dict[str, Any]) -> None:
     assert read(table) == Event("u", item_id("SKU-1"), 1, 1_600_000_000)
 
 
-def test_fields_are_told() -> None:
+def test_fields_are_given() -> None:
     table = {
         "user_id": "wrong",
         "p": {"who": 7, "what": 42},
@@ -107,7 +107,7 @@ def test_times(time: str | float) -> None:
         ({"user": "u", "item": "x" * 600, "event": "view"}, "item: "),
         (
             {"user": "u", "item": "a", "event": "nap"},
-            "event: 'nap' is none of the model's: view, purchase, 4.5",
+            "event: 'nap' is not an action of the model: view, purchase, 4.5",
         ),
         ({"user": "u", "item": "a", "event": {}}, "is no event"),
         ({"user": "u", "item": "a", "event": "view", "time": "noon"}, "neither a number nor ISO"),
@@ -124,7 +124,7 @@ def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
 @pytest.mark.parametrize("number", [1234567, 1234567.0, 1234568.5])
 def test_numbers_keep_their_digits(number: float) -> None:
     name = str(number).removesuffix(".0")
-    with pytest.raises(Poison, match=f"event: '{name}' is none"):
+    with pytest.raises(Poison, match=f"event: '{name}' is not an action"):
         read({"user": "u", "item": 1, "event": number})
 
 
@@ -137,6 +137,6 @@ def test_a_broker_that_knows_no_time_tells_none(came_ms: int | None) -> None:
     assert read(timed, None, came_ms).timestamp == 1_600_000_000
 
 
-def test_a_time_that_was_told_must_be_there() -> None:
+def test_a_time_that_was_given_must_be_there() -> None:
     with pytest.raises(Poison, match="no at"):
         read({"user": "u", "item": "a", "event": "view"}, Fields(time="at"))

@@ -1,4 +1,4 @@
-"""The consumer's rounds: what is committed was acknowledged, what is read again counts once, poison blocks nobody."""
+"""Rounds of the consumer: commits follow acknowledgements, duplicates count once."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
 
     What a message lacks is missing, and what does not fit is no event.
     """
-    told: list[dict[str, Any]] = [
+    sent: list[dict[str, Any]] = [
         {"p": {"from": "fr"}, "spent": 2.5},
         {"spent": None},
         {"spent": "much"},
@@ -149,7 +149,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
     log = Log(
         [
             json.dumps({**json.loads(value(number)), **more}).encode()
-            for number, more in enumerate(told)
+            for number, more in enumerate(sent)
         ]
     )
     done = await consumed(log, store, tmp_path, country="p.from", spent="spent")
@@ -160,7 +160,7 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
     assert read.numbers["spent"].tolist()[0] == 2.5
     assert np.isnan(read.numbers["spent"][1:]).all()
     with pytest.raises(
-        ConfigError, match="--feature colour: no feature of events of it; it has country, tags"
+        ConfigError, match="--feature colour: not an event feature of it; it has country, tags"
     ):
         await consumed(Log([]), store, tmp_path, colour="colour")
 
@@ -201,12 +201,12 @@ async def test_a_crash_between_acknowledgement_and_commit_counts_nothing_twice(
     assert max(after - before for before, after in steps) <= MOST_OF_USER
 
 
-async def test_poison_blocks_nobody(store: HistoryStore, tmp_path: Path) -> None:
+async def test_poison_does_not_block_other_messages(store: HistoryStore, tmp_path: Path) -> None:
     log = Log([value(0), b"{", value(1, event="nap"), value(2, user=""), value(3)])
     assert counted(await consumed(log, store, tmp_path)) == {"written": 2, "known": 0, "dead": 3}
     assert log.committed == 5
     assert [line["offset"] for line in dead(tmp_path)] == [1, 2, 3]
-    assert "'nap' is none of the model's: view, purchase" in dead(tmp_path)[1]["reason"]
+    assert "'nap' is not an action of the model: view, purchase" in dead(tmp_path)[1]["reason"]
     assert await items(store) == [0, 3]
 
 
@@ -250,7 +250,7 @@ async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(
     store: HistoryStore, tmp_path: Path
 ) -> None:
     config = ConsumeConfig(brokers="", topics=("t",), dead_letters=tmp_path / "dead.jsonl")
-    with pytest.raises(ConfigError, match="it: its model has no actions"):
+    with pytest.raises(ConfigError, match="it: the model has no actions"):
         EventConsumer(
             Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), config
         )
@@ -282,7 +282,7 @@ async def test_one_that_can_never_be_written_is_a_dead_letter(
     assert (log.committed, [line["reason"] for line in dead(tmp_path)]) == (10, [str(reason)])
 
 
-async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(
+async def test_stopped_while_the_store_is_away_it_commits_nothing(
     store: HistoryStore, tmp_path: Path
 ) -> None:
     log = Log([value(number) for number in range(10)])

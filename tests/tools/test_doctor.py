@@ -1,4 +1,4 @@
-"""The doctor: what it finds is what there is, a wrong op is broken, and every missing piece comes with its remedy."""
+"""The doctor's findings are real, a wrong op is broken, and missing parts have a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`npu-gr doctor --security` names every way in of a configuration, who can use it, and what closes it."""
+"""`npu-gr doctor --security` lists all entry points, who can use them, and remedies."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def of(found: list[WayIn], begin: str) -> WayIn:
 def test_what_ships_is_open_to_this_machine_alone(name: str) -> None:
     found = examine(Path("configs") / name)
     assert {way.openness for way in found} <= {Openness.LOCAL, Openness.CLOSED}
-    assert any("whoever is on this machine, with no key" in way.whom for way in found)
+    assert any("all users of this machine, with no key" in way.whom for way in found)
 
 
 def test_an_address_without_keys_is_open(tmp_path: Path) -> None:
     found = instance(tmp_path, server={"host": "0.0.0.0", "allow_unauthenticated": True})
     assert of(found, "server 0.0.0.0:8080")[1:3] == (
         Openness.OPEN,
-        "whoever reaches it, with no key",
+        "all hosts that can connect, with no key",
     )
     assert of(found, "server.admin 127.0.0.1:8081").openness is Openness.LOCAL
     assert not is_closed(found)
@@ -68,16 +68,16 @@ def test_keys_in_clear_are_open_and_over_tls_closed(tmp_path: Path) -> None:
     }
     (tmp_path / "keys").chmod(0o600)
     clear = instance(tmp_path, server=server)
-    assert "who listens on the way" in of(clear, "server 0").whom
+    assert "an eavesdropper" in of(clear, "server 0").whom
     found = instance(tmp_path, server={**server, "tls": TLS})
     assert of(found, "server 0")[1:3] == (
         Openness.CLOSED,
-        "whoever has a key with the scope of the route (erase, infer, ingest, observe) and a "
+        "clients with a key with the scope of the route (erase, infer, ingest, observe) and a "
         "certificate",
     )
     assert of(found, "server.admin 10")[1:3] == (
         Openness.CLOSED,
-        "whoever has a key with the scope of the route (admin, observe)",
+        "clients with a key with the scope of the route (admin, observe)",
     )
 
 
@@ -107,9 +107,9 @@ def test_each_key_says_what_it_may(tmp_path: Path) -> None:
     assert of(found, "key everything").openness is Openness.OPEN
     assert of(found, "key ranking")[1:3] == (
         Openness.CLOSED,
-        "infer, ingest for the tenant 'shop'; ends never",
+        "infer, ingest for the tenant 'shop'; expires never",
     )
-    assert "others can add keys: its mode is 620" in of(found, "api_keys_file").whom
+    assert "other users can add keys, because its mode is 620" in of(found, "api_keys_file").whom
     path.unlink()
     assert (
         of(instance(tmp_path, server={"api_keys_file": str(path)}), "api_keys_file").openness
@@ -153,11 +153,11 @@ def test_files_that_others_can_read_are_open(tmp_path: Path) -> None:
     )
     assert of(found, f"history_store.path {store}")[1:] == (
         Openness.OPEN,
-        "other users can read it: its mode is 644",
+        "other users can read it, because its mode is 644",
         f"chmod 600 {store}",
     )
     assert of(found, f"record.folder {folder}/traffic-1").openness is Openness.CLOSED
-    assert "recordings name users in clear" in table(found)
+    assert "recordings have user ids in clear text" in table(found)
     assert of(found, "server.otlp_endpoint").openness is Openness.OPEN
     assert "hidden" not in table(found)
 
@@ -173,7 +173,7 @@ def test_a_router(tmp_path: Path) -> None:
     )
     assert of(found, "instances gr-0")[1:3] == (
         Openness.CLOSED,
-        "encrypted; the router shows a certificate",
+        "encrypted; the router presents a certificate",
     )
 
 
@@ -199,15 +199,15 @@ def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
         main, [*given, "--set", "server.host=0.0.0.0", "--set", "server.allow_unauthenticated=true"]
     )
     assert done.exit_code == 1
-    told = json.loads(done.output)
-    assert told["ok"] is False
-    assert {way["openness"] for way in told["ways_in"]} == {"open", "local"}
+    printed = json.loads(done.output)
+    assert printed["ok"] is False
+    assert {way["openness"] for way in printed["ways_in"]} == {"open", "local"}
     assert run(main, ["doctor", "--security"]).exit_code == 2
 
 
 @pytest.mark.parametrize("cls", [Config, RouterConfig])
 def test_every_host_port_file_and_url_of_the_types_has_a_line(cls: type[Any]) -> None:
-    """A setting that is new is a file, which gets its line by itself, or somebody says what it opens."""
+    """Each new setting is a file, which has a line by default, or has an explicit line."""
     has_none = [
         path
         for path in ways_in(cls)
@@ -237,9 +237,9 @@ def test_files_that_are_read_and_addresses_of_every_kind_are_looked_at(tmp_path:
     assert of(found, "checkpoint").openness is Openness.CLOSED
     assert of(found, "recommend.popular")[1:3] == (
         Openness.OPEN,
-        "other users can change it: its mode is 666",
+        "other users can change it, because its mode is 666",
     )
     assert of(found, "server.log_user_key_file").openness is Openness.CLOSED
     assert of(found, "server.grpc").openness is Openness.LOCAL
     assert of(found, "server.agent").openness is Openness.LOCAL
-    assert "knows nothing" not in table(found)
+    assert "unknown to this report" not in table(found)

@@ -1,4 +1,4 @@
-"""`npu-gr erase-check` finds a user wherever something is left, shows none of it, and names what it cannot see."""
+"""`npu-gr erase-check` finds remaining data, never shows it, and names unsearchable places."""
 
 from __future__ import annotations
 

@@ -76,11 +76,11 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
         )
         assert len(keyed.ranks["recommend"]) == 1
     async with serving(tmp_path, watched=False) as (client, _):
-        with pytest.raises(Unavailable, match="404: is that the admin address"):
+        with pytest.raises(Unavailable, match="status 404; give the admin address"):
             await evaluate(
                 str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID]
             )
-        with pytest.raises(Unavailable, match="needs section recommend"):
+        with pytest.raises(Unavailable, match="add the section `recommend`"):
             await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
 
 
@@ -135,11 +135,11 @@ async def test_a_request_that_is_rejected_for_load_is_sent_again(
 @pytest.mark.parametrize(
     ("hides", "ratio", "words"),
     [
-        (True, 0.0, "seen items left out"),
+        (True, 0.0, "without seen items"),
         (
             True,
             0.125,
-            "seen items left out: 12.5% of the next items are repeats, which no way can find",
+            "without seen items: 12.5% of the next items are repeats, which cannot be hit",
         ),
         (False, 0.75, "seen items too: 75.0% of the next items are repeats"),
     ],

@@ -1,4 +1,4 @@
-"""Writing through a service: what answers there may be none of ours, and says so instead of breaking."""
+"""Writing through a service, also if another program answers at the address."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def writing(said: Answer) -> AsyncIterator[ServiceWriter]:
 )
 async def test_an_address_of_something_else_is_a_fault_of_the_configuration(body: bytes) -> None:
     async with writing(answer(body)) as writer:
-        with pytest.raises(ConfigError, match="no service of npu_gr answers there"):
+        with pytest.raises(ConfigError, match="not a service of npu_gr"):
             await writer.model()
 
 
 @pytest.mark.parametrize("body", [b"<html>Sign in</html>", b"{}", DEEP, b'{"users": "\xff"}'])
 async def test_a_write_that_something_else_answers_is_not_done(body: bytes) -> None:
     async with writing(answer(body)) as writer:
-        with pytest.raises(Unavailable, match="no answer of npu_gr's"):
+        with pytest.raises(Unavailable, match="the answer is not of npu_gr"):
             await writer.write_many([WRITE])
 
 
@@ -63,7 +63,7 @@ async def test_an_answer_of_other_users_is_none(num: int) -> None:
     async with writing(
         answer({"request_id": "r", "num_added": num, "num_failed": 0, "users": users})
     ) as writer:
-        with pytest.raises(Unavailable, match=f"tells of {num} users of 1"):
+        with pytest.raises(Unavailable, match=f"has {num} of 1 users"):
             await writer.write_many([WRITE])
 
 

@@ -1,4 +1,4 @@
-"""Every message counts once and none is lost, however the consumer ends: real processes on a real protocol."""
+"""Every message counts exactly once however the consumer ends, with real processes."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_killed_in_the_middle_it_counts_each_message_once(tmp_path: Path) -> Non
             until(tmp_path, process, 500)
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as answer:
                 text = answer.read().decode()
-            told = ended(process)
-            assert re.fullmatch(r"\d+ written, \d+ known, \d+ dead", told)
+            printed = ended(process)
+            assert re.fullmatch(r"\d+ written, \d+ known, \d+ dead", printed)
             assert 'npu_gr_consume_messages_total{result="written"}' in text
         # everything was committed: nothing comes again
         with consumer(broker, tmp_path, "--url", url) as process:

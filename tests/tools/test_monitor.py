@@ -1,4 +1,4 @@
-"""What a monitor lacks is told at once, and all of it."""
+"""All that a monitor lacks is reported at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def test_all_that_is_lacking_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError) as lacking:
             check_machine({"--port": taken, "--admin-port": free_port()})
-    told = (
+    printed = (
         "monitor: needs the program prometheus (Debian: apt-get install prometheus); a free "
         "port: --port"
     )
-    assert str(lacking.value) == f"{told} {taken}: Address already in use"
+    assert str(lacking.value) == f"{printed} {taken}: Address already in use"
     (tmp_path / "prometheus").touch(mode=0o755)
     check_machine({"--port": free_port()})
 
@@ -48,9 +48,9 @@ def made(folder: Path, *words: str) -> tuple[int, str]:
 
 
 def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
-    code, told = made(tmp_path, "monitor")
+    code, printed = made(tmp_path, "monitor")
     assert code != 0
-    assert told.splitlines() == [
+    assert printed.splitlines() == [
         "no Grafana and no Docker: the dashboards are written all the same, to be",
         "  imported into a Grafana of yours; apt-get install docker.io, and monitor says what to "
         "type then",
@@ -71,8 +71,8 @@ def test_make_goes_on_with_what_is_needed_and_without_grafana(
     (tmp_path / "docker").write_text("#!/bin/sh\n")
     for program in tmp_path.iterdir():
         program.chmod(0o755)
-    code, told = made(tmp_path, "can-monitor", "PYTHON=python")
+    code, printed = made(tmp_path, "can-monitor", "PYTHON=python")
     says = (
         "make monitor lacks\n  port 9090, which is in use: npu-gr demo --help names the options\n"
     )
-    assert (code == 0, told) == ((False, says) if is_taken else (True, ""))
+    assert (code == 0, printed) == ((False, says) if is_taken else (True, ""))

@@ -1,4 +1,4 @@
-"""From a company's log to recommendations with titles: prepare, train all, serve, as a stranger would type them."""
+"""From a log to recommendations with titles: prepare, train all, serve."""
 
 from __future__ import annotations
 

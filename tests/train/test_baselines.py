@@ -1,4 +1,4 @@
-"""Baselines of the next item: what was planted is found, the validation chooses, large logs leave some out."""
+"""Baselines find a planted rule, are tuned on a validation, and are skipped on large logs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_what_is_too_large_is_left_out_in_words(
     monkeypatch.setattr("npu_gr.train.linear.MAX_SIDE", 3)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == [name for name in NAMES if name != "EASE"]
-    assert words.startswith("EASE is left out: ")
+    assert words.startswith("EASE is skipped: ")
     monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == NAMES[:3]
-    assert "over 10" in words
+    assert "the limit is 10" in words
 
 
 def test_decayed_transitions_are_their_formula(log: InteractionLog) -> None:

@@ -1,4 +1,4 @@
-"""A split trains on the oldest events alone, and batches hand out every trained event exactly once."""
+"""A split trains on the oldest events only; batches have every trained event once."""
 
 from __future__ import annotations
 

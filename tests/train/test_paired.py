@@ -1,4 +1,4 @@
-"""A model beside the strongest baseline: an interval by user, and a warning where it does not win."""
+"""Compare a model with the strongest baseline, and warn if it is not better."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_tie_and_a_loss_are_warned_of() -> None:
         assert "WARNING: ours is not shown to be better than strong" in found.text()
 
 
-def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
-    """Counting what was had before wins among all items, and a model that wins among the unseen ones is no better."""
+def test_where_most_next_items_are_repeats_all_items_are_evaluated() -> None:
+    """A baseline that counts seen items wins among all items, so a model has to beat it there."""
     for repeats, strongest, of_what in (
         (0.5, "novel", "unseen items"),
         (0.51, "again", "all items"),
@@ -67,10 +67,10 @@ def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
         assert found.baseline == strongest
         assert found.is_better is (of_what == "unseen items")
         assert (
-            f"evaluated by {of_what}: {repeats:.0%} of the next items are repeats"
+            f"evaluated on {of_what}: {repeats:.0%} of the next items are repeats"
         ) in found.text()
         assert found.as_dict()["grounds"] == found.grounds
-        assert "are too good by these" in found.grounds
+        assert "makes figures of unseen items too good" in found.grounds
         assert next(iter(found.differences)).endswith("unseen") is (of_what == "unseen items")
 
 

@@ -1,6 +1,6 @@
 """Users with new items are matched by a folded vector.
 
-Tests/train/match/test_model.py checks the vector itself.
+The vector itself is checked by tests/train/match/test_model.py.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def test_who_is_folded_and_what_is_found(tmp_path: Path) -> None:
         } | changes
         return matcher.search_for(UserKey("", user), 6, history=ids(*rows), **asked)
 
-    assert search("stranger").basis is Basis.POPULARITY
+    assert search("unknown").basis is Basis.POPULARITY
     # an item that learnt nothing, one that is unknown
-    assert search("stranger", 20, -3).basis is Basis.POPULARITY
+    assert search("unknown", 20, -3).basis is Basis.POPULARITY
     assert search(KNOWN, 1, 5).basis is Basis.TARGET  # nothing that the training did not know
     assert search(COLD).basis is Basis.SOURCE
-    stranger, known, cold = search("stranger", 9, 3, 9, 20), search(KNOWN, 9), search(COLD, 3)
-    assert [s.basis for s in (stranger, known, cold)] == [Basis.FOLDED] * 3
+    unknown, known, cold = search("unknown", 9, 3, 9, 20), search(KNOWN, 9), search(COLD, 3)
+    assert [s.basis for s in (unknown, known, cold)] == [Basis.FOLDED] * 3
     assert known.history.tolist() == [1, 5, 7, 9]  # with what it had when trained
-    assert stranger.hidden.tolist() == [3, 9, 20]
-    few = search("stranger", 9, 3, allow_items=ids(3, 4, 6), exclude_seen=False)
-    answers = matcher.run([stranger, search(KNOWN), known, few])
-    for asked, found in zip((stranger, known), (answers[0], answers[2]), strict=True):
+    assert unknown.hidden.tolist() == [3, 9, 20]
+    few = search("unknown", 9, 3, allow_items=ids(3, 4, 6), exclude_seen=False)
+    answers = matcher.run([unknown, search(KNOWN), known, few])
+    for asked, found in zip((unknown, known), (answers[0], answers[2]), strict=True):
         scores = vectors.items @ vectors.folding.vector(asked.user, asked.history)
         best = [row for row in np.argsort(-scores, kind="stable") if row not in asked.hidden][:6]
         assert found.items.tolist() == best
@@ -76,6 +76,6 @@ def test_who_is_folded_and_what_is_found(tmp_path: Path) -> None:
 
 def test_without_a_folding_users_stay_as_they_were_trained() -> None:
     matcher = Matcher(make_vectors(), "exact", CPUBackend())
-    found = matcher.search_for(UserKey("", "stranger"), 5, True, None, None, ids(3, 9))
+    found = matcher.search_for(UserKey("", "unknown"), 5, True, None, None, ids(3, 9))
     assert found.basis is Basis.POPULARITY
     assert found.hidden.tolist() == [3, 9]

@@ -26,7 +26,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
 from npu_gr.vector_search.matcher import ExactIndex, HnswIndex, Matcher, recall
 from npu_gr.vector_search.vectors import load, save
-from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, TWINS, make_vectors
+from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, NEAR_DUPLICATES, make_vectors
 
 
 def test_hnsw_finds_most_and_never_a_hidden_item() -> None:
@@ -73,8 +73,8 @@ def ids(*rows: int) -> I64:
     [
         (KNOWN, Basis.TARGET),
         (COLD, Basis.SOURCE),
-        ("nobody's", Basis.POPULARITY),
-        ("stranger", Basis.POPULARITY),
+        ("none's", Basis.POPULARITY),
+        ("unknown", Basis.POPULARITY),
     ],
 )
 @pytest.mark.parametrize("allow", [None, ids(1, 2, 3, 11, 12, 30)])
@@ -87,7 +87,7 @@ def test_each_user_is_served_as_the_page_says(
         Basis.SOURCE: VECTORS.items @ VECTORS.users[1],
         Basis.POPULARITY: VECTORS.popularity.astype(np.float32),
     }[basis]
-    off = TWINS.get(user, set()) | ({1, 5, 7} if user == KNOWN else set())
+    off = NEAR_DUPLICATES.get(user, set()) | ({1, 5, 7} if user == KNOWN else set())
     off |= set() if deny is None else {2, 4, 30}
     off |= set() if allow is None else set(range(40)) - {1, 2, 3, 11, 12, 30}
     search = MATCHER.search_for(UserKey("", user), 10, True, allow, deny)
@@ -116,7 +116,7 @@ def test_unknown_ids_in_filters_count_for_nothing() -> None:
 def test_many_at_once_are_each_as_alone() -> None:
     searches = [
         MATCHER.search_for(UserKey("", user), k, k % 2 == 0, allow, deny)
-        for user in (KNOWN, COLD, "stranger")
+        for user in (KNOWN, COLD, "unknown")
         for k in (1, 4, 40, 60)
         for allow in (None, ids(0, 9, 20))
         for deny in (None, ids(9, 11))
@@ -127,8 +127,8 @@ def test_many_at_once_are_each_as_alone() -> None:
 
 
 def test_vectors_that_know_no_source_serve_a_cold_user_by_popularity() -> None:
-    nobody = np.zeros(3, np.bool_)
-    matcher = Matcher(make_vectors(in_source=nobody, source=None), "exact", CPUBackend())
+    no_user = np.zeros(3, np.bool_)
+    matcher = Matcher(make_vectors(in_source=no_user, source=None), "exact", CPUBackend())
     search = matcher.search_for(UserKey("", COLD), 3, True, None, None)
     assert search.basis is Basis.POPULARITY
     assert len(search.hidden) == 0
@@ -136,19 +136,17 @@ def test_vectors_that_know_no_source_serve_a_cold_user_by_popularity() -> None:
 
 def test_near_duplicates_of_what_a_history_says_are_hidden_too() -> None:
     search = MATCHER.search_for(
-        UserKey("", "stranger"), 40, True, None, None, np.array([11, *ids(3)])
+        UserKey("", "unknown"), 40, True, None, None, np.array([11, *ids(3)])
     )
     assert search.hidden.tolist() == [3, 8, 9]
     again = MATCHER.search_for(
-        UserKey("", "stranger"), 40, False, None, None, np.array([11, *ids(3)])
+        UserKey("", "unknown"), 40, False, None, None, np.array([11, *ids(3)])
     )
     assert len(again.hidden) == 0
     no_ids = make_vectors(source=replace(SOURCE, ids=None))  # they mean other items in the target
     matcher = Matcher(no_ids, "exact", CPUBackend())
     assert (
-        len(
-            matcher.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11])).hidden
-        )
+        len(matcher.search_for(UserKey("", "unknown"), 40, True, None, None, np.array([11])).hidden)
         == 0
     )
     assert matcher.search_for(UserKey("", COLD), 40, True, None, None).hidden.tolist() == [8, 9]
@@ -181,7 +179,7 @@ def pairs(want: Any, got: Any) -> list[tuple[Any, Any]]:
         (lambda folder: (folder / "manifest.json").write_text("{"), "truncated"),
         (
             lambda folder: flip(folder / "vectors.safetensors"),
-            "not the file that manifest.json names",
+            "not the file of which manifest.json has the digest",
         ),
         (lambda folder: edit(folder / "manifest.json", format=1), "format 1, this version reads 2"),
     ],
@@ -212,7 +210,7 @@ def edit(path: Path, **changes: object) -> None:
         ({"items": np.full((40, 8), np.nan, np.float32)}, "not finite"),
         ({"item_ids": np.zeros(40, np.int64)}, "item_ids must ascend"),
         ({"seen_items": np.array([1, 5, 40], np.int32)}, "seen_items has a row outside 0 .. 39"),
-        ({"seen_starts": np.array([0, 3, 2, 3])}, "seen_starts do not part seen_items"),
+        ({"seen_starts": np.array([0, 3, 2, 3])}, "seen_starts do not divide seen_items"),
         ({"source": replace(SOURCE, ids=np.array([1, 1, 2]))}, "source.ids must ascend"),
         ({"source": replace(SOURCE, ids=np.array([1, 2]))}, "source.ids is"),
         (
@@ -245,8 +243,8 @@ def test_two_tenants_users_of_one_name_are_two_users(tmp_path: Path) -> None:
     for row, user in enumerate(TENANTS):
         (found,) = matcher.run([matcher.search_for(user, 10, False, None, None)])
         assert found.items.tolist() == brute(vectors.items @ vectors.users[row], set(), 10)
-    for stranger in (UserKey("c", "u1"), UserKey("a", "u2"), UserKey("u1", "a")):
-        search = matcher.search_for(stranger, 10, True, None, None)
+    for unknown in (UserKey("c", "u1"), UserKey("a", "u2"), UserKey("u1", "a")):
+        search = matcher.search_for(unknown, 10, True, None, None)
         assert (search.user, search.basis, len(search.hidden)) == (-1, Basis.POPULARITY, 0)
 
 
@@ -266,11 +264,11 @@ def test_other_tenants_are_another_version(tmp_path: Path) -> None:
     [
         (
             {"user_tenants": np.array([0, 1, 2], np.int32)},
-            "not one of 2 tenants for each of 3 users",
+            "must have one of 2 tenants for each of 3 users",
         ),
-        ({"user_tenants": np.array([0, 1, -1], np.int32)}, "not one of 2 tenants"),
-        ({"user_tenants": np.array([0, 1], np.int32)}, "not one of 2 tenants"),
-        ({"user_tenants": np.array([0, 0, 1], np.int32)}, "a user is there twice"),
+        ({"user_tenants": np.array([0, 1, -1], np.int32)}, "must have one of 2 tenants"),
+        ({"user_tenants": np.array([0, 1], np.int32)}, "must have one of 2 tenants"),
+        ({"user_tenants": np.array([0, 0, 1], np.int32)}, "a user occurs twice"),
     ],
 )
 def test_users_without_a_tenant_of_theirs_are_rejected(
@@ -286,7 +284,7 @@ def test_users_without_a_tenant_of_theirs_are_rejected(
         load(tmp_path)
 
 
-def test_a_folder_of_before_has_twins(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     save(VECTORS, tmp_path)
     path = tmp_path / "vectors.safetensors"
     tensors = {name.replace("near_duplicate", "twin"): one for name, one in load_file(path).items()}

@@ -12,7 +12,7 @@ from npu_gr.vector_search.vectors import Vectors
 
 FIRST_ID = 100  # external ids are rows x 2 + this; those of the source's items are 11, 13 and 15
 # target rows that are near-duplicates of what each user has in the source
-TWINS = {"known": {6}, "cold": {8, 9}}
+NEAR_DUPLICATES = {"known": {6}, "cold": {8, 9}}
 KNOWN, COLD = "known", "cold"  # users: with target history; with source history only
 
 
@@ -23,7 +23,7 @@ def make_vectors(num_items: int = 40, seed: int = 0, **changes: Any) -> Vectors:
         return random.integers(-3, 4, (n, 8)).astype(np.float32)
 
     fields: dict[str, Any] = {
-        "user_keys": [UserKey("", name) for name in (KNOWN, COLD, "nobody's")],
+        "user_keys": [UserKey("", name) for name in (KNOWN, COLD, "none's")],
         "item_ids": np.arange(num_items, dtype=np.int64) * 2 + FIRST_ID,
         "users": rows(3),
         "items": rows(num_items),

@@ -1,7 +1,6 @@
-"""Values of features between the wire and the model: `OneRow` of a user or request, `Columns` of events or candidates.
+"""Feature values between request and model: `OneRow` of a user or request, `Columns` of rows.
 
-Neither depends on a checkpoint's lists of names, so a history that is remembered fits the next
-model too.
+Neither depends on a checkpoint's vocabularies, so a cached history fits the next model too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from npu_gr.core.feature_schema.schema import Feature, Of
 
 Value = bool | int | float | str
 OneRow = Mapping[str, Value | tuple[Value, ...] | None]
-"""Feature -> its value, or its several ones; None = missing."""
+"""Feature -> value or values; None = missing."""
 
 Take = Callable[[Any], Any]
 """Picks rows of an array."""
@@ -26,7 +25,7 @@ Take = Callable[[Any], Any]
 class Columns(NamedTuple):
     """Features of n events or candidates, as `as_column` makes them.
 
-    A feature that is not there is missing.
+    An absent feature is missing in every row.
     """
 
     numbers: Mapping[str, F32] = {}  # [n], NaN = missing
@@ -39,7 +38,7 @@ class Columns(NamedTuple):
     def given(self) -> Mapping[str, F32 | U64]:
         """All columns by name.
 
-        Of two with one name, which models of two versions brought, that of names.
+        If two model versions have a name as number and as category, the category is returned.
         """
         return {**self.numbers, **self.names}
 
@@ -49,7 +48,7 @@ class Columns(NamedTuple):
         return sum(column.nbytes for columns in self for column in columns.values())
 
     def take(self, rows: Any) -> Columns:
-        """Return some rows: a slice, a mask, indices."""
+        """Select rows by slice, mask or indices."""
         if not self:
             return self
         return Columns(
@@ -58,14 +57,14 @@ class Columns(NamedTuple):
         )
 
     def copy(self) -> Columns:
-        """Return a copy that holds on to no other array."""
+        """Return a copy that references no other arrays."""
         return Columns(
             {name: column.copy() for name, column in self.numbers.items()},
             {name: column.copy() for name, column in self.names.items()},
         )
 
     def followed_by(self, newer: Columns, num_rows: int, num_newer: int) -> Columns:
-        """Return the rows of both; what one of them lacks is missing there."""
+        """Concatenate rows; a feature that only one side has is missing in the other's rows."""
         if not (self or newer):
             return self
         numbers, names = {}, {}
@@ -84,9 +83,9 @@ class Columns(NamedTuple):
         return Columns(numbers, names)
 
     def digested(self, update: Callable[[bytes], None]) -> None:
-        """Hand every column that is not missing everywhere to a hash, in the order of names.
+        """Feed all columns with values to a hash, sorted by name.
 
-        Equal values give equal bytes, however wide the column is that holds them.
+        Equal values give equal bytes, independent of the width of the column.
         """
         if not self:
             return
@@ -109,7 +108,7 @@ NO_COLUMNS = Columns()
 
 
 def widened(hashes: U64, width: int) -> U64:
-    """Widen rows of names by places without a value, to `width` at least."""
+    """Pad the columns of hashes with "no value" to at least `width`."""
     return (
         hashes
         if hashes.shape[1] >= width
@@ -120,7 +119,7 @@ def widened(hashes: U64, width: int) -> U64:
 def as_columns(
     features: Mapping[str, Feature], columns: Mapping[str, Any], num_rows: int
 ) -> Columns:
-    """Check columns of values, and make `Columns` of them.
+    """Validate columns of values, and convert them to `Columns`.
 
     Raises ValueError, as `FeatureEncoder.encode`.
     """
@@ -138,32 +137,33 @@ def as_columns(
 
 
 def known(features: Mapping[str, Feature], name: str) -> Feature:
-    """Find a feature that a request may bring.
+    """Find a feature that a request may have.
 
     Raises:
-        ValueError: it is none of the model's, or is computed here: two readings of one feature
-            would disagree.
+        ValueError: the model has no such feature, or the service computes it.
     """
     feature = features.get(name)
     if feature is None:
         there_are = ", ".join(features)
         raise ValueError(
-            f"{name[:_SHOWN]}: no feature of the model; it has {there_are[:_LISTED] or 'none'}"
+            f"{name[:_SHOWN]}: unknown feature; the model has {there_are[:_LISTED] or 'none'}"
         )
     if feature.computed:
-        raise ValueError(f"{name}: the service computes it ({feature.computed}); send none")
+        raise ValueError(
+            f"{name}: the service computes this feature ({feature.computed}); do not send it"
+        )
     return feature
 
 
 class ModelFeatures:
-    """The features of a model by where they go in, each with its encoder, which is made when it is needed."""
+    """The features of a model by their scope, each with a lazily made encoder."""
 
     def __init__(self, features: Sequence[Feature] = (), num_user_tokens: int = 1) -> None:
-        """Keep a list of features.
+        """Store the features.
 
         Args:
-            features: of the model.
-            num_user_tokens: that those of the user are, if there are any.
+            features: Features of the model.
+            num_user_tokens: Tokens of the user features, if there are any.
         """
         self.features = tuple(features)
         self.num_user_tokens = (
@@ -190,12 +190,10 @@ class ModelFeatures:
         return self._of("cross")
 
     def missing(self, **given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the features, as `of.name`, that are not among the given values or are None there.
-
-        What the service computes is never missing from a request.
+        """Return the features (`of.name`) that are absent or None, without computed ones.
 
         Args:
-            given: of -> values by name; only these kinds are looked at.
+            given: Scope -> values by name; other scopes are ignored.
         """
         return tuple(
             f"{feature.of}.{feature.name}"
@@ -206,7 +204,7 @@ class ModelFeatures:
         )
 
     def row(self, encoder: FeatureEncoder, values: OneRow | None) -> Encoded | None:
-        """Encode one row; None where the model has no such features.
+        """Encode one row; None if the model has no such features.
 
         Raises ValueError, as `FeatureEncoder.encode`.
         """
@@ -215,10 +213,9 @@ class ModelFeatures:
         return encoder.encode({name: [value] for name, value in (values or {}).items()}, 1)
 
     def rows(self, encoder: FeatureEncoder, columns: Columns, num_rows: int) -> Encoded | None:
-        """Encode n rows; None where the model has no such features.
+        """Encode n rows; None if the model has no such features.
 
-        Columns that this model does not have, or has in another kind, are left out: they came for
-        another model.
+        Columns of another model version, unknown or of another kind here, are ignored.
         """
         if not encoder.features:
             return None
@@ -237,5 +234,5 @@ def _is_number(encoder: FeatureEncoder, name: str) -> bool:
     return feature is not None and feature.kind == "number"
 
 
-_SHOWN = 64  # characters of a name that an error shows
-_LISTED = 200  # characters of the features that it lists
+_SHOWN = 64  # characters of a name in an error
+_LISTED = 200  # characters of the list of features in an error

@@ -1,21 +1,18 @@
-"""Features that we compute ourselves: of a history and a candidate, and of a request's time.
+"""Features that trainer and service compute: of history and candidate, and of the request time.
 
-Trainer and service alike.
+    events    log(1 + matching events of the history)
+    share     matching events / all events of the history
+    rate      share of matching events with one of the feature's actions, smoothed by 5 events at
+              the rate of the full history
+    recency   log(1 + seconds since the newest matching event)
 
-    events    log(1 + events of the history that are like the candidate)
-    share     these events / all of the history
-    rate      of the events that are like the candidate, whatever was done, the share with one of the feature's actions;
-              with 5 more events at the rate of the whole history, so that few events say little
-    recency   log(1 + seconds since the newest event that is like the candidate)
+An event matches a candidate if it is of the same item; with `events_by:genre`, if both share a
+value of the item feature `genre`; with `events_by:*`, always. A candidate with several values gets
+the mean count over them, and the newest event. If a feature has `actions`, only events with one of
+them count (`rate` compares them with all events). The value is missing for a share or rate of an
+empty history, a recency without an event, and a candidate without the item feature.
 
-An event is like a candidate if it is of the same item; `events_by:genre`: if both have a value of
-the item feature `genre`; `events_by:*`: always. A candidate with several values gets the mean over
-them of the events, and the newest of all. Where a feature has `actions`, only events with one of
-them count, but for `rate`, which compares them with all. What cannot be said is missing: a share or
-rate of an empty history, a recency without an event, anything by a feature that the candidate
-lacks.
-
-    mf_score  the value that matrix factorisation expects of user and candidate, see `factors.py`; of items alone
+    mf_score  the prediction of matrix factorisation, see `factors.py`; only by item
 
     hour      hour of the day, 0 to 23, UTC
     weekday   0 = Monday to 6
@@ -39,44 +36,44 @@ Bools = npt.NDArray[np.bool_]
 ItemCodes = npt.NDArray[np.integer]
 
 OF_HISTORY = ("events", "share", "rate", "recency")
-OF_TIME = {"hour": 24, "weekday": 7}  # -> how many values it has
+OF_TIME = {"hour": 24, "weekday": 7}  # name -> number of values
 BY = "_by:"
-ALL = "*"  # instead of an item feature: all items are alike
-PRIOR = 5.0  # events at the history's own rate that every rate has besides
-_DENSE = 1 << 16  # values of which a table is cheaper than sorting those of the candidates
-NEVER = int(np.iinfo(np.int64).min)  # the time of an event that there is not
+ALL = "*"  # instead of an item feature: all events match
+PRIOR = 5.0  # pseudo-events at the rate of the history
+_DENSE = 1 << 16  # up to this many values, a table is faster than sorting
+NEVER = int(np.iinfo(np.int64).min)  # the time if there is no event
 _DAY_S = 86_400
-_THURSDAY = 3  # 1970-01-01
+_THURSDAY = 3  # weekday of 1970-01-01
 
 
 class ComputedFeature(Protocol):
-    """What is read of a feature of the schema."""
+    """The fields of a feature that are read here."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the feature."""
         ...
 
     @property
     def computed(self) -> str:
-        """What is computed."""
+        """The rule, as in `read_rule`."""
         ...
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Names of the actions that count; none = all."""
+        """Names of the actions that count; empty for all."""
         ...
 
 
 class ComputedRule(NamedTuple):
-    """What is computed of a history and a candidate."""
+    """The rule of a feature of history and candidate."""
 
     what: str  # one of OF_HISTORY, or MF_SCORE
-    by: str  # an item feature, or ALL; "" = the item itself
+    by: str  # an item feature, ALL, or "" for the item itself
 
 
 def read_rule(computed: str) -> ComputedRule:
-    """Read `WHAT`, `WHAT_by:FEATURE` or `mf_score`.
+    """Parse `WHAT`, `WHAT_by:FEATURE` or `mf_score`.
 
     Raises:
         ValueError: it is none of these.
@@ -86,31 +83,31 @@ def read_rule(computed: str) -> ComputedRule:
     what, by, feature = computed.partition(BY)
     if what not in OF_HISTORY or bool(by) != bool(feature):
         known = f"{', '.join(OF_HISTORY)}, alone or with {BY}FEATURE, or {MF_SCORE}"
-        raise ValueError(f"computed: {computed!r} is none of {known}")
+        raise ValueError(f"computed: {computed!r} must be one of {known}")
     return ComputedRule(what, feature)
 
 
 class ItemValueTable(NamedTuple):
     """One feature of all items."""
 
-    codes: ItemCodes  # [items, max_values] values of each item; `padding` where it has fewer
+    codes: ItemCodes  # [items, max_values] values of each item, filled with `padding`
     padding: int  # one past the last value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alike:
-    """The events of histories that are like candidates. [...] is the candidates' shape, k the values of each."""
+class MatchCounts:
+    """Counts of matching events. [...] is the shape of the candidates, k the values of each."""
 
     num_all: I64  # [..., k] events with the value
     num_counted: I64  # [..., k] of these, with one of the actions
-    newest: I64  # [..., k] unix seconds of the newest of the counted; NEVER = there is none
+    newest: I64  # [..., k] unix seconds of the newest counted event, or NEVER
     is_value: Bools  # [..., k]
-    num_history: I64 | int  # broadcasts to [...]: events of the history, like the candidate or not
-    num_history_counted: I64 | int  # the same: of these, with one of the actions
+    num_history: I64 | int  # broadcasts to [...]: all events of the history
+    num_history_counted: I64 | int  # broadcasts to [...]: of these, with one of the actions
     now: I64 | int  # broadcasts to [...]: unix seconds
 
     def column(self, what: str) -> F32:
-        """Compute one of OF_HISTORY: float32 [...], NaN = missing, as it would be sent."""
+        """Compute one of OF_HISTORY: float32 [...], NaN = missing."""
         return self._wide(what).astype(np.float32)
 
     def _wide(self, what: str) -> F64:
@@ -120,18 +117,18 @@ class Alike:
             ago = np.maximum(self.now - np.where(newest == NEVER, self.now, newest), 0)
             return np.where(newest == NEVER, np.nan, np.log1p(ago))
         if what == "rate":
-            alike = np.where(
+            matching = np.where(
                 self.is_value.any(-1), np.where(self.is_value, self.num_all, 0).sum(-1), np.nan
             )
             own = _ratio(np.asarray(self.num_history_counted), self.num_history)
-            return np.asarray((counted + PRIOR * own) / (alike + PRIOR))
+            return np.asarray((counted + PRIOR * own) / (matching + PRIOR))
         mean = _ratio(counted, self.is_value.sum(-1))
         return np.log1p(mean) if what == "events" else _ratio(mean, self.num_history_counted)
 
 
-def _ratio(part: I64 | F64, whole: I64 | int) -> F64:
-    """Divide; NaN where the divisor is 0."""
-    divisor = np.where(np.asarray(whole) == 0, np.nan, whole)
+def _ratio(part: I64 | F64, total: I64 | int) -> F64:
+    """Divide; NaN if the divisor is 0."""
+    divisor = np.where(np.asarray(total) == 0, np.nan, total)
     return np.asarray(part / divisor, np.float64)
 
 
@@ -145,19 +142,18 @@ class CrossFeatures:
         item_values: Mapping[str, ItemValueTable],
         factors: ItemFactors | None = None,
     ) -> None:
-        """Look up what the features name.
+        """Resolve the rules of the features.
 
         Args:
-            features: those of the user and the item together; one that is not computed is passed
-                over.
-            actions: names of the model's actions.
-            item_values: item feature -> its values. A table may grow and change between calls.
-            factors: of the model; None = it has none, and no `mf_score`.
+            features: Cross features; those that are not computed are ignored.
+            actions: Action names of the model.
+            item_values: Item feature -> values. A table may change between calls.
+            factors: Matrix factorisation, needed for `mf_score`.
 
         Raises:
             ValueError: a feature names an action or an item feature that the model lacks.
         """
-        # name, what is computed, whether each action counts
+        # (name, rule, whether each action counts)
         self.rules: list[tuple[str, ComputedRule, Bools]] = []
         for feature in features:
             if not feature.computed:
@@ -166,13 +162,15 @@ class CrossFeatures:
             if rule.by and rule.by != ALL and rule.by not in item_values:
                 there = ", ".join(item_values) or "none"
                 raise ValueError(
-                    f"features.{feature.name}: no item feature {rule.by!r}; there are {there}"
+                    f"features.{feature.name}: unknown item feature {rule.by!r}; there are {there}"
                 )
             if rule.what == MF_SCORE and factors is None:
-                raise ValueError(f"features.{feature.name}: {MF_SCORE}: the model has no factors")
+                raise ValueError(
+                    f"features.{feature.name}: {MF_SCORE}: the model has no factorisation"
+                )
             if missing := [action for action in feature.actions if action not in actions]:
                 raise ValueError(
-                    f"features.{feature.name}: no action {missing[0]!r}; there are "
+                    f"features.{feature.name}: unknown action {missing[0]!r}; there are "
                     f"{', '.join(actions)}"
                 )
             counts = np.array(
@@ -187,9 +185,9 @@ class CrossFeatures:
         return 1 if by == ALL else self._item_values[by].padding
 
     def values_of(self, by: str, items: I64) -> tuple[ItemCodes, Bools]:
-        """Look up values: item rows [...] -> values [..., k] and whether each is one.
+        """Look up values: item rows [...] -> values [..., k], and whether each is a value.
 
-        A row past the table has none.
+        A row beyond the table has none.
         """
         if by in ("", ALL):
             own = items[..., None] * (by == "")
@@ -209,29 +207,31 @@ class CrossFeatures:
 
         Args:
             items: [n] item rows of the history.
-            actions: [n] places in the model's actions.
+            actions: [n] action indices.
             times: [n] unix seconds, ascending.
             candidates: [c] item rows.
-            shown_at: unix seconds.
+            shown_at: Unix seconds of the request.
 
         Returns:
             Name -> float32 [c], NaN = missing.
         """
-        found: dict[tuple[str, bytes], Alike] = {}
+        found: dict[tuple[str, bytes], MatchCounts] = {}
         columns = {}
         for name, rule, counts in self.rules:
             if rule.what == MF_SCORE:
-                assert self.factors is not None, "looked up before"
+                assert self.factors is not None, "checked by the constructor"
                 columns[name] = self.factors.scores(items, actions, candidates)
                 continue
             key = (rule.by, counts.tobytes())
             if key not in found:
                 is_counted = None if counts.all() else counts[actions]
-                found[key] = self._alike(rule.by, items, is_counted, times, candidates, shown_at)
+                found[key] = self._match_counts(
+                    rule.by, items, is_counted, times, candidates, shown_at
+                )
             columns[name] = found[key].column(rule.what)
         return columns
 
-    def _alike(
+    def _match_counts(
         self,
         by: str,
         items: I64,
@@ -239,12 +239,12 @@ class CrossFeatures:
         times: I64,
         candidates: I64,
         shown_at: int,
-    ) -> Alike:
+    ) -> MatchCounts:
         wanted, is_value = self.values_of(by, candidates)
-        # what is no value is counted too, and nobody asks for it
+        # padding is counted too, but never looked up
         own, _ = self.values_of(by, items)
         most = 1 + int(max(own.max(initial=0), wanted.max(initial=0)))
-        if most > _DENSE and wanted.size:  # number the candidates' values instead of all
+        if most > _DENSE and wanted.size:  # renumber by the candidates' values
             asked, place = np.unique(wanted, return_inverse=True)
             wanted, most = place.reshape(wanted.shape), len(asked)
             nearest = np.searchsorted(asked, own).clip(max=most - 1)
@@ -257,20 +257,20 @@ class CrossFeatures:
         newest = np.full(most + 1, NEVER)
         newest[counted] = (times if is_counted is None else times[is_counted])[
             :, None
-        ]  # of equal places the last stays
+        ]  # the last assignment of an index wins
         counts = num_all[wanted], num_counted[wanted], newest[wanted]
-        return Alike(*counts, is_value, len(items), len(counted), shown_at)
+        return MatchCounts(*counts, is_value, len(items), len(counted), shown_at)
 
 
 def time_column(computed: str, times: I64) -> I64:
     """Compute a feature of a request's time.
 
     Args:
-        computed: one of OF_TIME.
+        computed: One of OF_TIME.
         times: [n] unix seconds.
 
     Returns:
-        [n] whole numbers, which stand for their plain text.
+        [n] integers, which are category names as decimal text.
     """
     if computed == "hour":
         return times % _DAY_S // 3600

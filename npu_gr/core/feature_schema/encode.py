@@ -1,16 +1,14 @@
-"""Values of features -> what the model reads: rows of a table, and numbers.
-
-The one code of trainer and service.
+"""Encode feature values as rows of an embedding table and numbers, for trainer and service.
 
     names    -> xxh3-64 of their texts    [n, max_values], 0 = no value    -> rows of the table
-    numbers  -> float32                   [n], NaN = missing               -> a row of the table, or an input
+    numbers  -> float32                   [n], NaN = missing               -> a row, or an input
 
-The middle form is `as_column`'s. It needs no list of names, so whoever reads a request makes it,
-and whoever runs the model makes the rows.
+`as_column` makes the middle form when a request is parsed, since that needs no vocabulary; rows are
+made where the model runs.
 
-The table of one `of` holds the rows of its features one behind the other, and a last row of zeros,
-`padding`: what a multi-valued feature does not fill. A dense number is two inputs: its scaled
-value, and 1 where it is missing.
+The table of one `of` has the rows of its features one after another, and a last row of zeros
+(`padding`) for unused places of multi-valued features. A dense number is two inputs: the scaled
+value, and 1 if it is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Values = Sequence[Any] | npt.NDArray[Any]
 """One feature of n rows. A list: None = missing. An array: NaN = missing."""
 
 Column = F32 | U64
-"""The same as `as_column` makes it."""
+"""One feature of n rows, as `as_column` returns it."""
 
 
 class Encoded(NamedTuple):
@@ -53,10 +51,10 @@ class FeatureEncoder:
     """Encodes the features of one `of`."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
-        """Lay the table out.
+        """Assign rows of the table.
 
         Args:
-            features: all of one `of`, in the order of the checkpoint.
+            features: All features of one `of`, in the order of the checkpoint.
         """
         self.features = {feature.name: feature for feature in features}
         self._dense = [feature for feature in features if feature.is_dense]
@@ -70,10 +68,12 @@ class FeatureEncoder:
         self.padding = first_row  # the last row of the table
         self.width = column
         self.num_numbers = 2 * len(self._dense)
-        self.shared = tuple(  # columns of codes that are the mean of one feature
-            (one.column, one.column + one.feature.max_values)
-            for one in self._coded
-            if one.feature.max_values > 1
+        self.shared = (
+            tuple(  # (start, stop) of the codes of a multi-valued feature, which are averaged
+                (one.column, one.column + one.feature.max_values)
+                for one in self._coded
+                if one.feature.max_values > 1
+            )
         )
         coded = {
             one.feature.name: slice(one.column, one.column + one.feature.max_values)
@@ -82,7 +82,7 @@ class FeatureEncoder:
         numbers = {
             one.name: [place, place + len(self._dense)] for place, one in enumerate(self._dense)
         }
-        # of codes or of numbers, each
+        # columns of codes or of numbers, by feature
         self.columns = [coded.get(name) or numbers[name] for name in self.features]
         self._mean = np.array([[feature.mean] for feature in self._dense], np.float32)
         self._scale = np.array([[feature.scale] for feature in self._dense], np.float32)
@@ -92,12 +92,12 @@ class FeatureEncoder:
         """Encode values.
 
         Args:
-            columns: name -> values of n rows; a feature that is not there is missing everywhere.
-            num_rows: n.
+            columns: Name -> values of n rows; an absent feature is missing in every row.
+            num_rows: Number n of rows.
 
         Raises:
-            ValueError: a name is no feature's, a column has another length, or a value does not fit
-                its feature; the message names the feature, the row and the limit.
+            ValueError: a feature is unknown, a column has another length, or a value is invalid;
+                the message names the feature, the row and the limit.
         """
         read = {
             name: as_column(self._known(name), values, num_rows) for name, values in columns.items()
@@ -105,7 +105,7 @@ class FeatureEncoder:
         return self.encode_columns(read, num_rows)
 
     def encode_columns(self, read: Mapping[str, Column], num_rows: int) -> Encoded:
-        """Encode what `as_column` made of this encoder's features."""
+        """Encode columns that `as_column` returned."""
         codes = np.full((num_rows, self.width), self.padding, np.int32)
         for one in self._coded:
             one.fill(
@@ -118,13 +118,13 @@ class FeatureEncoder:
         feature = self.features.get(name)
         if feature is None:
             raise ValueError(
-                f"{name[:_SHOWN]}: no feature of the model; it has "
+                f"{name[:_SHOWN]}: unknown feature; the model has "
                 f"{', '.join(self.features) or 'none'}"
             )
         return feature
 
     def _numbers(self, read: Mapping[str, Column], num_rows: int) -> F32:
-        """Scale the dense numbers: [n, 2 k], the values, then 1 for each that is missing."""
+        """Scale the dense numbers: [n, 2 k], values first, then 1 for each missing one."""
         if not self._dense:
             return np.empty((num_rows, 0), np.float32)
         given = np.empty((len(self._dense), num_rows), np.float32)
@@ -149,7 +149,7 @@ class _Coded:
 
     def __init__(self, feature: Feature, first_row: int, column: int) -> None:
         self.feature = feature
-        self.column = column  # of codes, its first
+        self.column = column  # first column of codes
         self._first = first_row
         self._missing = first_row + feature.num_rows - 1
         self._borders = np.array(feature.borders, np.float32)
@@ -158,11 +158,11 @@ class _Coded:
         self._sorted = hashes[self._order]
         if (self._sorted[1:] == self._sorted[:-1]).any():
             raise ValueError(
-                f"features.{feature.name}: values: two of them have one hash; rename one"
+                f"features.{feature.name}: values: two of them have the same hash; rename one"
             )
 
     def fill(self, codes: I32, column: Column | None) -> None:
-        """Write [n, max_values] codes, which are all padding."""
+        """Write codes into [n, max_values] that is filled with padding."""
         if column is None:
             codes[:, 0] = self._missing
         elif self.feature.kind == "number" and self.feature.num_buckets:
@@ -191,23 +191,22 @@ class _Coded:
 
 
 def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
-    """Check the values of one feature, and bring them to the form that depends on its kind alone.
+    """Validate the values of one feature, and convert them to numbers or hashes.
 
     Args:
-        feature: says what they are.
-        values: of a number: numbers; of a name: texts, or whole numbers that stand for their plain
-            text, or lists of them where it has several. An array of hashes is returned as it is if
-            its rows descend.
-        num_rows: that there must be.
+        feature: Schema of the feature.
+        values: Numbers of a number feature; else texts or whole numbers (equal to their decimal
+            text), or lists of these. An array of hashes with descending rows is returned as it is.
+        num_rows: Required number of rows.
 
     Returns:
-        float32 [n], NaN = missing; or uint64 [n, max_values] hashes, descending, 0 = no value.
+        Float32 [n], NaN = missing; or hashes uint64 [n, max_values], descending, 0 = no value.
 
     Raises:
         ValueError: as `FeatureEncoder.encode`.
     """
     if len(values) != num_rows:
-        raise ValueError(f"{feature.name}: {len(values)} entries, there must be {num_rows}")
+        raise ValueError(f"{feature.name}: {len(values)} entries, expected {num_rows}")
     return _numbers(feature, values) if feature.kind == "number" else _names(feature, values)
 
 
@@ -215,39 +214,39 @@ def _numbers(feature: Feature, values: Values) -> F32:
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "fiub":
             raise ValueError(
-                f"{feature.name}: an array of {values.dtype} and {values.ndim} axes, "
-                "numbers have one"
+                f"{feature.name}: an array of {values.dtype} with {values.ndim} axes, "
+                "expected numbers with one axis"
             )
-        with np.errstate(over="ignore"):  # what is too large is found below
+        with np.errstate(over="ignore"):  # too large numbers are found below
             numbers: F32 = values.astype(np.float32, copy=False)
     else:
         numbers = _numbers_of(feature, values)
     if np.isinf(numbers).any():
         raise ValueError(
-            f"{feature.name}: row {int(np.isinf(numbers).argmax())} is no number that float32 holds"
+            f"{feature.name}: row {int(np.isinf(numbers).argmax())} is out of the range of float32"
         )
     return numbers
 
 
 def _numbers_of(feature: Feature, values: Sequence[Any]) -> F32:
-    """Read a list; NaN in it is an error: there, None is what is missing."""
+    """Convert a list, in which None is missing and NaN is an error."""
     try:
-        wide = np.frombuffer(array("d", values))  # fails where one is missing
+        wide = np.frombuffer(array("d", values))  # fails if a value is None
         lost = np.isnan(wide)
     except (TypeError, OverflowError):
         for row, value in enumerate(values):
             if not isinstance(value, int | float | None):
                 raise ValueError(
-                    f"{feature.name}: row {row} is a {_type(value)}, it must be a number"
+                    f"{feature.name}: row {row} is a {_type(value)}, expected a number"
                 ) from None
         given = [None if value is None else _float(value) for value in values]
         lost = np.array([value is not None and value != value for value in given])
         wide = np.array([np.nan if value is None else value for value in given])
     if lost.any():
         raise ValueError(
-            f"{feature.name}: row {int(lost.argmax())} is not a number; what is missing is null"
+            f"{feature.name}: row {int(lost.argmax())} is NaN; send null if it is missing"
         )
-    with np.errstate(over="ignore"):  # what is too large is found later
+    with np.errstate(over="ignore"):  # too large numbers are found later
         return wide.astype(np.float32)
 
 
@@ -282,15 +281,12 @@ def _names(feature: Feature, values: Values) -> U64:
         try:
             rows.append([_text(one) for one in several])
         except TypeError as error:
-            raise ValueError(f"{feature.name}: row {row} is a {error}, it must be a name") from None
+            raise ValueError(f"{feature.name}: row {row} is a {error}, expected a name") from None
     return hash_names(rows, most)
 
 
 def hash_names(rows: Sequence[Sequence[str]], width: int) -> U64:
-    """Hash names into uint64 [n, width]; 0 = no value.
-
-    The names of one row are a set: their order does not matter.
-    """
+    """Hash names to uint64 [n, width], 0 = no value; the order within a row is ignored."""
     flat = [
         xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) or 1
         for row in rows
@@ -306,7 +302,7 @@ def hash_names(rows: Sequence[Sequence[str]], width: int) -> U64:
 
 
 def _text(value: Any) -> str:
-    """Name a value: a whole number stands for its plain text."""
+    """Return a value as a name; a whole number equals its decimal text."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -324,4 +320,4 @@ def _type(value: Any) -> str:
     )
 
 
-_SHOWN = 64  # characters of a name that an error shows
+_SHOWN = 64  # characters of a name in an error

@@ -1,11 +1,11 @@
-"""`mf_score`: what matrix factorisation says of a user and an item, the user folded in from the history.
+"""`mf_score`: the prediction of matrix factorisation, with users folded in from histories.
 
     value ~ mean + b_user + b_item + p_user . q_item
 
-The item's row is [b_item, q_item], one of a table in the checkpoint. The user's row, [b_user,
-p_user], is the ridge regression of the history's values, less the mean and b_item, on its items'
-[1, q_item]. The score is the value that is expected, less the mean. An item without a row has
-zeros: its score is what the user gives on average.
+The row of an item, [b_item, q_item], is in a table of the checkpoint. The row of a user, [b_user,
+p_user], is the ridge regression of the history's values, minus the mean and b_item, on [1, q_item].
+The score is the predicted value minus the mean. An item without a row has zeros, so its score is
+b_user.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ F64 = npt.NDArray[np.float64]
 
 MF_SCORE = "mf_score"
 NUM_FACTORS = 16
-RIDGE = 8.0  # of a user's and an item's factors
-RIDGE_BIAS = 3.0  # of their biases
+RIDGE = 8.0  # penalty of factors
+RIDGE_BIAS = 3.0  # penalty of biases
 PENALTY = np.diag([RIDGE_BIAS, *[RIDGE] * NUM_FACTORS])
 
 
 class ItemFactors(NamedTuple):
-    """A matrix factorisation as far as its users are folded in. I = items."""
+    """The item side of a matrix factorisation. I = items."""
 
     items: F32 | F64  # [I, 1 + NUM_FACTORS] bias, then factors
-    values: F32 | F64  # [actions] what each action is worth, less the mean
+    values: F32 | F64  # [actions] value of each action minus the mean
 
     def rows(self, items: I64) -> F64:
-        """Look up item rows: [...] -> [..., 1 + NUM_FACTORS]; zeros past the table."""
+        """Look up item rows: [...] -> [..., 1 + NUM_FACTORS]; zeros beyond the table."""
         is_known = items < len(self.items)
         found = self.items[np.where(is_known, items, 0)].astype(np.float64)
         return np.where(is_known[..., None], found, 0.0)
 
     def user(self, items: I64, actions: I64) -> F64:
-        """Fold a user in.
+        """Fold in a user.
 
         Args:
             items: [n] item rows of the history.
-            actions: [n] places in the model's actions.
+            actions: [n] action indices.
 
         Returns:
             [1 + NUM_FACTORS] bias, then factors; zeros without a history.
@@ -54,11 +54,11 @@ class ItemFactors(NamedTuple):
         )
 
     def users(self, items: I64, actions: I64, first: I64, last: I64) -> F64:
-        """Fold a user in for many histories, the events first[k] .. last[k] - 1 of n: [len(first), 1 + NUM_FACTORS]."""
+        """Fold in many users, of events first[k] .. last[k] - 1: [len(first), 1 + NUM_FACTORS]."""
         return solve_each(*self.regression(items, actions), first, last)
 
     def regression(self, items: I64, actions: I64) -> tuple[F64, F64]:
-        """Say what a user's row solves: [n, 1 + NUM_FACTORS] of the history's items, and [n] values to explain."""
+        """Return the regression of a user's row: design [n, 1 + NUM_FACTORS], target [n]."""
         design = self.rows(items)
         target = self.values.astype(np.float64)[actions] - design[:, 0]
         design[:, 0] = 1.0
@@ -70,12 +70,12 @@ class ItemFactors(NamedTuple):
 
 
 def solve_each(design: F64, target: F64, first: I64, last: I64) -> F64:
-    """Solve the regressions of many runs of rows, first[k] .. last[k] - 1: [len(first), 1 + NUM_FACTORS].
+    """Solve the regressions of many row ranges: [len(first), 1 + NUM_FACTORS].
 
     Args:
         design: [n, 1 + NUM_FACTORS].
         target: [n].
-        first, last: of the runs, 0 .. n.
+        first, last: Bounds of each range; last is exclusive.
     """
     sums = (
         np.cumsum(part, axis=0)
@@ -89,6 +89,6 @@ def solve_each(design: F64, target: F64, first: I64, last: I64) -> F64:
 
 
 def expected(users: F64, items: F64) -> F64:
-    """Compute the expected values, less the mean: rows [..., 1 + NUM_FACTORS] of both -> [...]."""
+    """Predict values minus the mean, from user and item rows: [...]."""
     found: F64 = users[..., 0] + items[..., 0] + (users[..., 1:] * items[..., 1:]).sum(-1)
     return found

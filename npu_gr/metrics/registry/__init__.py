@@ -1,14 +1,14 @@
-"""Every metric in one place: name, unit, help, labels, buckets.
+"""All metrics, each with its name, unit, help, labels and buckets.
 
-A test builds as many registries as it likes.
-
-    requests    what every kind of `KINDS` has: admissions, latencies, stages, objectives; ranks; passes of the device
-    jobs        what signals, generates, matches and recommends count beyond that; prefixes and memory tiers
-    store       the history store, what stands in for it, bytes of erased users that are left
+    requests    metrics of every kind of request (admissions, latencies, stages, objectives), of
+                ranks, and of passes on the device
+    jobs        metrics of signals, generates, matches and recommends; prefixes and memory tiers
+    store       the history store, its fallbacks, and erased bytes that are still on disk
     process     admission, event loop, limits, version, recorder, reloads, API keys
 
-Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped
-(`observe_*`), so no gauge can say what was true before a reload.
+Labels are bounded enums, never a user or an item. Gauges of changing state are read at each scrape
+(`observe_*`), so that no gauge keeps a value from before a reload. Any number of registries can be
+built in one process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Metrics:
         objectives: Iterable[Objective],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make every family.
+        """Make all families.
 
         Args:
-            registry: where `/metrics` reads.
-            objectives: exactly one for each kind of request.
-            clock: seconds that never go back.
+            registry: Registry that `/metrics` shows.
+            objectives: Exactly one objective for each kind of request.
+            clock: Monotonic clock, in seconds.
         """
         make = Families(registry)
         self.registry = registry
@@ -62,7 +62,7 @@ class Metrics:
         self.match = MatchMetrics(make)
         self.recommend = RecommendMetrics(make)
         self.relay = RelayMetrics(make)
-        self.door = AdmissionMetrics(make)
+        self.admission = AdmissionMetrics(make)
         self.engine = EngineMetrics(make)
         self.keys = KeyMetrics(make)
         self.erasures = ErasureMetrics(make)
@@ -72,11 +72,11 @@ class Metrics:
         self.reloads = ReloadMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
-        """Count the jobs that wait and the prefixes that are on their way, for the status page."""
+        """Return the numbers of waiting jobs and of prefixes in flight, for the status page."""
         return {"jobs_waiting": self.engine.queue_depth()} | {
             name: read() for name, read in self.relay.in_flight.items()
         }
 
     def refresh(self) -> None:
-        """Set what has to be set anew before a scrape."""
+        """Update the metrics that are not read at a scrape; call it before each scrape."""
         self.generate.refresh()

@@ -1,4 +1,4 @@
-"""How a metric family is made: the prefix, the registry, and children that are looked up once."""
+"""Make metric families: names with a prefix, fast counters and histograms, cached children."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.core import Exemplar as Kept
+from prometheus_client.core import CounterMetricFamily, Exemplar
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -30,46 +29,43 @@ LATENCY_S = (
 LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 POWERS = tuple(2**n for n in range(13))
-KEPT = 256  # observations of a series that wait to be sorted into buckets
+MAX_PENDING = 256  # most observations of a series that wait to be sorted into buckets
 
 
 class QuickHistogram(Histogram):
-    """A histogram that keeps observations as they are, and sorts many of them into buckets at once.
+    """A histogram that collects observations, and sorts many of them into buckets at once.
 
-    A rank observes nine times, and two locks and a search each time cost more than all else that is
-    counted of it.
+    A rank makes nine observations. Two locks and a search for each would cost more than all of its
+    other metrics.
 
-    Invariant: whoever reads the buckets calls `fold` first; a scrape does.
+    Invariant: `fold` is called before the buckets are read, which a scrape does.
     """
 
     def _metric_init(self) -> None:
         super()._metric_init()
-        self._kept: deque[float] = deque()  # observations that no bucket has
+        self._pending: deque[float] = deque()  # observations that are not in a bucket yet
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count an observation. Any thread may.
+        """Count an observation, from any thread.
 
         Args:
-            amount: any number but NaN.
-            exemplar: labels of at most 128 characters together; not checked.
+            amount: Any number but NaN.
+            exemplar: Labels of at most 128 characters together; not checked.
         """
-        kept = self._kept
-        kept.append(amount)
+        pending = self._pending
+        pending.append(amount)
         if exemplar:
             bucket = self._buckets[bisect_left(self._upper_bounds, amount)]
-            bucket.set_exemplar(Kept(exemplar, amount, time.time()))
-        if len(kept) >= KEPT:
+            bucket.set_exemplar(Exemplar(exemplar, amount, time.time()))
+        if len(pending) >= MAX_PENDING:
             self.fold()
 
     def fold(self) -> None:
-        """Sort what is kept into the buckets.
-
-        Any thread may; each observation is taken by one of them.
-        """
+        """Sort the pending observations into the buckets, from any thread."""
         taken = []
-        with suppress(IndexError):  # the last one was taken, maybe by another thread
+        with suppress(IndexError):  # none is left; other threads may take some too
             while True:
-                taken.append(self._kept.popleft())
+                taken.append(self._pending.popleft())
         if not taken:
             return
         places = np.searchsorted(self._upper_bounds, taken)
@@ -86,16 +82,16 @@ class QuickHistogram(Histogram):
 
 
 class QuickCounter(Counter):
-    """A counter that does not look at itself first; it takes no exemplars."""
+    """A counter without the checks of labels and exemplars, which cost more than the count."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """Add to it.
+        """Add an amount.
 
         Raises:
             ValueError: the amount is negative.
         """
         if amount < 0:
-            raise ValueError("a counter only grows")
+            raise ValueError(f"a counter cannot decrease, got {amount}")
         value: Any = self._value
         with value._lock:
             value._value += amount
@@ -127,7 +123,7 @@ class OldName(Collector):
 
 
 class Families:
-    """Makes families named `npu_gr_*` on one registry."""
+    """Makes metric families named `npu_gr_*` on one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -157,7 +153,7 @@ class Families:
 
 
 class ReadCounter(Collector):
-    """A counter by one label whose values are kept elsewhere, and read at each scrape."""
+    """A counter with one label whose values are read from elsewhere at each scrape."""
 
     def __init__(
         self,
@@ -167,14 +163,14 @@ class ReadCounter(Collector):
         label: str,
         read: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Register it.
+        """Register the counter.
 
         Args:
-            registry: where it is collected.
-            name: whole, without `_total`.
-            text: its help.
-            label: name of its label.
-            read: the values by the label's value.
+            registry: Registry to collect it.
+            name: Full name without `_total`.
+            text: Help text.
+            label: Name of the label.
+            read: Function that returns label value -> count.
         """
         self._name = name
         self._text = text
@@ -191,8 +187,8 @@ class ReadCounter(Collector):
 
 
 def children(family: M) -> Callable[..., M]:
-    """Look a family's children up once each: a `.labels()` call costs more than the count.
+    """Return a cached `family.labels`, because each lookup costs more than the count.
 
-    Use it where label values come up one by one; there must be few of them.
+    Use it where label values are not known in advance; there must be few of them.
     """
     return cache(family.labels)

@@ -1,4 +1,4 @@
-"""What single jobs count beyond what every kind has, and the relay under them: beams, stages, tiers, copies, waste."""
+"""Metrics of single kinds (signal, generate, match, recommend), and of the relay's memory tiers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, POWERS, WAIT_S, F
 
 
 class SignalMetrics:
-    """What the trigger said."""
+    """Metrics of signals: the verdicts of the trigger."""
 
     def __init__(self, make: Families) -> None:
         verdicts = make.counter(
-            "signal_verdicts_total", "Signals by what the trigger said.", ("verdict",)
+            "signal_verdicts_total", "Signals by verdict of the trigger.", ("verdict",)
         )
         self._verdicts = {verdict: verdicts.labels(verdict.value) for verdict in Verdict}
 
@@ -27,23 +27,25 @@ class SignalMetrics:
 
 
 class GenerateMetrics:
-    """Beams, generated items, and the catalogue that they come from."""
+    """Metrics of generates: beams, generated items, and the catalogue."""
 
     def __init__(self, make: Families) -> None:
-        self._generated = make.counter("generated_items_total", "Items that generate answered.")
+        self._generated = make.counter("generated_items_total", "Items that generates returned.")
         self._exhausted = make.counter(
-            "generate_exhausted_total", "Generates with fewer items than were asked for."
+            "generate_exhausted_total", "Generates that returned fewer items than requested."
         )
-        self._beams = make.histogram("generate_beam_width", "Beams of a search.", POWERS[:11])
+        self._beams = make.histogram("generate_beam_width", "Beam width of a search.", POWERS[:11])
         self._version = make.gauge(
-            "catalogue_info", "1 for the version of the catalogue that is served.", ("version",)
+            "catalogue_info", "1 for the version of the served catalogue.", ("version",)
         )
         self._items = make.gauge("catalogue_items", "Items of the catalogue that can be generated.")
         self._bytes = make.gauge("catalogue_bytes", "Host memory of the catalogue's tables.")
-        self._age_s = make.gauge("catalogue_age_seconds", "Since this version was published.")
+        self._age_s = make.gauge(
+            "catalogue_age_seconds", "Seconds since the served version was published."
+        )
         self._paths = make.gauge(
             "catalogue_valid_paths",
-            "Semantic-ID paths of that many codes that lead on.",
+            "Distinct prefixes of semantic IDs with so many codes.",
             ("level",),
         )
         self._read_catalogue: Callable[[], CatalogueInfo] | None = None
@@ -60,7 +62,7 @@ class GenerateMetrics:
     def observe_catalogue(
         self, read: Callable[[], CatalogueInfo], num_paths: Callable[[], tuple[int, ...]]
     ) -> None:
-        """Export the catalogue that is served, read at each scrape: its figures, and its valid paths a level."""
+        """Export the served catalogue and its valid paths per level, read at each scrape."""
         self._read_catalogue = read
         self._items.set_function(lambda: read().num_items)
         self._bytes.set_function(lambda: read().num_bytes)
@@ -69,17 +71,17 @@ class GenerateMetrics:
             self._paths.labels(str(level + 1)).set_function(partial(_element, num_paths, level))
 
     def refresh(self) -> None:
-        """Name the version that is served: one series, whatever number of versions there were."""
+        """Export the served version as the only series, without those of earlier versions."""
         if self._read_catalogue is not None:
             self._version.clear()
             self._version.labels(self._read_catalogue().version).set(1)
 
 
 class MatchMetrics:
-    """Matched items."""
+    """Metrics of matches."""
 
     def __init__(self, make: Families) -> None:
-        self._matched = make.counter("matched_items_total", "Items that match answered.")
+        self._matched = make.counter("matched_items_total", "Items that matches returned.")
 
     def answered(self, answer: MatchAnswer) -> None:
         """Count the items of a match."""
@@ -87,32 +89,31 @@ class MatchMetrics:
 
 
 class RecommendMetrics:
-    """Stages of a cascade: how each ended, and how long it took."""
+    """Metrics of recommends: the results and times of the cascade's stages."""
 
     def __init__(self, make: Families) -> None:
         self._stages = children(
             make.counter(
                 "recommend_stages_total",
-                "Stages of recommends by how they ended.",
+                "Stages of recommends by result.",
                 ("stage", "result"),
             )
         )
         self._stage_s = children(
             make.histogram(
                 "recommend_stage_duration_seconds",
-                "One stage of a recommend, where it did its part.",
+                "Time of a stage of a recommend that returned a result.",
                 LATENCY_S,
                 ("stage",),
             )
         )
         self._recommended = make.counter(
-            "recommended_items_total", "Items that recommend answered."
+            "recommended_items_total", "Items that recommends returned."
         )
         self._unknown = children(
             make.counter(
                 "recommend_unknown_items_total",
-                "Items found for recommends that the ranker does not know: placed last, or "
-                "dropped.",
+                "Items that a source found and the ranker does not know: placed last or dropped.",
                 ("source",),
             )
         )
@@ -125,10 +126,7 @@ class RecommendMetrics:
         )
 
     def answered(self, answer: RecommendAnswer) -> None:
-        """Count a cascade's items and stages.
-
-        Its signal, generates, matches and ranks are counted as such.
-        """
+        """Count a cascade's items and stages; its ranks, generates, ... are counted as such too."""
         for report in answer.stages:
             self._stages(report.stage, report.result.value).inc()
             if report.result in (StageResult.OK, StageResult.EMPTY, StageResult.PARTIAL):
@@ -138,7 +136,7 @@ class RecommendMetrics:
             self._unknown(source).inc(count)
 
     def covers(self, source: str, ratio: float) -> None:
-        """Record which share of a source's items the ranker knows."""
+        """Record the share of a source's items that the ranker knows."""
         self._coverage(source).set(ratio)
 
 
@@ -150,52 +148,62 @@ DIRECTIONS = ("reload", "spill")
 
 
 class Tier(Protocol):
-    """The figures that a memory tier has of itself."""
+    """The figures of a memory tier; its length is its number of prefixes."""
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that it may hold."""
+        """Most bytes that the tier may hold."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class RelayMetrics:
-    """Measure the relays of all models; `kind` is one that leases prefixes."""
+    """Metrics of the relays of all models; `kind` is one that leases prefixes."""
 
     def __init__(self, make: Families) -> None:
-        # tier -> what -> now; for the status page
+        # for the status page: tier -> figure -> function that reads it
         self.tiers: dict[str, dict[str, Callable[[], int]]] = {}
-        self.in_flight: dict[str, Callable[[], int]] = {}  # what is on its way; for the status page
+        self.in_flight: dict[str, Callable[[], int]] = {}  # figure -> function that reads it
         self._bytes = make.gauge("kv_bytes", "Bytes of a memory tier by state.", ("tier", "state"))
-        self._budget = make.gauge("kv_budget_bytes", "Bytes a memory tier may hold.", ("tier",))
+        self._budget = make.gauge(
+            "kv_budget_bytes", "Most bytes that a memory tier may hold.", ("tier",)
+        )
         self._entries = make.gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
         self._producers = make.gauge(
-            "prefills_in_flight", "Prefixes on their way into a tier.", ("kind", "work")
+            "prefills_in_flight",
+            "Prefixes that are being computed or copied into a tier.",
+            ("kind", "work"),
         )
         self._t_life_s = make.gauge(
-            "t_life_seconds", "How long a produced prefix waits for its rank: T_life."
+            "t_life_seconds", "T_life: longest time that a prefix is kept for its rank."
         )
         self._t_life_p99_s = make.gauge(
-            "t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",)
+            "t_life_p99_seconds", "P99 of the time from a signal to the end of its rank.", ("kind",)
         )
         self._prefill_rate = make.gauge(
-            "admitted_prefills_per_second", "What the trigger admits.", ("kind",)
+            "admitted_prefills_per_second",
+            "Prefills per second that the trigger admits.",
+            ("kind",),
         )
         self._brownout = make.gauge(
-            "brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",)
+            "brownout_level",
+            "Brown-out level, the optional work that is skipped: 0 = none, 4 = most.",
+            ("kind",),
         )
         self._waited_s = make.histogram(
-            "prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S
+            "prefix_wait_seconds", "Time from a prefix's production to its first use.", WAIT_S
         )
         wasted = make.counter(
-            "prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",)
+            "prefill_wasted_total", "Prefixes that were evicted before their first use.", ("kind",)
         )
         self._wasted = {
             name: wasted.labels(name) for name, kind in KINDS.items() if kind.leases_prefix
         }
         errors = make.counter(
-            "relay_errors_total", "Failures that a request did without.", ("where",)
+            "relay_errors_total",
+            "Failures of the relay; the requests were computed without a cached prefix.",
+            ("where",),
         )
         self._errors = {
             where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")
@@ -204,52 +212,55 @@ class RelayMetrics:
         self._copied = {direction: copied.labels(direction) for direction in DIRECTIONS}
         copies = make.histogram(
             "copy_duration_seconds",
-            "Copies between the tiers, on the device.",
+            "Time of a copy between the tiers on the device.",
             LAG_S,
             ("direction",),
         )
         self._copy_s = {direction: copies.labels(direction) for direction in DIRECTIONS}
         queued = make.histogram(
-            "copy_queue_seconds", "Copies waiting for the device.", LATENCY_S, ("direction",)
+            "copy_queue_seconds",
+            "Time that a copy between the tiers waited for the device.",
+            LATENCY_S,
+            ("direction",),
         )
         self._copy_queue_s = {direction: queued.labels(direction) for direction in DIRECTIONS}
 
     def failed(self, where: str) -> None:
-        """Count a failed prefill, reload, spill or read: a request did without it."""
+        """Count a failed prefill, reload, spill or read."""
         self._errors[where].inc()
 
     def wasted(self, kind: str) -> None:
-        """Count a prefix that was evicted before any request used it."""
+        """Count a prefix that was evicted before its first use."""
         self._wasted[kind].inc()
 
     def first_used(self, waited_s: float) -> None:
-        """Record how long a prefix waited for its first reader."""
+        """Record the time from a prefix's production to its first use."""
         self._waited_s.observe(waited_s)
 
     def copied(self, direction: str, num_bytes: int, queue_s: float, device_s: float) -> None:
         """Record a copy between the tiers.
 
         Args:
-            direction: "reload" (DRAM to HBM) or "spill".
-            num_bytes: of the prefix.
-            queue_s: it waited for the device.
-            device_s: it ran.
+            direction: "reload" (DRAM to HBM) or "spill" (HBM to DRAM).
+            num_bytes: Size of the prefix.
+            queue_s: Seconds that the copy waited for the device.
+            device_s: Seconds that the copy took.
         """
         self._copied[direction].inc(num_bytes)
         self._copy_queue_s[direction].observe(queue_s)
         self._copy_s[direction].observe(device_s)
 
     def observe_t_life(self, read: Callable[[], float]) -> None:
-        """Export the T_life in force, read at each scrape."""
+        """Export the current T_life, read at each scrape."""
         self._t_life_s.set_function(read)
 
     def observe_tier(self, name: str, tier: Tier, states: Mapping[str, Callable[[], int]]) -> None:
         """Export a tier, read at each scrape.
 
         Args:
-            name: value of the `tier` label.
-            tier: its budget and its number of entries.
-            states: state of bytes -> how many there are.
+            name: Value of the label `tier`.
+            tier: Tier to export.
+            states: State of bytes -> function that counts them.
         """
         self._budget.labels(name).set_function(lambda: tier.budget_bytes)
         self._entries.labels(name).set_function(lambda: len(tier))
@@ -273,11 +284,12 @@ class RelayMetrics:
         """Export a relay, read at each scrape.
 
         Args:
-            kind: rank or generate.
-            works: prefill, reload, spill -> how many are in flight.
-            t_life_s: from a signal to the end of its rank, P99 as measured.
-            prefills_per_s: what the trigger admits.
-            brownout: the level in force.
+            kind: "rank" or "generate".
+            works: "prefill", "reload", "spill" -> function that counts those in flight.
+            t_life_s: Function that returns the P99 of the time from a signal to the end of its
+                rank.
+            prefills_per_s: Function that returns the rate that the trigger admits.
+            brownout: Function that returns the current level.
         """
         self._t_life_p99_s.labels(kind).set_function(t_life_s)
         self._prefill_rate.labels(kind).set_function(prefills_per_s)

@@ -1,8 +1,4 @@
-"""The process: admission, its event loop, its limits, what it runs, its reloads, its keys, its recorder.
-
-A rejected reload leaves what served before in service, so nothing else shows it: an operator would
-believe that the new checkpoint serves.
-"""
+"""Metrics of the process: event loop, limits, version, recorder, reloads, API keys, admission."""
 
 from __future__ import annotations
 
@@ -26,21 +22,21 @@ from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter
 
 
 class ProcessMetrics:
-    """What is neither a request nor the device."""
+    """Metrics of the process itself: event loop, garbage collector, limits, version, recorder."""
 
     def __init__(self, make: Families) -> None:
-        # apart: it reads files when it is asked
+        # on a registry of its own, because it reads files: `exposition.py` runs it in a thread
         self.collector = ProcessCollector(registry=CollectorRegistry())
         self._lag_s = make.histogram(
-            "event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S
+            "event_loop_lag_seconds", "How late timers of the event loop fire, sampled.", LAG_S
         )
         self.loop_froze = make.counter(
-            "event_loop_freezes_total", "Times that the event loop stood still."
+            "event_loop_freezes_total", "Times that the event loop was blocked for too long."
         ).inc
         ReadCounter(
             make.registry,
             "npu_gr_log_lines_dropped",
-            "Log lines that nobody took.",
+            "Log lines that were dropped, because the reader of the stream was too slow.",
             "stream",
             num_lines_dropped,
         )
@@ -53,10 +49,10 @@ class ProcessMetrics:
         )
         self._expires_at = make.gauge(
             "tls_certificate_expires_at_seconds",
-            "When a certificate in force expires, in unix seconds.",
+            "Expiry of the current TLS certificate, in unix seconds.",
             ("of",),
         )
-        self._ready = make.gauge("ready", "1 while new work is welcome.")
+        self._ready = make.gauge("ready", "1 while the instance accepts new requests.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
         self._recorded = {
@@ -72,27 +68,27 @@ class ProcessMetrics:
         self._gc_s[generation].observe(seconds)
 
     def recorded(self, result: str, num: int) -> None:
-        """Count requests that the recorder has written, dropped, failed to write, or erased.
+        """Count requests by what the recorder did with them, from any thread.
 
-        From any thread.
+        `result` is written, dropped, failed or erased.
         """
         self._recorded[result].inc(num)
 
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
-        """Export whether new work is welcome, read at each scrape."""
+        """Export whether the instance accepts new requests, read at each scrape."""
         self._ready.set_function(lambda: read()[0])
 
     def observe_certificate(self, of: str, read: Callable[[], float]) -> None:
-        """Export when a certificate in force expires, read at each scrape: the files are followed."""
+        """Export the expiry of the current certificate, read at each scrape."""
         self._expires_at.labels(of).set_function(read)
 
     def observe_limits(self, named: Mapping[str, Callable[[], float]]) -> None:
-        """Export the limits in force, read at each scrape: a reload may change them."""
+        """Export the current limits, read at each scrape, because a reload may change them."""
         for name, read in named.items():
             self._limits.labels(name).set_function(read)
 
     def runs(self, model: ModelInfo) -> None:
-        """Say what is running."""
+        """Export the versions of the program and of the served model."""
         self._build.info(
             {
                 "version": __version__,
@@ -106,25 +102,26 @@ class ProcessMetrics:
 
 
 class Reloaded(StrEnum):
-    """What can be read again while the instance serves; the value of the metric label `what`."""
+    """What can be reloaded while the instance serves; the value of the metric label `what`."""
 
-    CONFIGURATION = "configuration"  # the file with every section; models too
-    CATALOGUE = "catalogue"  # the items that generates find
-    VECTORS = "vectors"  # what matches search
+    CONFIGURATION = "configuration"  # the configuration file, with the models that it names
+    CATALOGUE = "catalogue"  # the items of generate
+    VECTORS = "vectors"  # the vectors of match
 
 
 class ReloadMetrics:
-    """The last reload of each thing that an instance serves.
+    """The result of the last reload of each thing that an instance serves.
 
-    A thing that it does not serve has no series.
+    A rejected reload leaves the earlier version in service, so only these metrics show an operator
+    that the new one is not served. A thing that the instance does not serve has no series.
     """
 
     def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
         """Make the families.
 
         Args:
-            make: on which registry.
-            clock: unix seconds.
+            make: Families of the registry to use.
+            clock: Clock, in unix seconds.
         """
         self._clock = clock
         self._successful = make.gauge(
@@ -134,7 +131,7 @@ class ReloadMetrics:
         )
         self._success_at = make.gauge(
             "last_reload_success_timestamp_seconds",
-            "When what serves now was loaded, in unix seconds.",
+            "Time at which the served version was loaded, in unix seconds.",
             ("what",),
         )
 
@@ -145,52 +142,54 @@ class ReloadMetrics:
 
     @contextmanager
     def attempt(self, what: Reloaded) -> Iterator[None]:
-        """Record how the block ends: it reloads, or it raises, and what served before goes on."""
+        """Record whether the block, which reloads, succeeds or raises."""
         try:
             yield
-        except (
-            BaseException
-        ):  # a caller who leaves in the middle did not get what it asked for either
+        except BaseException:  # also CancelledError: the client disconnected during the reload
             self._successful.labels(what.value).set(0)
             raise
         self.loaded(what)
 
 
 class KeyMetrics:
-    """Rejections by reason, and gauges that are read when they are scraped."""
+    """Metrics of API keys: rejected requests, and the state of the key file."""
 
     def __init__(self, make: Families) -> None:
         self._rejected = make.counter(
             "api_keys_rejected_total", "Requests rejected for their API key.", ("reason",)
         )
-        self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
+        self._num_valid = make.gauge("api_keys", "Valid API keys, without expired ones.")
         self._is_stale = make.gauge(
-            "api_keys_file_stale", "1 while the key file cannot be used: older keys hold."
+            "api_keys_file_stale",
+            "1 while the key file cannot be read, and the keys read before are used.",
         )
 
     def observe(
-        self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]
+        self, reasons: Iterable[str], num_valid: Callable[[], int], is_stale: Callable[[], bool]
     ) -> None:
-        """Export what is true when it is scraped.
+        """Export the state of the keys, read at each scrape.
 
         Args:
-            reasons: every value of the label `reason`.
-            in_force: counts the keys.
-            is_stale: whether the file cannot be used.
+            reasons: All values of the label `reason`.
+            num_valid: Function that counts the valid keys.
+            is_stale: Function that returns whether the key file cannot be read.
         """
         for reason in reasons:
             self._rejected.labels(reason)
-        self._in_force.set_function(in_force)
+        self._num_valid.set_function(num_valid)
         self._is_stale.set_function(is_stale)
 
     def rejected(self, reason: str) -> None:
-        """Count a request."""
+        """Count a rejected request."""
         self._rejected.labels(reason).inc()
 
 
 @contextmanager
 def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[], None]]:
-    """Note the pauses while the block runs.
+    """Note the pauses of the garbage collector while the block runs.
+
+    Pauses are noted first and observed later, because the collector may interrupt code that holds
+    a metric's lock.
 
     Yields:
         A function that calls `observe(generation, seconds)` for each pause noted since its last
@@ -217,65 +216,69 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
         gc.callbacks.remove(on_collection)
 
 
-PLACES = ("waiting", "inside", "outside")
+PLACES = ("waiting", "active", "suspended")
 
 
 class ObservedAdmission(Protocol):
-    """What can be read of a door."""
+    """What the metrics read of the admission controller."""
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Requests of a kind by where they are: `PLACES`."""
+        """Return the requests of a kind by state, see `PLACES`."""
 
     def service_time_s(self, kind: str) -> float:
-        """Seconds a request of a kind."""
+        """Return the service-time estimate of a kind, in seconds per request."""
 
     def window(self, kind: str) -> int:
-        """Requests of a kind that may be inside where there are no others."""
+        """Return the concurrency limit of a kind, if there are no requests of other kinds."""
 
 
 class AdmissionMetrics:
-    """Gauges that are read when they are scraped."""
+    """Metrics of admission control, read at each scrape."""
 
     def __init__(self, make: Families) -> None:
         self._requests = make.gauge(
-            "admission_requests", "Requests at the door now.", ("kind", "place")
+            "admission_requests",
+            "Requests in admission control now: waiting, inside (active) or outside (suspended).",
+            ("kind", "place"),
         )
-        self._pace_s = make.gauge(
+        self._service_time_s = make.gauge(
             "admission_service_time_seconds",
-            "Seconds a request, learnt from departures.",
+            "Service-time estimate, in seconds per request.",
             ("kind",),
         )
-        self._window = make.gauge(
-            "admission_concurrency_limit", "Requests of the kind that may be inside.", ("kind",)
+        self._concurrency_limit = make.gauge(
+            "admission_concurrency_limit", "Most active requests of the kind.", ("kind",)
         )
         self._paused = make.gauge(
-            "rejections_paused", "Rejections that wait, so that clients who retry are paced."
+            "rejections_paused", "Rejections that are delayed, to slow down clients that retry."
         )
         self._receiving = make.gauge(
-            "receiving_bytes", "Bodies that have arrived and are not answered."
+            "receiving_bytes", "Bytes of request bodies that have arrived and are not answered yet."
         )
 
     def observe(
         self,
-        door: ObservedAdmission,
+        controller: ObservedAdmission,
         paused: Callable[[], int],
         receiving_bytes: Callable[[], int],
     ) -> None:
-        """Export what is true when it is scraped.
+        """Export the state of admission control, read at each scrape.
 
         Args:
-            door: whose places and paces.
-            paused: counts rejections that wait.
-            receiving_bytes: of bodies.
+            controller: Admission controller.
+            paused: Function that counts the delayed rejections.
+            receiving_bytes: Function that returns the bytes of bodies in memory.
         """
         for kind in KINDS:
             for place in PLACES:
-                self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
-            self._pace_s.labels(kind).set_function(partial(door.service_time_s, kind))
-            self._window.labels(kind).set_function(partial(door.window, kind))
+                self._requests.labels(kind, place).set_function(
+                    partial(_count, controller, kind, place)
+                )
+            self._service_time_s.labels(kind).set_function(partial(controller.service_time_s, kind))
+            self._concurrency_limit.labels(kind).set_function(partial(controller.window, kind))
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
 
 
-def _count(door: ObservedAdmission, kind: str, place: str) -> int:
-    return door.counts(kind)[place]
+def _count(controller: ObservedAdmission, kind: str, place: str) -> int:
+    return controller.counts(kind)[place]

@@ -1,8 +1,7 @@
-"""What is counted while a request is served: of every kind, of ranks, and of the passes of the device.
+"""Metrics of requests: of every kind, of ranks, and of the passes on the device.
 
-Latency histograms hold answered requests only: a rejection in .2 ms is no fast answer, and a panel
-must not improve while requests are rejected. What was not answered is counted apart, by what became
-of it.
+Latency histograms contain answered requests only, so that fast rejections do not improve them.
+Requests that were not answered are counted by result.
 
 Each latency histogram has a bucket edge on the kind's objective, so SLO attainment is an exact
 ratio of counters. Exemplars of `npu_gr_request_duration_seconds` name the trace of a request in
@@ -37,36 +36,36 @@ from npu_gr.metrics.slo import (
 )
 
 EVALUATED = "slo_requests_total"
-DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
+HTTP_STAGE = "http"  # value of the label `stage` for reading, parsing and writing HTTP
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
-ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
+ABANDONED = 499  # status of a request whose client disconnected, as nginx logs it
 
 
 class AdmissionResult(StrEnum):
-    """What became of a request at the door; the value of the `verdict` metric label."""
+    """The result of a request's admission; the value of the metric label `verdict`."""
 
     ADMITTED = "admitted"
     OVERLOADED = "overloaded"  # 429: admission control or the device's queue rejected it
     UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
     OUT_OF_TIME = "out_of_time"  # 504
-    # 429 or 504, and its caller granted less time than anything is promised for
+    # 429 or 504, and the client's budget was too short for the objective to apply
     IMPOSSIBLE = "impossible"
-    # 429: its API key was over its rate, or its tenant over the signals that it had earned
+    # 429: the API key was over its rate, or the tenant over its signal credit
     OVER_RATE = "over_rate"
-    ABANDONED = "abandoned"  # the caller hung up
-    INVALID = "invalid"  # another 4xx: the caller's fault
-    BROKEN = "broken"  # another 5xx: ours
+    ABANDONED = "abandoned"  # the client disconnected
+    INVALID = "invalid"  # another 4xx: an error of the client
+    BROKEN = "broken"  # another 5xx: an error of the server
 
     @classmethod
     def of(cls, status: int) -> AdmissionResult:
-        """Translate an HTTP status; 499 means that the caller hung up."""
+        """Translate an HTTP status; 499 = the client disconnected."""
         if status < 400:
             return cls.ADMITTED
         return _RESULTS.get(status, cls.INVALID if status < 500 else cls.BROKEN)
 
 
-# the caller sends more than is its due, so nobody failed it
-_CALLERS = (Rejection.RATE, Rejection.SHARE)
+# the client exceeded its share: its own fault, so the objective does not count it
+_OVER_RATE = (Rejection.RATE, Rejection.SHARE)
 _RESULTS = {
     429: AdmissionResult.OVERLOADED,
     ABANDONED: AdmissionResult.ABANDONED,
@@ -76,7 +75,7 @@ _RESULTS = {
 
 
 class RequestMetrics:
-    """Metrics that each kind of the table has."""
+    """Metrics of every kind in `KINDS`."""
 
     def __init__(
         self, make: Families, objectives: Iterable[Objective], clock: Callable[[], float]
@@ -84,9 +83,9 @@ class RequestMetrics:
         """Make the families.
 
         Args:
-            make: on which registry.
-            objectives: exactly one for each kind.
-            clock: seconds that never go back.
+            make: Families of the registry to use.
+            objectives: Exactly one objective for each kind.
+            clock: Monotonic clock, in seconds.
         """
         self._clock = clock
         self.objectives = {objective.kind: objective for objective in objectives}
@@ -98,7 +97,7 @@ class RequestMetrics:
             make.counter("requests_total", "HTTP requests by route and status.", ("route", "code"))
         )
         admissions = make.counter(
-            "admissions_total", "Requests by what became of them at the door.", ("kind", "verdict")
+            "admissions_total", "Requests by result of their admission.", ("kind", "verdict")
         )
         self._admissions = {
             (kind, v): admissions.labels(kind, v.value) for kind in KINDS for v in AdmissionResult
@@ -111,24 +110,27 @@ class RequestMetrics:
         }
         answered = make.histogram(
             "request_duration_seconds",
-            "Answered requests, from the last byte to the answer.",
+            "Latency of answered requests, from the last byte of the request to the answer.",
             all_edges_s,
             ("kind",),
         )
         self._request_s = {kind: answered.labels(kind) for kind in KINDS}
         results = make.counter(
-            EVALUATED, "Requests as the objectives count them.", ("kind", "result")
+            EVALUATED, "Requests by result for the objectives.", ("kind", "result")
         )
         self._results = {
             (kind, r): results.labels(kind, r.value) for kind in self.objectives for r in Result
         }
         stages = make.histogram(
-            "stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage")
+            "stage_duration_seconds",
+            "Time of requests in each stage.",
+            all_edges_s,
+            ("kind", "stage"),
         )
         self._stage_s = {
             (kind.name, stage): stages.labels(kind.name, stage)
             for kind in KINDS.values()
-            for stage in (*kind.stages, DOOR)
+            for stage in (*kind.stages, HTTP_STAGE)
         }
         self._service_s = {name: self._durations(make, kind) for name, kind in KINDS.items()}
         self._outcome_families = {
@@ -144,12 +146,15 @@ class RequestMetrics:
         self._promise(make)
 
     def _durations(self, make: Families, kind: Kind[Any, Any]) -> Callable[[str], Histogram]:
-        """The kind's own histogram, behind the door.
+        """Make the kind's own histogram of latency in the service, without HTTP.
 
-        Made whole at once, so that a scrape shows every child.
+        All children are made at once, so that a scrape shows all of them.
+
+        Returns:
+            Function label value -> histogram.
         """
         edges_s = sorted({*LATENCY_S, self.objectives[kind.name].threshold_s})
-        text = f"{kind.title}, end to end in the service."
+        text = f"Latency of {kind.plural} in the service, without HTTP."
         labels = () if kind.label is None else (kind.label,)
         family = make.histogram(f"{kind.name}_duration_seconds", text, edges_s, labels)
         if kind.label is None:
@@ -157,21 +162,20 @@ class RequestMetrics:
         return {value: family.labels(value) for value in kind.labels}.__getitem__
 
     def _promise(self, make: Families) -> None:
-        """Export objectives and how well they are kept.
-
-        Computed here, so one instance needs no Prometheus.
-        """
+        """Export the objectives and their attainment, so that one instance needs no Prometheus."""
         threshold = make.gauge(
-            "slo_threshold_seconds", "A request is in time within this.", ("kind",)
+            "slo_threshold_seconds", "Longest latency within the objective.", ("kind",)
         )
         wanted = make.gauge(
-            "slo_objective_ratio", "Share of requests that must keep the promise.", ("kind", "slo")
+            "slo_objective_ratio", "Share of requests that must be good.", ("kind", "slo")
         )
-        kept = make.gauge(
-            "slo_attainment_ratio", "Share of requests that kept it.", ("kind", "slo", "window")
+        attained = make.gauge(
+            "slo_attainment_ratio", "Share of requests that were good.", ("kind", "slo", "window")
         )
         left = make.gauge(
-            "slo_budget_remaining_ratio", "Error budget left since the start.", ("kind", "slo")
+            "slo_budget_remaining_ratio",
+            "Share of the error budget that is left since the start.",
+            ("kind", "slo"),
         )
         for kind, objective in self.objectives.items():
             threshold.labels(kind).set(objective.threshold_s)
@@ -179,7 +183,7 @@ class RequestMetrics:
                 wanted.labels(kind, slo.value).set(objective.ratio(slo))
                 left.labels(kind, slo.value).set_function(partial(self._budget_left, kind, slo))
                 for name, window_s in WINDOWS_S.items():
-                    kept.labels(kind, slo.value, name).set_function(
+                    attained.labels(kind, slo.value, name).set_function(
                         partial(self._attained, kind, slo, window_s)
                     )
 
@@ -202,23 +206,23 @@ class RequestMetrics:
         """Count an HTTP request that has ended.
 
         Args:
-            kind: a name of `KINDS`; None = a route that the table does not have.
-            route: the path's pattern.
-            status: of HTTP; 499 = the caller hung up.
-            took_s: from the last byte to the answer.
-            stages_s: of the answer; what they leave of `took_s` is the door's.
-            rejection: why it was rejected for load, or for its key's rate.
-            has_s: what the caller granted, from the last byte on.
+            kind: Name in `KINDS`; None = a route of no kind.
+            route: Pattern of the path.
+            status: HTTP status; 499 = the client disconnected.
+            took_s: Seconds from the last byte of the request to the answer.
+            stages_s: Seconds of each stage; the rest of `took_s` is the HTTP stage.
+            rejection: Reason of a rejection for load or for the key's rate.
+            has_s: The client's time budget, from the last byte of the request.
 
         Returns:
-            What it counts as for the objective; None = nothing.
+            The result for the objective; None = the objective does not count it.
         """
         self._requests(route, status).inc()
         if kind is None:
             return None
         threshold_s = self.objectives[kind].threshold_s
         admission = AdmissionResult.of(status)
-        if rejection in _CALLERS:
+        if rejection in _OVER_RATE:
             admission = AdmissionResult.OVER_RATE
         elif status in (429, 504) and not is_promised(has_s, threshold_s):
             admission = AdmissionResult.IMPOSSIBLE
@@ -228,7 +232,7 @@ class RequestMetrics:
         if rejection is not None:
             self._rejections[kind, rejection].inc()
         if stages_s:
-            self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
+            self._stage_s[kind, HTTP_STAGE].observe(max(took_s - sum(stages_s.values()), 0.0))
         is_evaluated = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
         result = evaluate(status, took_s, threshold_s, has_s) if is_evaluated else None
         if result is not None:
@@ -239,19 +243,17 @@ class RequestMetrics:
     def rejected_at_admission(
         self, kind: str, num: int, reason: Rejection = Rejection.LATE, *, is_promised: bool = True
     ) -> None:
-        """Count requests that were rejected before they were parsed.
-
-        They have no latency: nothing was answered.
+        """Count requests that admission rejected before they were parsed; they have no latency.
 
         Args:
-            kind: a name of `KINDS`.
-            num: how many since the last call.
-            reason: the door's.
-            is_promised: whether their callers granted the time that the objective is about.
+            kind: Name in `KINDS`.
+            num: Number of requests.
+            reason: Reason of the rejection.
+            is_promised: Whether the objective applies: the clients' budgets were long enough.
         """
         self._requests(KINDS[kind].path, 429).inc(num)
         self._rejections[kind, reason].inc(num)
-        if reason in _CALLERS:
+        if reason in _OVER_RATE:
             self._admissions[kind, AdmissionResult.OVER_RATE].inc(num)
         elif is_promised:
             self._admissions[kind, AdmissionResult.OVERLOADED].inc(num)
@@ -261,21 +263,16 @@ class RequestMetrics:
             self._admissions[kind, AdmissionResult.IMPOSSIBLE].inc(num)
 
     def abandoned(self, kind: str, num: int = 1) -> None:
-        """Count requests whose callers hung up before they were parsed.
-
-        Args:
-            kind: a name of `KINDS`.
-            num: how many since the last call.
-        """
+        """Count requests whose clients disconnected before they were parsed."""
         self._requests(KINDS[kind].path, ABANDONED).inc(num)
         self._admissions[kind, AdmissionResult.ABANDONED].inc(num)
 
     def broken(self, status: int) -> None:
-        """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""
+        """Count a request that ended before its route was known: invalid, too slow or too large."""
         self._requests("none", status).inc()
 
     def served(self, kind: Kind[Any, Any], tenant: str, answer: Answer, took_s: float) -> None:
-        """Count an answer that a caller asked for, as `answered`, and by who asked and what answered."""
+        """Count an answer to a client, as `answered` does, and by its tenant and model version."""
         self.answered(kind, answer, took_s)
         version = getattr(answer, "model_version", "")
         self.recent.add(
@@ -283,7 +280,7 @@ class RequestMetrics:
         )
 
     def answered(self, kind: Kind[Any, Any], answer: Answer, took_s: float) -> None:
-        """Count an answer of the service, whether HTTP or a cascade asked for it."""
+        """Count an answer of the service to a client or to a cascade."""
         self._service_s[kind.name](answer.label_value).observe(took_s)
         for stage, seconds in answer.stages_s.items():
             self._stage_s[kind.name, stage].observe(seconds)
@@ -293,18 +290,15 @@ class RequestMetrics:
             outcomes(leased.label_value, leased.reason).inc()
 
     def over(self, kind: str, window_s: float) -> Counts:
-        """Results of the last `window_s` seconds."""
+        """Return the results of the last `window_s` seconds."""
         return self.rolling[kind].over(self._clock(), window_s)
 
     def good_per_s(self, kind: str) -> float:
-        """Requests answered in time, a second, in the last minute."""
+        """Return the goodput of the last minute: requests per second answered within the SLO."""
         return self.rolling[kind].good_per_s(self._clock())
 
     def outcomes(self) -> dict[str, dict[str, int]]:
-        """Count requests since the start: kind -> outcome -> requests.
-
-        What never happened is left out.
-        """
+        """Return the requests since the start by kind and outcome, without zeros."""
         return {kind: _sums(family) for kind, family in self._outcome_families.items()}
 
 
@@ -318,13 +312,15 @@ def _sums(family: Counter) -> dict[str, int]:
 
 
 class RankMetrics:
-    """Histories, candidates and the self-check of ranks."""
+    """Metrics of ranks: histories, candidates and the self-check."""
 
     def __init__(self, make: Families) -> None:
-        unknown = make.counter("unknown_items_total", "Items that the catalogue lacks.", ("where",))
+        unknown = make.counter(
+            "unknown_items_total", "Items that are not in the catalogue.", ("where",)
+        )
         self._unknown = {where: unknown.labels(where) for where in ("history", "candidates")}
         missing = make.counter(
-            "missing_features_total", "Features of the ranker that a rank had nowhere.", ("of",)
+            "missing_features_total", "Features of the ranker that a rank did not have.", ("of",)
         )
         self._missing: dict[str, Counter] = {of: missing.labels(of) for of in OFS if of != "item"}
         self._candidates = make.histogram(
@@ -335,28 +331,28 @@ class RankMetrics:
         )
         self._history_tokens = make.counter("history_tokens_total", "History tokens of ranks.")
         self._cut_tokens = make.counter(
-            "history_cut_tokens_total", "Oldest tokens dropped by the length rule."
+            "history_cut_tokens_total", "Oldest tokens that were cut from too long histories."
         )
         self._drift = make.histogram(
             "drift_ratio",
-            "Self-check: difference of cached from cold scores over their standard deviation.",
+            "Self-check: difference of cached and cold scores, in standard deviations.",
             (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
         )
         self._drift_failures = make.counter(
-            "selfcheck_failures_total", "Self-checks beyond the allowed drift."
+            "selfcheck_failures_total", "Self-checks with more than the allowed drift."
         )
         self._new_items = make.gauge(
             "new_items",
-            "Items of the catalogue that the ranker was not trained with: scored by features and "
+            "Items of the catalogue that the ranker was not trained on: scored by features and "
             "codes, or unscored.",
             ("state",),
         )
         self._spare_items = make.gauge(
-            "spare_item_rows", "Rows of the ranker's table that are left for new items."
+            "spare_item_rows", "Free rows of the ranker's table for new items."
         )
 
     def answered(self, answer: RankAnswer) -> None:
-        """Count what a rank read and scored."""
+        """Count the tokens, candidates and missing features of a rank."""
         self._prefix_tokens.inc(answer.prefix_tokens)
         self._history_tokens.inc(answer.history.num_tokens)
         if answer.unknown_candidates:
@@ -368,7 +364,7 @@ class RankMetrics:
             break  # every task scores the same candidates
 
     def history_read(self, report: HistoryReport) -> None:
-        """Count what was left out of a history that was tokenized, for a signal or a rank."""
+        """Count the unknown items and cut tokens of a history, for a signal or a rank."""
         if report.unknown_items:
             self._unknown["history"].inc(report.unknown_items)
         if report.cut_tokens:
@@ -377,19 +373,19 @@ class RankMetrics:
     def observe_items(
         self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]
     ) -> None:
-        """Export how the ranker in service stands to items that it was not trained with, read at each scrape.
+        """Export the items that the served ranker was not trained on, read at each scrape.
 
         Args:
-            scored: new items that have a row.
-            unscored: those that have none.
-            spare: rows that are left.
+            scored: Function that counts the new items with a row.
+            unscored: Function that counts the new items without a row.
+            spare: Function that counts the free rows.
         """
         self._new_items.labels("scored").set_function(scored)
         self._new_items.labels("unscored").set_function(unscored)
         self._spare_items.set_function(spare)
 
     def drifted(self, ratio: float, is_failure: bool) -> None:
-        """Record a self-check: how far cached scores are from cold ones, in standard deviations."""
+        """Record a self-check: the difference of cached and cold scores, in standard deviations."""
         self._drift.observe(ratio)
         self._drift_failures.inc(is_failure)
 
@@ -398,7 +394,7 @@ WORKS = (*(name for name, kind in KINDS.items() if kind.uses_device), "prefill",
 
 
 class EngineMetrics:
-    """Reported by the device threads."""
+    """Metrics of the device threads."""
 
     def __init__(self, make: Families) -> None:
         self.queue_depth: Callable[[], int] = lambda: 0  # for the status page
@@ -411,27 +407,27 @@ class EngineMetrics:
             "match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64)
         )
         busy = make.counter(
-            "device_busy_seconds_total", "Time the device thread worked.", ("work",)
+            "device_busy_seconds_total", "Time that the device thread was busy.", ("work",)
         )
         self._busy = {work: busy.labels(work) for work in WORKS}
         self._chosen: dict[str, str] = {}
         self._ops = make.gauge(
-            "backend_op_info", "1 for what runs an op of the backend.", ("op", "impl")
+            "backend_op_info", "1 for the implementation of each backend op.", ("op", "impl")
         )
         self._fallbacks = make.counter(
-            "backend_fallbacks_total", "Calls that an op's implementation did not take.", ("op",)
+            "backend_fallbacks_total",
+            "Calls that ran as torch operators, because the op's implementation did not support "
+            "them.",
+            ("op",),
         )
 
     def observe_queue(self, depth: Callable[[], int]) -> None:
-        """Export how many jobs wait, read at each scrape."""
+        """Export the number of waiting jobs, read at each scrape."""
         self._queue_depth.set_function(depth)
         self.queue_depth = depth
 
     def batch_done(self, kind: str, num_requests: int, num_rows: int) -> None:
-        """Record a pass that requests of a kind shared.
-
-        A pass of matches goes over items, and has no rows.
-        """
+        """Record a pass of requests of one kind; a pass of matches has no rows."""
         if kind == MATCH.name:
             self._matches.observe(num_requests)
         else:
@@ -443,7 +439,7 @@ class EngineMetrics:
         self._busy[work].inc(seconds)
 
     def ops_chosen(self, ops: Mapping[str, str]) -> None:
-        """Export what runs each operator that has a choice, in place of what was exported before."""
+        """Export the implementation of each op that has several, in place of earlier values."""
         for op, impl in ops.items():
             if self._chosen.get(op, impl) != impl:
                 self._ops.labels(op, self._chosen[op]).set(0)
@@ -452,5 +448,5 @@ class EngineMetrics:
             self._fallbacks.labels(op)
 
     def fell_back(self, op: str) -> None:
-        """Count a call that ran as torch operators because the op's implementation did not take it."""
+        """Count a call that ran as torch operators; the op's implementation does not support it."""
         self._fallbacks.labels(op).inc()

@@ -1,7 +1,7 @@
-"""The history store: its calls, breakers, disk and damage, requests that did without it, bytes of erased users.
+"""Metrics of the history store and of the feature source: calls, breakers, disk, fallbacks.
 
-Nothing finds an erased user from the answer on, so only the figures of `ErasureMetrics` show that
-bytes are left.
+`ErasureMetrics` shows erased users whose bytes are still on disk. No request can find these users,
+so nothing else would show it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from npu_gr.core.history import HistorySource, StoreHealth, UserFeaturesSource
 from npu_gr.metrics.registry.families import LATENCY_S, Families
 
 PLACES = ("store", "recordings")
-RUNS = ("ok", "held", "failed")  # held: by a reader, or by a file that is being written
+RUNS = ("ok", "held", "failed")  # held = blocked by a reader, or by a file that is being written
 
 _NONE: Mapping[str, int] = Counter()
 
 
 class ErasureMetrics(Collector):
-    """Read at each scrape from those who remove the bytes."""
+    """Pending erasures and the runs that remove erased bytes, read at each scrape."""
 
     def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
         """Make the families.
 
         Args:
-            make: on which registry.
-            clock: unix seconds.
+            make: Families of the registry to use.
+            clock: Clock, in unix seconds.
         """
         self._clock = clock
         self._pending = make.gauge(
             "erasure_pending_seconds",
-            "Age of the oldest erasure whose bytes are left; 0 = none is.",
+            "Age of the oldest erasure whose bytes are still stored; 0 = there is none.",
             ("place",),
         )
         self._runs: dict[str, Callable[[], Mapping[str, int]]] = dict.fromkeys(
@@ -58,10 +58,10 @@ class ErasureMetrics(Collector):
         """Export a place.
 
         Args:
-            place: one of `PLACES`.
-            erased_at: unix seconds of the oldest erasure whose bytes are left there; None = none
-                is.
-            runs: that removed bytes, by their result.
+            place: One of `PLACES`.
+            erased_at: Function that returns the unix seconds of the oldest erasure whose bytes are
+                still in that place; None = there is none.
+            runs: Function that returns the number of runs by result, see `RUNS`.
         """
 
         def age_s() -> float:
@@ -91,46 +91,48 @@ SOURCES = (HistorySource.LAST_KNOWN.value, HistorySource.NOTHING.value, "failed"
 
 
 class LaneFigures(Protocol):
-    """The figures of one sort of calls."""
+    """The figures of one bulkhead, e.g. that of reads."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker rejects calls."""
+        """Whether the circuit breaker is open, so that calls fail at once."""
 
     @property
     def num_calls(self) -> int:
-        """Calls that the store has not ended."""
+        """Calls in flight."""
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for their turn."""
+        """Calls in the queue."""
 
 
 class SourceMetrics:
-    """Reported by the guard of the source of users' features."""
+    """Metrics of the source of users' features."""
 
     def __init__(self, make: Families) -> None:
         calls = make.counter(
-            "feature_source_calls_total", "Fetches of users' features by their end.", ("result",)
+            "feature_source_calls_total", "Fetches of users' features by result.", ("result",)
         )
         self._calls = {result: calls.labels(result) for result in RESULTS}
         self._took_s = make.histogram(
             "feature_source_call_duration_seconds",
-            "Fetches of users' features, as their callers wait.",
+            "Time of a fetch of users' features, with its wait in the queue.",
             LATENCY_S,
         )
         reads = make.counter(
             "user_features_total",
-            "Users whose features no request brought, by where they came from.",
+            "Users whose features were not in the request, by where they came from.",
             ("source",),
         )
         self._reads = {source: reads.labels(source) for source in UserFeaturesSource}
-        self._open = make.gauge("feature_source_breaker_open", "1 while fetches fail at once.")
+        self._open = make.gauge(
+            "feature_source_breaker_open", "1 while the circuit breaker of fetches is open."
+        )
         self._in_flight = make.gauge(
-            "feature_source_calls_in_flight", "Fetches that the source has not ended."
+            "feature_source_calls_in_flight", "Fetches that are in flight now."
         )
         self._waiting = make.gauge(
-            "feature_source_calls_waiting", "Fetches that wait for their turn."
+            "feature_source_calls_waiting", "Fetches that wait in the queue."
         )
 
     def called(self, operation: str, result: str, took_s: float) -> None:
@@ -139,37 +141,37 @@ class SourceMetrics:
         self._took_s.observe(took_s)
 
     def read(self, source: UserFeaturesSource) -> None:
-        """Count a user whose features were asked for."""
+        """Count a user whose features were looked up."""
         self._reads[source].inc()
 
     def observe(self, lane: LaneFigures) -> None:
-        """Export the fetches, read at each scrape."""
+        """Export the state of the fetches, read at each scrape."""
         self._open.set_function(partial(getattr, lane, "is_open"))
         self._in_flight.set_function(partial(getattr, lane, "num_calls"))
         self._waiting.set_function(partial(getattr, lane, "waiting"))
 
 
 class StoreMetrics:
-    """Reported by the guard of the store, and by those who read histories."""
+    """Metrics of the history store's calls, fallbacks, disk and damage."""
 
     def __init__(self, make: Families, erasures: ErasureMetrics) -> None:
         self._erasures = erasures
         calls = make.counter(
-            "store_calls_total", "Calls of the history store by their end.", ("operation", "result")
+            "store_calls_total", "Calls of the history store by result.", ("operation", "result")
         )
         self._calls = {
             (of, result): calls.labels(of, result) for of in OPERATIONS for result in RESULTS
         }
         took = make.histogram(
             "store_call_duration_seconds",
-            "Calls of the history store, as their callers wait.",
+            "Time of a call of the history store, with its wait in the queue.",
             LATENCY_S,
             ("operation",),
         )
         self._took_s = {of: took.labels(of) for of in OPERATIONS}
         degraded = make.counter(
             "history_degraded_total",
-            "Histories that the store did not give, by what stood in.",
+            "Histories that the store failed to return, by what was used instead.",
             ("source", "fault"),
         )
         self._degraded = {
@@ -178,22 +180,22 @@ class StoreMetrics:
             for fault in StoreFault
         }
         self._open = make.gauge(
-            "store_breaker_open", "1 while calls fail at once.", ("store", "lane")
+            "store_breaker_open", "1 while the circuit breaker is open.", ("store", "lane")
         )
         self._in_flight = make.gauge(
-            "store_calls_in_flight", "Calls that the store has not ended.", ("lane",)
+            "store_calls_in_flight", "Calls that are in flight now.", ("lane",)
         )
         self._waiting = make.gauge(
-            "store_calls_waiting", "Calls that wait for their turn.", ("lane",)
+            "store_calls_waiting", "Calls that wait in the queue.", ("lane",)
         )
         self._free = make.gauge(
-            "store_disk_free_bytes", "Left on the file system of the embedded store."
+            "store_disk_free_bytes", "Free bytes of the file system of the embedded store."
         )
         self._size = make.gauge(
             "store_disk_bytes", "Size of the file system of the embedded store."
         )
         self._damaged = make.gauge(
-            "store_damaged_places", "Damage that the check at the start found."
+            "store_damaged_places", "Damaged entries that the check at the start found."
         )
 
     def called(self, operation: str, result: str, took_s: float) -> None:
@@ -202,16 +204,16 @@ class StoreMetrics:
         self._took_s[operation].observe(took_s)
 
     def degraded(self, source: str, fault: StoreFault) -> None:
-        """Count a history that the store did not give; `source` is one of `SOURCES`."""
+        """Count a history that the store failed to return; `source` is one of `SOURCES`."""
         self._degraded[source, fault].inc()
 
     def observe(self, kind: str, lanes: Mapping[str, LaneFigures], health: StoreHealth) -> None:
-        """Export a store, read at each scrape; nothing here asks the disk.
+        """Export the state of a store, read at each scrape without a disk access.
 
         Args:
-            kind: embedded or redis.
-            lanes: its reads and writes.
-            health: what it says of itself.
+            kind: "embedded" or "redis".
+            lanes: Value of the label `lane` (reads, writes) -> figures of its bulkhead.
+            health: Health of the store.
         """
         for name, lane in lanes.items():
             self._open.labels(kind, name).set_function(partial(getattr, lane, "is_open"))

@@ -241,9 +241,9 @@ class ActiveWork:
         self.active = 0
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Count a kind's requests by where they are: waiting, inside, outside."""
+        """Count a kind's requests by where they are: waiting, active, suspended."""
         state = self.kinds[kind]
-        return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
+        return {"waiting": state.waiting, "active": state.active, "suspended": state.suspended}
 
     def service_time_s(self, kind: str) -> float:
         """Return the service time of a kind, in seconds a request."""

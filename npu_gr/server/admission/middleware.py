@@ -76,7 +76,9 @@ class Admission:
         self._counts: Counter[str] = Counter()  # rejections by kind, since the last line of the log
         self.receiving_bytes = 0  # of bodies that arrive, wait or are served
         self.paused = 0  # rejections that wait
-        metrics.door.observe(controller.work, lambda: self.paused, lambda: self.receiving_bytes)
+        metrics.admission.observe(
+            controller.work, lambda: self.paused, lambda: self.receiving_bytes
+        )
 
     async def receive(
         self,

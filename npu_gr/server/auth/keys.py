@@ -33,7 +33,7 @@ import yaml
 
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Rejection, Unauthorized
 from npu_gr.core.kinds import Scope
-from npu_gr.core.logs import SeldomLog
+from npu_gr.core.logs import ThrottledLog
 from npu_gr.core.settings import Positive, parse
 from npu_gr.core.shares import TokenBucket
 
@@ -231,7 +231,7 @@ class KeyRing:
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
         self.on_rejected: Callable[[KeyRejection], None] = lambda _reason: None
-        self._rejections = SeldomLog(log)
+        self._rejections = ThrottledLog(log)
         self._wrong_keys = Throttle()
         if path is not None:
             try:

@@ -362,7 +362,7 @@ _NAMES = (
     *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")),
 )
 # stages that make the device's input
-_BEFORE = frozenset({"door", "history", "lease", "preprocess"})
+_BEFORE = frozenset({"http", "history", "lease", "preprocess"})
 
 
 def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any]:

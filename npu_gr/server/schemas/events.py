@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.names import Names
 from npu_gr.core.request import EventsAnswer, EventsRequest
-from npu_gr.core.text_format import whole
+from npu_gr.core.text_format import full_match
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import Codec, History, ResponseFields, UserBody, stored_events
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 128  # characters
 PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
-Key = Annotated[str, msgspec.Meta(pattern=whole(PRINTABLE), max_length=MAX_KEY)]
+Key = Annotated[str, msgspec.Meta(pattern=full_match(PRINTABLE), max_length=MAX_KEY)]
 _KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[ -~]+$"}
 _PARAMETER = {
     "name": IDEMPOTENCY_KEY,

@@ -56,7 +56,7 @@ class ResponseFields(NamedTuple):
     """What an answer says of its items."""
 
     names: Names
-    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `codec/fields.py`
+    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `server/schemas/fields.py`
 
     def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
         """Return the titles of items where the request asks for them; null = one has none."""

@@ -1,16 +1,16 @@
-"""Make semantic IDs for the items of a log: items that are used together get codes that begin alike.
+"""Make semantic IDs for the items of a log; items that are used together share a prefix.
 
-    item vectors   the items that stand near each item in the trained part of histories (positive pointwise mutual
-                   information, its largest eigenvectors), joined with the item's own features, if
-                   there are any
-    codes          residual k-means: each level codes what the levels before it have left over
-    collisions     of items with equal codes the most used one keeps them; every other one descends the levels again
-                   and takes, at each level, the nearest code that has a free semantic ID below it
+    item vectors   co-occurrence of items in the trained part of histories: the largest eigenvectors
+                   of the positive pointwise mutual information, joined with the items' features
+    codes          residual k-means: each level codes the residual of the levels before it
+    collisions     of items with equal codes, the most used one keeps them. Every other one descends
+                   the levels again, and takes at each level the nearest code with a free semantic
+                   ID below it
 
 Deterministic: the same log, options and seed give the same codes.
 
-Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means in place of
-learned codebooks, and an item's neighbours in histories in place of its text.
+Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means instead of
+learned codebooks, and co-occurrence in histories instead of the items' texts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
-# events added to each item's count, so that one meeting of two rare items is no evidence
-SMOOTHING = 10.0
-SHORTEST = 1e-2  # length of a vector that has a direction; that of a shorter one is rounding error
-EIGEN_SWEEPS = 8  # of the block power iteration
-SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
+SMOOTHING = (
+    10.0  # added to each item's count, so that one co-occurrence of rare items counts little
+)
+SHORTEST = 1e-2  # vectors shorter than this are rounding error, and are not normalised to length 1
+EIGEN_SWEEPS = 8  # iterations of the block power iteration
+SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
 KMEANS_SWEEPS = 30
 
 
@@ -47,22 +48,22 @@ KMEANS_SWEEPS = 30
 class ItemCodes:
     """A semantic ID for every item. N = items, L = levels."""
 
-    sids: I32  # [N, L], each row once
+    sids: I32  # [N, L], distinct rows
     code_count: tuple[int, ...]  # codes of each level
-    centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; none for ready-made codes
-    # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
+    centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; empty for ready-made codes
+    # [L + 1] mean squared length of the vectors, and of the residual after each level
     residuals: tuple[float, ...] = ()
     num_moved: int = 0  # items that lost a collision and got other codes
-    # the codes whose nodes these number, see `nodes.py`; None = these are no nodes
+    # ready-made codes whose nodes these are, see `nodes.py`; None = these are no nodes
     given: ItemCodes | None = None
 
     @property
     def normalise(self) -> Normalise:
-        """Over which tokens the decoder's training normalises, and therefore the search."""
+        """The tokens over which the training loss normalises; the search has to do the same."""
         return "vocabulary" if self.given is None else "valid"
 
     def balance(self) -> list[float]:
-        """Compute how evenly the codes of each level are used: entropy over its maximum, 1 = all alike."""
+        """Compute how evenly each level's codes are used: entropy / maximum entropy, 0 .. 1."""
         found = []
         for codes, count in zip(self.sids.T, self.code_count, strict=True):
             shares = np.bincount(codes, minlength=count) / len(codes)
@@ -71,8 +72,8 @@ class ItemCodes:
             found.append(entropy / float(np.log(count)) if count > 1 else 1.0)
         return found
 
-    def beginnings(self) -> list[int]:
-        """Count the different beginnings of each length; the last count is that of the items."""
+    def num_prefixes(self) -> list[int]:
+        """Count the distinct prefixes of each length; the last count is the number of items."""
         return [
             len(np.unique(self.sids[:, : level + 1], axis=0))
             for level in range(len(self.code_count))
@@ -81,26 +82,25 @@ class ItemCodes:
     def text(self) -> str:
         """Describe the codes in words."""
         if self.given is not None:
-            return (
-                f"{self.given.text()}; a token for each of the {sum(self.code_count):,} beginnings"
-            )
+            return f"{self.given.text()}; a token for each of the {sum(self.code_count):,} prefixes"
         levels = " x ".join(map(str, self.code_count))
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
-        beginnings = ", ".join(f"{count:,}" for count in self.beginnings())
+        prefixes = ", ".join(f"{count:,}" for count in self.num_prefixes())
         collided = (
             (f"; {self.num_moved:,} items collided and got other codes")
             if self.centroids
             else ", ready-made"
         )
-        return f"codes: {levels}, balance {balance}; different beginnings {beginnings}{collided}"
+        return f"codes: {levels}, balance {balance}; distinct prefixes {prefixes}{collided}"
 
     def means(self, vectors: F32) -> list[F32]:
-        """Average what each code stands for: at each level what the levels before it have left over of its items.
+        """Compute the mean vector of each code, as a start of its embedding.
 
-        A node stands for all of its items, because its token says everything alone.
+        A code's mean is that of its items' residuals after the levels before it. A node's mean is
+        that of its items' vectors, because its token contains the whole prefix.
 
         Args:
-            vectors: float32 [N, d] of the items.
+            vectors: float32 [N, d] vector of each item.
 
         Returns:
             float32 [codes, d] of each level; zero for an unused code.
@@ -121,18 +121,17 @@ class ItemCodes:
 def item_vectors(
     log: InteractionLog, features: Sequence[ItemValues], dim: int, window: int, seed: int
 ) -> F32:
-    """Place each item among the others, by the items near it in histories and by its features.
+    """Compute a vector for each item from the items near it in histories, and from its features.
 
     Args:
-        log: its trained events count.
-        features: side features of items; each has as much weight in a vector as the neighbours.
-        dim: most dimensions of the neighbours' part.
-        window: two items of one history are neighbours if they are at most so many events apart; a
-            pair that is n events apart counts 1 / n.
-        seed: of the eigenvectors' start.
+        log: Log whose trained events are counted.
+        features: Side features of items; each has as much weight in a vector as the co-occurrences.
+        dim: Most dimensions of the co-occurrence part.
+        window: Most events between two items that co-occur; a pair n events apart counts 1 / n.
+        seed: Seed of the eigenvectors' random start.
 
     Returns:
-        float32 [num_items, d], rows of unit length; zero for an item without neighbours and
+        float32 [num_items, d], rows of unit length; zero for an item without co-occurrences and
         features.
     """
     parts = [_neighbour_vectors(log, dim, window, seed)]
@@ -174,12 +173,12 @@ def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) ->
 
 
 def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
-    """Compute the eigenvectors of the largest eigenvalues of a symmetric matrix, scaled by the eigenvalues' roots.
+    """Compute the eigenvectors of a symmetric matrix's largest eigenvalues, times their roots.
 
     Args:
         matrix: sparse float32 [n, n].
-        dim: eigenvectors to compute.
-        seed: of the start.
+        dim: Number of eigenvectors.
+        seed: Seed of the random start.
 
     Returns:
         float32 [n, dim], largest eigenvalue first; zero for an eigenvalue below zero.
@@ -205,10 +204,10 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
 
     Args:
         vectors: float32 [N, d], N >= 1.
-        code_count: number of codes of each level.
-        uses: int64 [N] how often each item is used: of the items that collide, the most used one
-            keeps its codes, and of equals the first.
-        seed: of the centroids' start.
+        code_count: Number of codes of each level.
+        uses: int64 [N] number of uses of each item. In a collision the most used item keeps its
+            codes; ties go to the first one.
+        seed: Seed of the centroids' start.
 
     Raises:
         ConfigError: there are fewer semantic IDs than items.
@@ -216,7 +215,7 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
     if prod(code_count) < len(vectors):
         raise ConfigError(
             f"code_count: {list(code_count)} make {prod(code_count)} semantic IDs, "
-            f"{len(vectors)} needed"
+            f"{len(vectors)} needed; use more codes or more levels"
         )
     generator = torch.Generator().manual_seed(seed)
     rest = torch.from_numpy(vectors)
@@ -237,12 +236,12 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
 
 
 def codes_of_new(codes: ItemCodes, vectors: F32, new_vectors: F32) -> I32:
-    """Code items that came after the others, whose codes stay: the nearest codes with a free semantic ID.
+    """Code new items by the nearest codes with a free semantic ID; known items keep their codes.
 
     Args:
-        codes: of the others, made by `residual_codes`.
-        vectors: float32 [N, d] of the others.
-        new_vectors: float32 [n, d]; of two new items that collide the first keeps its codes.
+        codes: Result of `residual_codes` for the known items.
+        vectors: float32 [N, d] vectors of the known items.
+        new_vectors: float32 [n, d]; of two new items that collide, the first keeps its codes.
 
     Returns:
         int32 [n, L].
@@ -259,15 +258,15 @@ def codes_of_new(codes: ItemCodes, vectors: F32, new_vectors: F32) -> I32:
 
 
 def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Cluster rows.
+    """Cluster rows by k-means.
 
     A centroid that has lost all its rows moves to the row that is farthest from its own centroid.
     If there are fewer distinct rows than centroids, some centroids stay unused.
 
     Args:
         rows: float32 [n, d].
-        count: centroids; may be more than rows.
-        generator: draws the rows that the centroids start at.
+        count: Number of centroids; may be more than rows.
+        generator: Random generator that draws the rows at which the centroids start.
 
     Returns:
         The centroids, float32 [count, d], and the nearest of each row, int64 [n].
@@ -292,7 +291,7 @@ def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor
 def _nearest(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest row of the table, int64 [n], and its squared distance, float32 [n]."""
     found = []
-    for part in rows.split(8192):  # bounds the table of distances
+    for part in rows.split(8192):  # limits the memory of the distances
         distance = part.square().sum(1, keepdim=True) - 2 * part @ table.T + table.square().sum(1)
         found.append(distance.clamp(min=0).min(1))
     return torch.cat([part.indices for part in found]), torch.cat([part.values for part in found])
@@ -305,22 +304,22 @@ def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> i
     one.
 
     Args:
-        sids: [N, L], changed in place.
+        sids: int64 [N, L], changed in place.
         vectors: float32 [N, d].
-        centroids: L x [codes, d].
-        order: [N] the items, those that keep their codes first.
+        centroids: L x float32 [codes, d].
+        order: int64 [N] rows of the items; in a collision the first one in this order keeps its
+            codes.
 
     Returns:
-        The number of items with other codes.
+        The number of items that got other codes.
     """
     _, first = np.unique(sids[order], axis=0, return_index=True)
     keeps = np.zeros(len(sids), np.bool_)
     keeps[order[first]] = True
-    # beginning of a semantic ID -> taken semantic IDs that begin so
-    used: dict[tuple[int, ...], int] = {}
+    used: dict[tuple[int, ...], int] = {}  # prefix -> number of taken semantic IDs that have it
     for kept in sids[keeps].tolist():
         _take(used, kept)
-    # Semantic IDs below a code of each level.
+    # semantic IDs below a code of each level
     room = [prod(len(table) for table in centroids[level + 1 :]) for level in range(len(centroids))]
     for row in order[~keeps[order]].tolist():
         rest = vectors[row]
@@ -338,20 +337,20 @@ def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> i
 def _take(used: dict[tuple[int, ...], int], sid: list[int]) -> None:
     """Count a semantic ID as taken."""
     for level in range(len(sid)):
-        beginning = tuple(sid[: level + 1])
-        used[beginning] = used.get(beginning, 0) + 1
+        prefix = tuple(sid[: level + 1])
+        used[prefix] = used.get(prefix, 0) + 1
 
 
 def codes_text(item_ids: I64, codes: ItemCodes) -> str:
-    """Write codes as the JSON that `read_codes` reads."""
+    """Encode codes as the JSON that `read_codes` reads."""
     return json.dumps(dict(zip(map(str, item_ids.tolist()), codes.sids.tolist(), strict=True)))
 
 
 def read_codes(path: Path, item_ids: I64) -> ItemCodes:
-    """Read ready-made codes of some items from a catalogue file, or from JSON {"item": [code, ...]}.
+    """Read the ready-made codes of items from a catalogue file, or from JSON {"item": [code, ...]}.
 
     Raises:
-        DataError: the file is not one of these, an item has no codes, or two have the same.
+        DataError: the file is not one of these, an item has no codes, or two items have the same.
     """
     if path.suffix == ".json":
         found, sids = _read_json(path)
@@ -363,7 +362,7 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
     at = np.searchsorted(found[order], item_ids).clip(max=max(len(found) - 1, 0))
     if not len(found) or (missing := found[order][at] != item_ids).any():
         raise DataError(
-            f"{path}: no codes of item "
+            f"{path}: no codes for item "
             f"{item_ids[np.argmax(missing)] if len(found) else item_ids[0]}"
         )
     sids = sids[order][at]
@@ -371,7 +370,8 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
     if (counts > 1).any():
         row = int(first[np.argmax(counts > 1)])
         raise DataError(
-            f"{path}: item {item_ids[row]} and another have the codes {sids[row].tolist()}"
+            f"{path}: item {item_ids[row]} and another item have the same codes, "
+            f"{sids[row].tolist()}; a semantic ID names one item"
         )
     return ItemCodes(sids, tuple(int(codes.max()) + 1 for codes in sids.T))
 
@@ -385,8 +385,12 @@ def _read_json(path: Path) -> tuple[I64, I32]:
         raise DataError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
-            f'{path}: not {{"item": [code, ...]}} with as many codes each: {error}'
+            f'{path}: must be {{"item": [code, ...]}}, the same number of codes for each item: '
+            f"{error}"
         ) from error
     if sids.ndim != 2 or not sids.size or int(sids.min()) < 0:
-        raise DataError(f'{path}: not {{"item": [code, ...]}} with as many codes, from 0, each')
+        raise DataError(
+            f'{path}: must be {{"item": [code, ...]}}, the same number of codes for each item, '
+            "each 0 or more"
+        )
     return ids, sids

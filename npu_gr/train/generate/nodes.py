@@ -1,22 +1,23 @@
-"""Give every beginning of a ready-made semantic ID a token of its own: a node of the tree that the codes name.
+"""Train a decoder over semantic IDs: its forward pass with gradients, and its losses.
 
-Codes of texts say what an item is, and little of what comes next. A code stands for something else
-behind every other beginning, so a small decoder would have to bind all codes of an item before it
-knew what it has read. The token of a node says it at once, and that of the last level is the item.
+The forward pass (`encode`) computes the same function as `Decoder.prefill` for many histories at
+once. Histories are padded at the end, so the causal mask keeps real tokens from attending to the
+padding.
+
+For ready-made semantic IDs, every prefix of an ID can have a token of its own: a node of the tree
+(trie) of the IDs.
 
     given codes     3 7 1      3 7 2      5 7 1
     nodes           0 0 0      0 0 1      1 1 2      numbered by level, in the order of the codes
 
-The paths stay what they were. A level may have as many nodes as there are items, and a softmax over
-all of them would cost more than the decoder; so training compares a node with its siblings alone,
-as a search does that normalises over valid codes. A node without siblings is certain, and costs
+The same code means something else after another prefix: 7 after 3 is not 7 after 5. A small decoder
+would have to combine all codes of an item to know which item it read. The token of a node contains
+the whole prefix, and the token of the last level is the item.
+
+The tree stays the same. A level may have as many nodes as there are items, and a softmax over all
+of them would cost more than the decoder. So the loss compares a node with its siblings only, as a
+search does that normalises over valid codes. A node without siblings has probability 1 and costs
 nothing.
-
-The decoder's forward pass for training: many histories at once, padded at the end, with gradients.
-
-It computes the same function as `Decoder.prefill`: the layers are the same, and a row attends to
-itself and to the tokens before it. Padding stands after all real tokens, which therefore never
-attend to it: it needs no mask.
 """
 
 from __future__ import annotations
@@ -41,18 +42,14 @@ from npu_gr.model.decoder import Decoder, DecoderLayer
 from npu_gr.train.data import Batch
 from npu_gr.train.generate.codes import ItemCodes
 
-STD = 0.05  # of the codes' rows at the start
-IMPOSSIBLE = float("-inf")  # logit of a place that pads a row of siblings
+STD = 0.05  # standard deviation of the codes' rows at the start
+IMPOSSIBLE = float("-inf")  # logit of the padding of a row of siblings
 
 
 def nodes_of(given: ItemCodes) -> ItemCodes:
-    """Number the nodes of given codes: each level's codes are the beginnings of that length.
+    """Replace the codes of distinct semantic IDs by the numbers of their nodes.
 
-    Args:
-        given: each semantic ID once.
-
-    Returns:
-        Codes with the same tree; they remember what was given.
+    The result has the same tree, and keeps the given codes in `ItemCodes.given`.
     """
     rows = np.arange(len(given.sids), dtype=np.int64)
     trie = build_trie(given.sids, rows, Codebooks.stacked(given.code_count))
@@ -64,21 +61,22 @@ def nodes_of(given: ItemCodes) -> ItemCodes:
 
 
 class NodeDecoder(nn.Module):
-    """A decoder over nodes while it is trained: a node's embedding is a row of its own and its code's row.
+    """A decoder over nodes in training: a node's embedding is its own row plus its code's row.
 
-    Codes that nodes have in common teach them something in common, however seldom one of them is
-    used. `folded` is what serves: the sums are its only table.
+    Nodes with the same code share its row, so rare nodes learn from frequent ones. `folded` returns
+    the decoder to serve, with the sums as its embedding table.
     """
 
     code_of: Tensor
 
     def __init__(self, decoder: Decoder, nodes: ItemCodes, generator: torch.Generator) -> None:
-        """Start the rows of the codes at random.
+        """Initialise the rows of the codes at random.
 
         Args:
-            decoder: over the nodes, with a tied head; its embedding has the nodes' own rows.
-            nodes: made by `nodes_of`.
-            generator: draws the rows of the codes.
+            decoder: Decoder over the nodes, with a tied head; its embedding has the nodes' own
+                rows.
+            nodes: Result of `nodes_of`.
+            generator: Random generator of the codes' rows.
         """
         super().__init__()
         assert nodes.given is not None
@@ -90,7 +88,7 @@ class NodeDecoder(nn.Module):
 
     @property
     def table(self) -> Tensor:
-        """[nodes, dim] the embedding of each node."""
+        """The embedding of each node, [nodes, dim]."""
         return self.decoder.embedding.weight + self.code_rows[self.code_of]
 
     @torch.no_grad()
@@ -102,17 +100,14 @@ class NodeDecoder(nn.Module):
 
 
 class CodeLoss:
-    """The loss of a decoder over codes: cross-entropy of each code among the whole vocabulary."""
+    """The loss of a decoder over codes: cross-entropy of each code over the whole vocabulary."""
 
     def __init__(self, codes: ItemCodes) -> None:
         bases = Codebooks.stacked(codes.code_count).vocab_base
         self._tokens = torch.from_numpy(codes.sids + np.array(bases, np.int64))  # [N, L]
 
     def __call__(self, model: Decoder, batch: Batch, dropout_ratio: float) -> Tensor:
-        """Average the cross-entropy of every code but the first of each window.
-
-        Padding does not count.
-        """
+        """Average the cross-entropy of all codes but the first of each window, without padding."""
         tokens = self._tokens
         sequence = tokens[batch.items].flatten(1)  # [B, N * L]
         counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
@@ -121,7 +116,7 @@ class CodeLoss:
 
 
 class SiblingLoss:
-    """The loss of a decoder over nodes: cross-entropy of each node among those that share its parent."""
+    """The loss of a decoder over nodes: cross-entropy of each node over its siblings."""
 
     def __init__(self, nodes: ItemCodes) -> None:
         books = Codebooks.stacked(nodes.code_count)
@@ -133,12 +128,9 @@ class SiblingLoss:
         )
 
     def __call__(self, model: NodeDecoder, batch: Batch, dropout_ratio: float) -> Tensor:
-        """Sum the cross-entropy of all nodes but the first of each window, and divide it by the items.
+        """Sum the cross-entropy of all nodes but the first of each window, without padding.
 
-        Args:
-            model: over these nodes.
-            batch: windows; padding does not count.
-            dropout_ratio: as of `encode`.
+        The sum is divided by the number of items.
         """
         table = model.table
         tokens = self._tokens[batch.items]  # [B, N, L]
@@ -150,13 +142,16 @@ class SiblingLoss:
             counts = batch.valid
             if not level:
                 counts = counts.clone()
-                counts[:, 0] = False  # nothing stands before the first node of a window
+                counts[:, 0] = False  # no token precedes the first node of a window
             wanted = tokens[..., level][counts] - self._bases[level]
             losses.append(self._among_siblings(table, rows[:, :, level][counts], wanted, level))
         return torch.stack(losses).sum() / batch.valid.sum()
 
     def _among_siblings(self, table: Tensor, rows: Tensor, wanted: Tensor, level: int) -> Tensor:
-        """Sum the cross-entropy of nodes `wanted` [n] of a level, given the rows [n, dim] that expect them."""
+        """Sum the cross-entropy of the nodes `wanted` [n] of a level over their siblings.
+
+        `rows` [n, dim] are the final rows that predict the nodes.
+        """
         first, base = self._first[level], self._bases[level]
         if not level:  # all nodes are siblings
             logits = rows @ table[base : base + len(first)].T
@@ -168,7 +163,7 @@ class SiblingLoss:
         if not len(wanted):
             return rows.sum()
         places = torch.arange(int(siblings.max()))
-        # a place that pads reads the last sibling again, which exists
+        # padding repeats the last sibling, so that the index is valid
         nodes = first[wanted, None] + torch.minimum(places, siblings[:, None] - 1)
         logits = torch.bmm(embedding(nodes + base, table), rows[:, :, None])[:, :, 0]
         logits = logits.masked_fill(places >= siblings[:, None], IMPOSSIBLE)
@@ -176,7 +171,7 @@ class SiblingLoss:
 
 
 def _codes_of(nodes: ItemCodes, given: ItemCodes) -> Tensor:
-    """Find the given code of each node, both numbered through all levels. int64 [nodes]."""
+    """Find the given code of each node, int64 [nodes]; both are numbered across all levels."""
     code_of = np.empty(sum(nodes.code_count), np.int64)
     of_levels = zip(nodes.sids.T, Codebooks.stacked(nodes.code_count).vocab_base, strict=True)
     of_codes = zip(given.sids.T, Codebooks.stacked(given.code_count).vocab_base, strict=True)
@@ -186,7 +181,10 @@ def _codes_of(nodes: ItemCodes, given: ItemCodes) -> Tensor:
 
 
 def _siblings(trie: Trie, level: int) -> tuple[Tensor, Tensor]:
-    """Find, for each node of a level, the first node below its parent, and how many there are. int64 [n], [n]."""
+    """Find the first sibling and the number of siblings of each node of a level, int64 [n] each.
+
+    A node is one of its own siblings.
+    """
     pointers = trie.indptr[level].astype(np.int64)
     counts = np.diff(pointers)
     return torch.from_numpy(np.repeat(pointers[:-1], counts)), torch.from_numpy(
@@ -197,13 +195,13 @@ def _siblings(trie: Trie, level: int) -> tuple[Tensor, Tensor]:
 def encode(
     model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Tensor | None = None
 ) -> Tensor:
-    """Compute the final rows of token sequences, ready for `next_logits`.
+    """Compute the final rows of token sequences, as input of `next_logits`.
 
     Args:
-        model: the decoder.
+        model: Decoder to run.
         tokens: int64 [B, n], padded at the end with any tokens.
-        dropout_ratio: of embedded tokens and of each layer's update.
-        table: [vocabulary, dim] in the place of the model's token embedding.
+        dropout_ratio: Dropout of embedded tokens and of each layer's update, 0 .. 1.
+        table: float32 [vocabulary, dim] token embedding; None = the model's.
 
     Returns:
         float32 [B, n, dim].
@@ -225,10 +223,7 @@ def encode(
 
 
 def next_logits(model: Decoder, rows: Tensor) -> Tensor:
-    """Compute the logits of the next token: [..., dim] -> [..., vocabulary].
-
-    `Decoder.logits` with gradients.
-    """
+    """Compute the logits of the next token, with gradients: [..., dim] -> [..., vocabulary]."""
     weight = model.embedding.weight if model.config.tied_head else model.head.weight
     return linear(rows, weight)
 
@@ -237,11 +232,8 @@ def next_logits(model: Decoder, rows: Tensor) -> Tensor:
 def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None:
     """Initialise the weights in place: matrices normal, norms 1, biases 0.
 
-    Args:
-        model: the decoder.
-        generator: draws the matrices.
-        std: of a matrix; one that adds to the residual stream has std / sqrt(2 x layers), so that
-            the stream's variance does not grow with depth.
+    Matrices that add to the residual stream get std / sqrt(2 x layers), so that the stream's
+    variance does not grow with depth; all others get `std`.
     """
     for name, weight in model.named_parameters():
         if weight.ndim < 2:

@@ -1,14 +1,17 @@
 """Write a trained generator as a folder that the service starts from.
 
     config.json, model.safetensors   the decoder, as a Hugging Face checkpoint
-    items.jsonl                      the catalogue: items, semantic IDs, and the single-valued features as attributes
-    centroids.safetensors            what made the semantic IDs, for items that come later; not of ready-made codes
-    given_codes.json                 the ready-made codes, where the semantic IDs number their nodes (`nodes.py`)
-    serve.yaml                       a configuration that serves them
-    report.json                      the figures that were measured
+    items.jsonl                      the catalogue: items, semantic IDs, and the single-valued
+                                     features as attributes
+    centroids.safetensors            centroids of the semantic IDs, to code items that come later;
+                                     absent for ready-made codes
+    given_codes.json                 the ready-made codes, if the tokens are their nodes
+                                     (`nodes.py`)
+    serve.yaml                       a configuration that serves the generator
+    report.json                      the figures of the evaluation
 
-All files are written aside and then renamed, the configuration last: an interrupted run leaves no
-half-written file.
+All files are written to a temporary folder and then renamed, the configuration last, so an
+interrupted run leaves no half-written file.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from npu_gr.train.options import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
-GIVEN_CODES = "given_codes.json"  # as `--codes` takes it
-# in the order of their renaming
+GIVEN_CODES = "given_codes.json"  # in the format of `--codes`
+# in the order in which they are renamed
 FILES = (
     hf_files.WEIGHTS,
     hf_files.CONFIG,
@@ -48,16 +51,15 @@ FILES = (
     REPORT,
     CONFIGURATION,
 )
-OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
-# most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
-MAX_CUT_ITEMS = 8
+OPTIONAL_FILES = (centroids.FILE, GIVEN_CODES)
+MAX_CUT_ITEMS = 8  # items by which a long prompt is cut, see `model/history_tokenizer.py`
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, before the training: if it cannot be written, no training time is lost.
+    """Make the folder and check that it can be written, before time is spent on the training.
 
     Raises:
-        DataError: it cannot be made or written into.
+        DataError: the folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,16 +74,16 @@ def publish(
     options: GenerateOptions,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write the folder.
+    """Write the folder of a generator.
 
     Args:
-        trained: what to write.
-        features: side features of items; the single-valued ones become attributes of the catalogue.
-        options: that `trained` was trained with.
-        folder: made if need be; files of the same names are replaced.
+        trained: Generator to write.
+        features: Side features of items; the single-valued ones become attributes of the catalogue.
+        options: Options that `trained` was trained with.
+        folder: Folder to write, made if it does not exist; files of the same names are replaced.
 
     Returns:
-        The configuration that serves it, as YAML has it.
+        The content of `serve.yaml`.
 
     Raises:
         DataError: the folder cannot be written.
@@ -89,8 +91,8 @@ def publish(
     table = configuration(trained, options, folder)
     prepare(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
-            new = Path(aside)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as temporary:
+            new = Path(temporary)
             hf.save(trained.model, new)
             (new / ACTIONS_FILE).write_text(json.dumps(trained.log.names_of_actions))
             if trained.codes.centroids:
@@ -100,7 +102,7 @@ def publish(
                     if feature.values
                 ]
                 Centroids(trained.codes.centroids, tuple(coded)).save(new)
-                # safetensors makes it 0600
+                # safetensors creates it with mode 0600; give it the mode of the other files
                 (new / centroids.FILE).chmod((new / ACTIONS_FILE).stat().st_mode)
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
@@ -111,7 +113,7 @@ def publish(
                 (new / GIVEN_CODES).write_text(
                     codes_text(trained.log.item_ids, trained.codes.given)
                 )
-            for name in OF_SOME:
+            for name in OPTIONAL_FILES:
                 if not (new / name).exists():
                     (folder / name).unlink(missing_ok=True)
             for name in FILES:
@@ -128,9 +130,9 @@ def configuration(
     """Make the configuration of an instance that generates and does not rank.
 
     Args:
-        trained: the generator and its codes.
-        options: that it was trained with; they set the prompt's length and the beam width.
-        folder: that it will be served from.
+        trained: Generator and its codes.
+        options: Options of its training, which set the prompt's length and the beam width.
+        folder: Folder to serve from.
 
     Returns:
         A table for `npu_gr/service/config.py`.
@@ -148,10 +150,10 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
     """Make the section `generate` of an instance's configuration.
 
     Args:
-        code_count: codes of each level.
-        options: that the generator was trained with; they set the prompt's length and the beam
+        code_count: Number of codes of each level.
+        options: Options of the generator's training, which set the prompt's length and the beam
             width.
-        folder: that it will be served from.
+        folder: Folder to serve from.
     """
     return {
         "checkpoint": str(folder),
@@ -170,7 +172,7 @@ def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNa
     body = {"user_id": "me", "num_items": 10, "history": history}
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
-To serve it beside a ranker, add this section to the ranker's configuration. To serve it alone:
+To serve it with a ranker, add this section to the ranker's configuration. To serve it alone:
 
 {next_command(Path(table["generate"]["checkpoint"]), "/v1/generate", body)}"""
 
@@ -178,7 +180,7 @@ To serve it beside a ranker, add this section to the ranker's configuration. To 
 def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -> list[str]:
     """Write the catalogue as lines of JSONL, which `catalogue/records.py` reads.
 
-    The order score is the item's uses.
+    An item's `order` is its number of uses.
     """
     log = trained.log
     uses = np.bincount(log.items[log.trained], minlength=log.num_items).tolist()

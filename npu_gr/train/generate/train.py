@@ -1,19 +1,19 @@
-"""Train a semantic-ID generator from an interaction log: item codes first, then a decoder over them.
+"""Train a semantic-ID generator from a log: make item codes, then train a decoder over them.
 
 A history is a sequence of codes, L for each item. The decoder predicts every code but the first
-from the codes before it, over the whole vocabulary, as it does when it serves. The log is split
-leave-one-out twice:
+from the codes before it, over the whole vocabulary, as in service. The log is split leave-one-out
+twice:
 
     events of a user   0 1 2 ... n-3 | n-2          | n-1
                        trained on      validation     test
 
-The validation chooses among the states of the training. Neither the validation nor the test is
-trained on, and the item codes do not depend on them. Then the generator is refitted: codes and
-decoder are made anew of all events, with the same settings and as many epochs as the best state
-had. What is measured is the generator of the older events.
+The validation chooses the epoch to keep. Neither the decoder nor the item codes see the validation
+or the test. Then the generator is refitted: codes and decoder are made from all events, with the
+same settings and the chosen number of epochs. The figures are those of the generator before the
+refit.
 
-Figures are of the next item over the whole catalogue, found by the search that serves. If the beams
-do not contain the next item, the generator has missed it.
+Figures rank the next item over the whole catalogue by the beam search of the service. A next item
+that is not among the beams counts as missed.
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -71,25 +71,25 @@ from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingPro
 SPLIT: Split = "leave-one-out"
 MISSED = float("inf")  # rank of an item that no beam has found
 DECODER = "semantic-ID decoder"
-COMPANY_WINDOW = 5  # items at most so many events apart are neighbours
+COOCCURRENCE_WINDOW = 5  # two items co-occur if they are at most so many events apart
 
 
 class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the result but the log, ready-made codes and the number of threads."""
+    """Everything that decides the result, except the log, ready-made codes and threads."""
 
     epochs: Annotated[Count, Meta(description="most passes over the log")] = 30
     code_count: Annotated[
         tuple[Count, ...], Meta(min_length=1, description="codes of each level")
     ] = (64, 64)
     vector_dim: Annotated[
-        Count, Meta(description="most dimensions of the neighbours' part of an item vector")
+        Count, Meta(description="most dimensions of the co-occurrence part of an item vector")
     ] = 64
 
     given_tokens: Annotated[
         Literal["nodes", "codes"],
         Meta(
-            description="tokens of ready-made codes: nodes = one for each beginning of a semantic "
-            "ID; codes = theirs"
+            description="tokens of ready-made codes: nodes = one for each prefix of a semantic "
+            "ID; codes = the codes themselves"
         ),
     ] = "nodes"
 
@@ -97,7 +97,7 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
     num_layers: Annotated[Count, Meta(description="decoder layers")] = 2
     num_heads: Annotated[Count, Meta(description="attention heads")] = 2
     num_kv_heads: Annotated[
-        Count, Meta(description="heads of keys and values, which attention heads share")
+        Count, Meta(description="key-value heads, which attention heads share")
     ] = 2
     head_dim: Annotated[Count, Meta(description="width of a head")] = 32
     mlp_dim: Annotated[Count, Meta(description="hidden width of the MLP")] = 128
@@ -115,20 +115,20 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
     swap_ratio: Annotated[
         Share,
         Meta(
-            description="share of the events whose item an epoch swaps for another that followed "
-            "the one before"
+            description="share of the events whose item an epoch replaces by another one that "
+            "followed the item before"
         ),
     ] = 0.0
     code_init_norm: Annotated[
         Weight,
         Meta(
-            description="of the codes' embeddings at the start, which say what stands "
-            "near what; 0 = random"
+            description="length of the codes' initial embeddings, made from item co-occurrence; "
+            "0 = random start"
         ),
     ] = 0.0
 
     beam_width: Annotated[
-        int, Meta(ge=50, le=1024, description="beams of the validation and the test")
+        int, Meta(ge=50, le=1024, description="beam width of the validation and the test")
     ] = 50
     validate_every: Annotated[Count, Meta(description="epochs between two validations")] = 5
     validation_users: Annotated[
@@ -138,7 +138,7 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
         1_000_000
     )
     patience: Annotated[
-        Count, Meta(description="validations in a row without a best one that end the training")
+        Count, Meta(description="validations in a row without a new best that end the training")
     ] = 3
 
 
@@ -158,18 +158,18 @@ BEAUTY = GenerateOptions(
     swap_ratio=0.2,
     code_init_norm=0.3,
 )
-"""For many short histories."""
+"""For logs with many short histories."""
 BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_init_norm=1.0)
-"""For many short histories and ready-made codes of four levels."""
+"""For logs with many short histories, and ready-made codes of four levels."""
 
 
 class TrainedGenerator(NamedTuple):
     """A generator, the items that it generates, and the figures."""
 
     model: Decoder
-    log: InteractionLog  # whose trained events the model and the codes were made of
+    log: InteractionLog  # the model and the codes were made from its trained events
     codes: ItemCodes
-    report: RetrievalReport  # of the evaluated generator, which has the model's settings
+    report: RetrievalReport  # figures of the evaluated generator, which has the same settings
 
 
 def train_generator(
@@ -180,16 +180,15 @@ def train_generator(
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     evaluated: Callable[[TrainedGenerator], None] = lambda _: None,
 ) -> TrainedGenerator:
-    """Make item codes, train a decoder over them, evaluate it beside the baselines, and refit it on all events.
+    """Make item codes, train a decoder over them, compare it with the baselines, and refit it.
 
     Args:
-        interactions: the whole log.
-        features: side features of items; they shape the codes.
-        options: the model and its training.
-        codes_path: file of ready-made codes, which replace those that `code_count` would make;
-            None: make them.
-        progress: called after every step of training and every user of the test, in this thread.
-        evaluated: called with the evaluated generator, before the refit.
+        interactions: The whole log.
+        features: Side features of items; they shape the codes.
+        options: Options of the model and its training.
+        codes_path: File of ready-made codes; None = make codes by `code_count`.
+        progress: Callback after every training step and every user of the test, in this thread.
+        evaluated: Callback with the evaluated generator, before the refit.
 
     Raises:
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
@@ -228,20 +227,18 @@ def train_generator(
     evaluated(found)
     if not options.refit:
         return found
-    whole = log.all_trained()
-    codes = _codes(whole, features, options, codes_path)
-    model, _ = _fit(whole, codes, options, "generator: refit", progress, num_epochs=epochs)
-    return TrainedGenerator(model, whole, codes, report)
+    full_log = log.all_trained()
+    codes = _codes(full_log, features, options, codes_path)
+    model, _ = _fit(full_log, codes, options, "generator: refit", progress, num_epochs=epochs)
+    return TrainedGenerator(model, full_log, codes, report)
 
 
 def both_codes(
     interactions: Interactions, features: Sequence[ItemValues], options: GenerateOptions
 ) -> tuple[ItemCodes, ItemCodes]:
-    """Make the codes of the evaluated and of the refitted generator, for a ranker that is trained beside it.
+    """Make the codes of the evaluated and of the refitted generator, for a ranker that reads them.
 
-    Args:
-        interactions: the whole log.
-        features, options: as of `train_generator`, which makes the same codes of them.
+    `train_generator` makes the same codes from the same arguments.
     """
     log = build_log(interactions, features, SPLIT)
     evaluated, served = log.only_trained(SPLIT), log.all_trained()
@@ -254,7 +251,7 @@ def _codes(
     if path is not None:
         given = read_codes(path, log.item_ids)
         return nodes_of(given) if options.given_tokens == "nodes" else given
-    vectors = item_vectors(log, features, options.vector_dim, COMPANY_WINDOW, options.seed)
+    vectors = item_vectors(log, features, options.vector_dim, COOCCURRENCE_WINDOW, options.seed)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
     return residual_codes(vectors, options.code_count, uses, options.seed)
 
@@ -282,7 +279,7 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
     start(model, torch.Generator().manual_seed(options.seed))
     if options.code_init_norm:
         vectors = item_vectors(
-            log, [], min(options.vector_dim, options.dim), COMPANY_WINDOW, options.seed
+            log, [], min(options.vector_dim, options.dim), COOCCURRENCE_WINDOW, options.seed
         )
         means = codes.means(vectors)
         units = np.concatenate([of_level / (_mean_length(of_level) or 1.0) for of_level in means])
@@ -294,7 +291,7 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
 
 
 def _mean_length(rows: F32) -> float:
-    """Average the lengths of the rows that are not zero; 0 if all are."""
+    """Average the lengths of the nonzero rows; 0 if all rows are zero."""
     lengths = np.sqrt(np.square(rows).sum(1))
     return float(lengths[lengths > 0].mean()) if lengths.any() else 0.0
 
@@ -308,10 +305,7 @@ def _fit(
     score: Callable[[Decoder], float] | None = None,
     num_epochs: int | None = None,
 ) -> BestEpoch[Decoder]:
-    """Train a decoder over codes, or over the nodes of given ones.
-
-    Arguments as of `EpochTrainer.fit`.
-    """
+    """Train a decoder over codes, or over the nodes of ready-made codes; see `EpochTrainer.fit`."""
     decoder = _new_model(log, codes, options)
     model: Any = decoder
     tables = [decoder.embedding.weight]
@@ -350,7 +344,7 @@ def _fit(
 
 
 def _served(model: nn.Module) -> Decoder:
-    """Take the decoder of what is trained."""
+    """Return the decoder to serve of a model in training."""
     if isinstance(model, NodeDecoder):
         return model.folded()
     assert isinstance(model, Decoder)
@@ -358,7 +352,7 @@ def _served(model: nn.Module) -> Decoder:
 
 
 class GeneratorEvaluator:
-    """Evaluates models by the service's own search over a catalogue, one user after the other."""
+    """Evaluates models by the beam search of the service, one user after the other."""
 
     def __init__(
         self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int
@@ -382,11 +376,11 @@ class GeneratorEvaluator:
         """Evaluate a model; it is put into evaluation mode.
 
         Args:
-            model: over the codes of the catalogue.
-            log: with the users' histories.
-            targets: the next items to find.
-            done: called with (users so far, users in all) after every user.
-            unseen: measure the unseen figures too, by a second search for every user.
+            model: Decoder over the codes of the catalogue.
+            log: Log that holds the users' histories.
+            targets: Next items to find.
+            done: Callback with (users so far, users in all) after every user.
+            unseen: Compute the unseen figures too, by a second search for every user.
         """
         model.eval()
         generator = Generator(model, self._backend, self._options.width, self._trie.num_levels)
@@ -424,8 +418,5 @@ class GeneratorEvaluator:
         return RetrievalFigures.from_ranks(found_ranks, DECODER, invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:
-        """Allow all items but those of the history.
-
-        The target stays allowed, even if the user had it before.
-        """
+        """Allow all items but those of the history; the target stays allowed in any case."""
         return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))

@@ -1,11 +1,9 @@
-"""Read two domains that share users, and split the target's edges into training, validation and test.
+"""Read two domains that share users, split the target's edges, and find near-duplicates.
 
-Find near-duplicates: target items that have (nearly) the same users as a source item, most likely
-one product listed twice.
-
-Who owns a source item has no use for its near-duplicate, and a test that asks for one measures the
-data's leak. So near-duplicates of what a user owns are hidden when matches are served, and figures
-are printed with and without them.
+A near-duplicate is a target item with nearly the same users as a source item: most likely one
+product that is listed in both domains. Near-duplicates leak across the domains: a user who owns the
+source item has no use for the target item, yet it is easy to predict. So near-duplicates of what a
+user owns are never matched in service, and figures are printed with and without them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Domains:
 
     source: Graph
     target: Graph
-    users: list[UserKey]  # each row's
+    users: list[UserKey]  # user of each row
     source_ids: I64  # external id of each item row
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
@@ -44,21 +42,21 @@ class Domains:
 
     @property
     def ids_are_apart(self) -> bool:
-        """Whether no item id is in both domains: then an id says which domain its item is of."""
+        """Whether no item id is in both domains, so that an id identifies its domain."""
         return not np.isin(self.source_ids, self.target_ids).any()
 
     def evaluate(self) -> Evaluator:
-        """Evaluator by the test's edges, those of near-duplicates left out.
+        """Return an evaluator on the test's edges, without edges to near-duplicates.
 
-        What a user has, and near-duplicates of it, do not compete.
+        A user's items, and near-duplicates of them, are excluded from the ranking.
         """
         evaluate = Evaluator.make(self.test, self.target, self.owned_near_duplicates)
         return evaluate.only(~are_near_duplicates(self.test, self.owned_near_duplicates))
 
-    def judge_with_near_duplicates(self) -> Evaluator:
-        """Evaluator by all of the test's edges.
+    def evaluate_with_near_duplicates(self) -> Evaluator:
+        """Return an evaluator on all of the test's edges.
 
-        Near-duplicates of what a user has compete like any other item.
+        Near-duplicates of a user's items are ranked like any other item.
         """
         return Evaluator.make(self.test, self.target)
 
@@ -69,11 +67,11 @@ class Domains:
         tested = int(are_near_duplicates(self.test, self.owned_near_duplicates).sum())
         return (
             f"WARNING: {len(self.near_duplicates.source_items)} pairs of a source and a target "
-            "item have nearly the same users, "
-            f"as if one product were listed twice; {tested} of {len(self.test.users)} tested edges "
-            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a near-duplicate of what "
-            "the user has. Figures are "
-            "printed with them and without."
+            "item have nearly the same users, as if one product were listed in both domains. "
+            f"{tested} of {len(self.test.users)} tested edges "
+            f"({tested / max(1, len(self.test.users)):.1%}) ask for a near-duplicate of an item "
+            "that the user has, which is easy to predict and of no use. Figures are printed with "
+            "and without these edges; use those without."
         )
 
 
@@ -88,15 +86,15 @@ class MatchData:
     owned_near_duplicates: Graph
 
     def evaluate(self) -> Evaluator:
-        """Evaluator by the validation's edges but near-duplicates'.
+        """Return an evaluator on the validation's edges, without edges to near-duplicates.
 
-        What a user has, and near-duplicates of it, do not compete.
+        A user's items, and near-duplicates of them, are excluded from the ranking.
         """
         evaluate = Evaluator.make(self.validation, self.target, self.owned_near_duplicates)
         return evaluate.only(~are_near_duplicates(self.validation, self.owned_near_duplicates))
 
-    def whole(self) -> MatchData:
-        """The same with the validation's edges back in the target: what a model is refitted to when all is chosen."""
+    def with_validation(self) -> MatchData:
+        """Return the data with the validation's edges in the target, for the refit."""
         both = (self.target, self.validation)
         target = Graph(
             np.concatenate([part.users for part in both]),
@@ -120,15 +118,15 @@ def read_domains(
     """Read the interaction files of two domains, and the test edges of the target.
 
     Args:
-        source: `.jsonl`, a RecBole atomic file, or a TSV of user and item.
-        target: in one of the same formats.
-        test: in one of the same formats, one line a user; None: hold out one random edge of every
-            user of the target who has at least `MIN_EDGES_TO_TEST`.
-        user_column: name of the user's column, in files with named columns.
-        item_column: name of the item's column.
-        tenant: of all users, where there is no column of it. Users of two tenants are two users,
-            whatever their names.
-        tenant_column: name of the tenant's column.
+        source: Path of a `.jsonl`, a RecBole atomic file, or a TSV of user and item.
+        target: Path of a file in one of the same formats.
+        test: Path of a file in one of the same formats, one line per user; None = hold out one
+            random edge of every target user with at least `MIN_EDGES_TO_TEST` edges.
+        user_column: Name of the user's column, in files with named columns.
+        item_column: Name of the item's column.
+        tenant: Tenant of all users, if there is no `tenant_column`. Users of two tenants are
+            different users even if their names are equal.
+        tenant_column: Name of the tenant's column.
 
     Raises:
         DataError: a line cannot be read (names the file and the line), a domain is empty, the
@@ -145,7 +143,7 @@ def read_domains(
     tables = [read(path) for path in files]
     for path, (users, _) in zip(files, tables, strict=True):
         if not users:
-            raise DataError(f"{path}: no interaction")
+            raise DataError(f"{path}: has no interaction")
     codes = {
         user: row
         for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))
@@ -160,7 +158,7 @@ def read_domains(
     )
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
-            raise DataError(f"{test}: more than one line of a user")
+            raise DataError(f"{test}: more than one line of a user; a test has one edge per user")
         held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
     else:
         graph, held_out = hold_out(
@@ -183,17 +181,17 @@ def read_domains(
 
 
 def split(domains: Domains, density: float, num_validation: int, seed: int) -> MatchData:
-    """Thin the target to a share of its edges, and hold out one edge each of some users for the validation.
+    """Sample the target's edges, and hold out one edge each of some users for the validation.
 
     Args:
-        domains: whole.
-        density: share of the target's edges that is kept, in (0, 1].
-        num_validation: most users to validate on; each keeps at least one edge.
-        seed: of both choices.
+        domains: All known edges.
+        density: Share of the target's edges to keep, in (0, 1].
+        num_validation: Most users to validate on; each keeps at least one edge.
+        seed: Seed of both samples.
 
     Raises:
-        DataError: no user has two edges of the thinned target, or only near-duplicates are asked
-            for.
+        DataError: no user has two of the sampled edges, or all held-out edges lead to
+            near-duplicates.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -201,13 +199,15 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
         target = _part(target, random.random(len(target.users)) < density)
     target, validation = hold_out(target, random, 2, num_validation)
     if not len(validation.users):
-        raise DataError("no user has two target edges: there is nothing to validate on")
+        raise DataError(
+            "no user has two edges in the target domain, so there is nothing to validate on"
+        )
     data = MatchData(domains.source, target, validation, domains.owned_near_duplicates)
     for name, evaluate in (("validation", data.evaluate()), ("test", domains.evaluate())):
         if not len(evaluate.held_out.users):
             raise DataError(
                 f"every edge of the {name} asks for a near-duplicate of what its user has in the "
-                "source: is it one log?"
+                "source: is it one log? Give two different domains."
             )
     return data
 
@@ -215,13 +215,13 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
 def hold_out(
     graph: Graph, random: np.random.Generator, min_edges: int, num_users: int
 ) -> tuple[Graph, HeldOut]:
-    """Hold out one random edge each of some random users.
+    """Hold out one random edge each of some random users; `graph` stays unchanged.
 
     Args:
-        graph: is not changed.
-        random: draws edges and users.
-        min_edges: edges that a user needs to be drawn.
-        num_users: most users to draw.
+        graph: Edges to draw from.
+        random: Generator that draws edges and users.
+        min_edges: Fewest edges of a user who can be drawn.
+        num_users: Most users to draw.
 
     Returns:
         The graph without the held-out edges, and those edges.
@@ -239,9 +239,9 @@ def _part(graph: Graph, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Gra
     return Graph(graph.users[kept], graph.items[kept], graph.num_users, graph.num_items)
 
 
-MIN_JACCARD = 0.5  # of two items' users, but the one for whom it is asked
-MIN_COMMON = 2  # users of both: one meeting of two rare items is no evidence
-BLOCK_PAIRS = 4_000_000  # of a source and a target item of one user, held at once
+MIN_JACCARD = 0.5  # least Jaccard index of the two items' users, without the user in question
+MIN_COMMON = 2  # least number of common users: one common user of two rare items is no evidence
+BLOCK_PAIRS = 4_000_000  # pairs of a source and a target item of one user, in memory at once
 
 
 class NearDuplicates(NamedTuple):
@@ -252,16 +252,16 @@ class NearDuplicates(NamedTuple):
 
 
 def find_near_duplicates(source: Graph, target: Graph) -> NearDuplicates:
-    """Find the pairs.
+    """Find the near-duplicates by the Jaccard index of their users.
 
-    A user who has the source item and lacks the target item is in one of the two sets of users, and
-    says nothing:
+    The user for whom a target item is predicted has the source item and not the target item. This
+    user is no evidence, so one user is taken off the union:
 
         users of both / (users of either - 1) >= MIN_JACCARD
 
     Args:
-        source: all known edges.
-        target: all known edges; a user has the same row in both.
+        source: All known edges of the source.
+        target: All known edges of the target; a user has the same row in both graphs.
     """
     of_source, of_target = source.degrees()[1], target.degrees()[1]
     found = [np.empty((2, 0), np.int64)]
@@ -292,7 +292,7 @@ def are_near_duplicates(held_out: HeldOut, owned: Graph) -> npt.NDArray[np.bool_
 
 
 def _common_users(source: Graph, target: Graph) -> Iterator[tuple[I64, I64]]:
-    """Count the users of both for every pair that has any, a range of source items at a time.
+    """Count the common users of every (source, target) pair that has any, in blocks of items.
 
     Yields:
         source item * num_target_items + target item, and the count, both int64 [pairs].
@@ -303,7 +303,7 @@ def _common_users(source: Graph, target: Graph) -> Iterator[tuple[I64, I64]]:
     users, items = source.users[by_item], source.items[by_item]
     counts = (starts[1:] - starts[:-1])[users]
     blocks = np.cumsum(counts) // BLOCK_PAIRS
-    first_of_item = np.searchsorted(items, items)  # an item's edges are never parted
+    first_of_item = np.searchsorted(items, items)  # all edges of an item are in one block
     for block in np.split(
         np.arange(len(users)), np.flatnonzero(np.diff(blocks[first_of_item])) + 1
     ):

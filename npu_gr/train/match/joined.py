@@ -1,19 +1,20 @@
-"""`npu-gr train match`: train, and join the parts into what is served: an inner product of a user's and an item's row.
+"""`npu-gr train match`: train the parts of cross-domain vectors, and join them.
 
-    item   [ V d^g     | z_i   | p_i  ]     U, s, V: singular values of both domains side by side (`fit_joint_svd`)
-    user   [ U s^power | w z_u | beta ]     z: vectors of the trained graph encoder;  p: log popularity
+A score is the inner product of a user's and an item's row. A row has three parts:
 
-Each part is scaled to scores with a root mean square of 1. The weights are those with the best
-smooth HIT on the validation. 0 is among them, and the columns of a part that does not help are left
-out. What is joined knows all edges, the validation's among them.
+    item   [ V d^g     | z_i   | p_i  ]     U, s, V: joint SVD of both domains (`fit_joint_svd`)
+    user   [ U s^power | w z_u | beta ]     z: vectors of the graph encoder;  p: log popularity
 
-A user's U s^power is a sum over all items known of him in both domains (`JoinedFolding`), so any
-user has one: also one who has source items alone, or who comes later. The encoder knows users of
-the target only: the others' z_u is 0.
+Each part is scaled so that its scores have a root mean square of 1. The weights w and beta are
+those with the best smooth HIT on the validation; a part with weight 0 has no columns. The served
+vectors are made from all edges, those of the validation included.
 
-The baselines are ItemKNN, EASE and PureSVD, on the target alone and on both domains side by side.
-Each has a popularity exponent and a popularity term, and is chosen on the same validation. Then the
-chosen one is refitted to all edges.
+U s^power of a user is a sum over the user's items in both domains (`JoinedFolding`), so it can be
+computed for any user, also for one with source items only, or one who comes after the training. The
+encoder has vectors of target users only; z_u of other users is 0.
+
+The baselines are ItemKNN, EASE and PureSVD, on the target alone and on both domains. Each is tuned
+with popularity terms on the same validation, and then refitted to all edges.
 """
 
 from __future__ import annotations
@@ -56,52 +57,53 @@ from npu_gr.train.steps import training_progress
 from npu_gr.vector_search.fold import JoinedFolding, SourceItems
 from npu_gr.vector_search.vectors import Vectors, save
 
-ITEM_EXPONENT = 0.25  # of the decomposition
-# singular values, and their power for the users
+ITEM_EXPONENT = 0.25  # of `spectrum`
+# numbers of singular values to try, and the power of the values in the users' rows
 FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))
 ENCODER_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 POPULARITY_WEIGHTS = (0.0, 0.2, 0.5, 1.0)
 
 M = TypeVar("M", bound=LinearModel, covariant=True)
-Models = Callable[[Graph, int], Iterator[Candidate[M]]]  # of the first items of a graph
+# graph, number of scored items (the first ones) -> candidates
+Models = Callable[[Graph, int], Iterator[Candidate[M]]]
 
 
 class FittedLinear(NamedTuple, Generic[M]):
     """A model before and after its refit."""
 
-    chosen: Tuned[M]  # does not know the validation's edges
-    served: Tuned[M]  # the same settings, of all edges
+    chosen: Tuned[M]  # fitted without the validation's edges
+    served: Tuned[M]  # the same settings, fitted to all edges
 
 
 def fit(models: Models[M], data: MatchData, *, both: bool) -> FittedLinear[M] | None:
-    """Choose by the validation, and refit; None = there is nothing to choose among.
+    """Choose a candidate on the validation, and refit it; None = there are no candidates.
 
     Args:
-        models: the candidates, the same ones for any data.
-        data: to fit to.
-        both: use both domains side by side, not the target alone.
+        models: Function that lists the candidates; it lists the same settings for any data.
+        data: Data to fit to.
+        both: Use both domains, not the target alone.
     """
 
     def candidates(of: MatchData) -> Iterator[Candidate[M]]:
-        return models(of.target.beside(of.source) if both else of.target, of.target.num_items)
+        return models(of.target.join(of.source) if both else of.target, of.target.num_items)
 
-    found = list(candidates(data))  # none of them is made yet
+    found = list(candidates(data))  # cheap: a candidate is fitted by its `make`
     if not found:
         return None
     evaluate = data.evaluate()
     chosen = tune(found, data.target.degrees()[1], evaluate)
-    whole = data.whole()
+    full = data.with_validation()
     return FittedLinear(
         chosen,
-        chosen.refitted(candidates(whole), whole.target.degrees()[1], evaluate.held_out.users),
+        chosen.refitted(candidates(full), full.target.degrees()[1], evaluate.held_out.users),
     )
 
 
 def _pure_svds(graph: Graph, num_scored: int) -> Iterator[Candidate[PureSVD]]:
-    """List the candidates of PureSVD.
+    """List the PureSVD candidates.
 
-    Both domains have the same weight: the users to validate on have more target edges than others,
-    and would have the source count for less than it is worth to those who need it.
+    Both domains have the same weight. A weight chosen on the validation would be too low for the
+    source: validation users have more target edges than the users who depend on the source.
     """
     found = spectrum(graph, ITEM_EXPONENT, max(FILTERS)[0])
     for num_values, power in FILTERS:
@@ -110,9 +112,9 @@ def _pure_svds(graph: Graph, num_scored: int) -> Iterator[Candidate[PureSVD]]:
 
 
 def fit_joint_svd(data: MatchData) -> FittedLinear[PureSVD]:
-    """Decompose both domains side by side, choose and refit."""
+    """Fit PureSVD to both domains: choose its settings, and refit."""
     found = fit(_pure_svds, data, both=True)
-    assert found is not None, "there is a candidate"
+    assert found is not None, "PureSVD has candidates for any data"
     return found
 
 
@@ -124,10 +126,7 @@ BASELINES: dict[str, Callable[[MatchData], FittedLinear[LinearModel] | None]] = 
 
 
 class Weights(NamedTuple):
-    """Weights of the parts, each scaled to scores with a root mean square of 1.
-
-    The spectral part has 1.
-    """
+    """Weights of the parts relative to the spectral part, which has weight 1."""
 
     encoder: float
     popularity: float
@@ -145,21 +144,21 @@ class JoinedVectors:
 
 
 def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors) -> JoinedVectors:
-    """Choose the weights, and join.
+    """Choose the weights of the parts, and join the parts.
 
     Args:
-        data: that both were made of.
-        fitted: the joint spectral part.
-        trained: the encoder's part.
+        data: Data that both parts were made from.
+        fitted: Spectral part.
+        trained: Part of the graph encoder.
     """
     chosen, validation = _choose(data, fitted.chosen, trained.validated)
-    target = data.whole().target
+    target = data.with_validation().target
     degrees = target.degrees()
     svd = fitted.served
     popularity = log_popularity(degrees[1])
     beta = chosen.popularity / root_mean_square(popularity)
     states = _states(svd.model)
-    both = target.beside(data.source)
+    both = target.join(data.source)
     roots = np.maximum(both.degrees()[0], 1).astype(np.float32) ** np.float32(-0.5)
     users = [both.to_users(roots[both.users]).times(states)]
     items = [
@@ -170,7 +169,7 @@ def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors
         in_target = torch.from_numpy(degrees[0] > 0)
         users.append(trained.users * (weight * in_target[:, None]))
         items.append(trained.items)
-        beta += weight  # of the encoder's prior
+        beta += weight  # the encoder's scores contain the popularity prior
     if beta:
         users.append(torch.full((data.target.num_users, 1), beta))
         items.append(popularity[:, None])
@@ -192,7 +191,7 @@ def join(data: MatchData, fitted: FittedLinear[PureSVD], trained: TrainedVectors
 
 
 def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[Weights, float]:
-    """Choose the weights; of equals the first."""
+    """Choose the weights with the best smooth HIT on the validation; ties go to the first ones."""
     popularity = log_popularity(data.target.degrees()[1])
     popularity = popularity / root_mean_square(popularity)
     encoder_unit = 1 / _size(data, trained)
@@ -209,14 +208,17 @@ def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[W
 
 
 def _size(data: MatchData, vectors: TrainedVectors | Validated) -> float:
-    """Compute the root mean square of the scores of some users."""
+    """Compute the root mean square of the scores of the first validation users."""
     return root_mean_square(
         vectors.scores(torch.from_numpy(data.evaluate().held_out.users[:SCALE_USERS]))
     )
 
 
 def _states(model: PureSVD) -> Tensor:
-    """Compute what each item adds to its users' rows: U s^power = Du^-1/2 X F, F = columns V s^(power - 1)."""
+    """Compute F, what each item adds to its users' rows.
+
+    U s^power = Du^-1/2 X F with F = columns V s^(power - 1).
+    """
     k = model.num_values
     found = model.found
     return found.columns[:, None] * found.items[:, :k] * found.values[:k] ** (model.power - 1)
@@ -230,15 +232,15 @@ def run_training(
     num_validation: int,
     console: Console,
 ) -> None:
-    """Train; write the vectors, and their figures beside the baselines'.
+    """Train, write the vectors, and compare them with the baselines.
 
     Args:
-        domains: the data.
-        folder: of the vectors.
+        domains: Data to train on and to test on.
+        folder: Folder to write the vectors to.
         overrides: `KEY=VALUE` of `MatchOptions`.
-        density: share of the target's edges to train on, in (0, 1].
-        num_validation: most users to validate on.
-        console: shows progress and figures.
+        density: Share of the target's edges to train on, in (0, 1].
+        num_validation: Most users to validate on.
+        console: Terminal for progress and figures.
 
     Raises:
         ConfigError: no such option, or the density is out of range.
@@ -246,15 +248,15 @@ def run_training(
     """
     options = override(MatchOptions(), overrides)
     if not 0 < density <= 1:
-        raise ConfigError(f"--density: {density} is not in (0, 1]")
+        raise ConfigError(f"--density: must be above 0 and at most 1, got {density}")
     data = split(domains, density, num_validation, options.seed)
     if (words := domains.about_near_duplicates()) is not None:
         console.print(words, markup=False, highlight=False)
     if not domains.ids_are_apart:
         console.print(
-            "Both domains have some item ids: an id of a request's history is the target's item, "
-            "so what a user does "
-            "in the source later is not folded in."
+            "WARNING: some item ids are in both domains. An id in a request's history is taken as "
+            "the target's item, so new source events of a user do not change the user's matches. "
+            "Use different ids in the two domains to avoid this."
         )
     with training_progress(console) as show:
         trained = Trainer(data, options).run(show)
@@ -262,7 +264,7 @@ def run_training(
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
     evaluate = domains.evaluate()
     ranks = evaluate.ranks(served.users, served.items)
-    with_near_duplicates = domains.judge_with_near_duplicates().ranks(served.users, served.items)
+    with_near_duplicates = domains.evaluate_with_near_duplicates().ranks(served.users, served.items)
     figures = {
         "validation_smooth_hit": served.validation,
         **_figures(ranks),
@@ -278,7 +280,7 @@ def run_training(
         console.print(
             f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items())
         )
-    comparison = compare_hits("what is served", ranks, by_baseline)
+    comparison = compare_hits("joined vectors", ranks, by_baseline)
     if comparison is not None:
         console.print(comparison.text(), markup=False, highlight=False)
     version = save(export(domains, data, served, figures), folder)
@@ -288,7 +290,7 @@ def run_training(
 
 
 def _figures(ranks: F64, suffix: str = "") -> dict[str, float]:
-    """Compute what is kept beside the vectors."""
+    """Compute the figures that the folder of the vectors keeps."""
     return {f"hit_{k}{suffix}": hit_ratio(ranks, k) for k in (10, 50, 100)} | {
         f"ndcg_10{suffix}": ndcg(ranks, 10)
     }
@@ -297,13 +299,13 @@ def _figures(ranks: F64, suffix: str = "") -> dict[str, float]:
 def export(
     domains: Domains, data: MatchData, joined: JoinedVectors, figures: dict[str, float]
 ) -> Vectors:
-    """Join vectors with the names and histories that serving needs.
+    """Add the names and histories that serving needs to the vectors.
 
     Args:
-        domains: every edge in them counts as seen.
-        data: that the training saw: it decides which users have vectors.
-        joined: the vectors.
-        figures: metrics to keep beside the vectors, by name.
+        domains: Domains whose edges all count as seen.
+        data: Data of the training; users without edges in it have no vector.
+        joined: Vectors to serve.
+        figures: Metric -> value, saved with the vectors.
     """
     target_starts, target_items = _by_user(domains.target)
     source_starts, source_items = _by_user(domains.source)
@@ -313,7 +315,7 @@ def export(
         item_ids=domains.target_ids,
         users=joined.users.numpy(),
         items=joined.items.numpy(),
-        in_target=data.whole().target.degrees()[0] > 0,
+        in_target=data.with_validation().target.degrees()[0] > 0,
         in_source=data.source.degrees()[0] > 0,
         popularity=domains.target.degrees()[1],
         seen_starts=target_starts,

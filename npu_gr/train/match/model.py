@@ -1,9 +1,10 @@
-"""What SCCDR is made of: the graph encoder of a domain, Katz centrality, the losses, and negatives by difficulty.
+"""The parts of SCCDR: graph encoder, Katz centrality, losses, and negatives by difficulty.
 
-    encoder      h_v' = W [h_v || sum of h_n / sqrt(d_v d_n) over the neighbours n of v],   z_v = mean of all h_v
-    difficulty   of a negative v for an anchor u: -|log c_u - log c_v|, c = Katz centrality on the union of the domains:
-                 the closer two nodes' centralities, the harder
-    pacing       share(x) = s + (1 - s) x, x = done share of the stage, s = START_SHARE
+    encoder      h_v' = W [h_v || sum over the neighbours n of v of  h_n / sqrt(d_v d_n)]
+                 z_v = mean of h_v over all layers
+    difficulty   of a negative v for an anchor u: -|log c_u - log c_v|, c = Katz centrality on the
+                 union of the domains. The closer the centralities, the harder the negative
+    pacing       share(x) = s + (1 - s) x, x = share of the stage that is done, s = START_SHARE
 
 d = dimension, B = batch, k = negatives.
 
@@ -27,16 +28,16 @@ from npu_gr.train.evaluate import Csr, Graph
 from npu_gr.vector_search.fold import Folding
 
 KATZ_ROUNDS = 100  # most iterations of each of the two loops
-KATZ_TOLERANCE = 1e-6  # relative change that ends them
+KATZ_TOLERANCE = 1e-6  # relative change that ends an iteration
 EMBEDDING_STD = 0.1
 START_SHARE = 0.3
-CHUNK_BYTES = 1 << 20  # rows gathered at a time: they stay in the cache of a core
+CHUNK_BYTES = 1 << 20  # rows to gather at a time, so that they stay in a core's cache
 
 Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
 
 
 class _Times(torch.autograd.Function):
-    """The product with a constant sparse matrix; backward is one with the transpose."""
+    """The product with a constant sparse matrix; its gradient is a product with the transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Csr, transposed: Csr) -> Tensor:
@@ -55,7 +56,7 @@ def times(matrix: Csr, x: Tensor, transposed: Csr) -> Tensor:
 
 
 def propagation(graph: Graph) -> tuple[Csr, Csr]:
-    """Make D^-1/2 A D^-1/2, which propagates items to users, and its transpose: by an item's degree it stays known."""
+    """Make D^-1/2 A D^-1/2, the propagation from items to users, and its transpose."""
     user_degrees, item_degrees = (
         np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees()
     )
@@ -66,11 +67,11 @@ def propagation(graph: Graph) -> tuple[Csr, Csr]:
 
 
 def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]]:
-    """Compute Katz centrality on the union of graphs that share their users: sum over k of beta^k A^k 1.
+    """Compute Katz centrality, the sum over k of beta^k A^k 1, on the union of graphs.
 
     Args:
-        graphs: one for each domain.
-        ratio: beta = ratio / (largest eigenvalue of A), in (0, 1): the sum converges.
+        graphs: Graph of each domain; they share their users.
+        ratio: beta x (largest eigenvalue of A), in (0, 1), so that the sum converges.
 
     Returns:
         float32 [num_users], and float32 [num_items] of each graph; every value is at least 1.
@@ -91,8 +92,8 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     users = one
     items = ones_of_items
     largest = 1.0
-    # Power iteration with A A: the eigenvalues of a bipartite graph come in pairs +-x, so A alone
-    # has no largest one.
+    # Power iteration with A A: the eigenvalues of a bipartite graph come in pairs +-x, so with A
+    # the iteration would not converge.
     for _ in range(KATZ_ROUNDS):
         users, items = next_of(*next_of(users, items))
         norm = float(torch.sqrt(users.square().sum() + sum(x.square().sum() for x in items)))
@@ -121,17 +122,17 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
 class GraphEncoder(nn.Module):
     """Encodes the users and items of one domain.
 
-    W starts as [0 || 1], which is LightGCN; then it learns.
+    W starts as [0 || 1], which is LightGCN, and is trained.
     """
 
     def __init__(self, graph: Graph, dim: int, num_layers: int, generator: torch.Generator) -> None:
         """Initialise the weights.
 
         Args:
-            graph: the domain's edges.
-            dim: d, of all vectors.
-            num_layers: propagation steps.
-            generator: draws the embedding tables.
+            graph: Edges of the domain.
+            dim: Dimension of all vectors.
+            num_layers: Propagation steps.
+            generator: Random generator of the embedding tables.
         """
         super().__init__()
 
@@ -145,7 +146,7 @@ class GraphEncoder(nn.Module):
         self.pass_over(graph)
 
     def pass_over(self, graph: Graph) -> None:
-        """Pass messages over the edges of this graph from now on: of the same users and items."""
+        """Pass messages over the edges of this graph, of the same users and items, from now on."""
         self._to_users, self._to_items = propagation(graph)
 
     def forward(self) -> Encoding:
@@ -174,6 +175,8 @@ class GraphEncoder(nn.Module):
     def folding(self, item_degrees: I64) -> Folding:
         """Copy the parts that compute the vectors of users who come after the training.
 
+        The copy is independent of further training.
+
         Args:
             item_degrees: int64 [num_items] edges of each item in the graph.
         """
@@ -195,7 +198,7 @@ def intra_loss(logits: Tensor) -> Tensor:
         logits: float32 [B, 1 + k], each edge's own item first.
 
     Returns:
-        A scalar: summed over an edge's negatives, averaged over edges.
+        Scalar: summed over an edge's negatives, averaged over edges.
     """
     return (softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(-1)).mean()
 
@@ -205,19 +208,20 @@ def inter_loss(cosines: Tensor, hide: Tensor, tau: float) -> Tensor:
 
     Args:
         cosines: float32 [B, 1 + k], each anchor's own match first.
-        hide: bool [B, k], True = the sampled one is no negative (it equals the match), and is left
-            out.
-        tau: temperature.
+        hide: bool [B, k], True = ignore the negative, because it equals the match.
+        tau: Temperature.
 
     Returns:
-        A scalar: the mean over anchors.
+        Scalar: the mean over anchors.
     """
     logits = torch.cat([cosines[:, :1], cosines[:, 1:].masked_fill(hide, -torch.inf)], dim=1) / tau
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
 
 
 def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
-    """Compute inner products of some rows, differentiably: `(left[of_left][:, None] * right[of_right]).sum(-1)`.
+    """Compute inner products of some rows, differentiably.
+
+    The same as `(left[of_left][:, None] * right[of_right]).sum(-1)`.
 
     Args:
         left: float32 [rows, d].
@@ -235,10 +239,7 @@ def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tens
 
 
 class _Dots(torch.autograd.Function):
-    """Forward in chunks that fit a core's cache.
-
-    Backward as two sparse products, without gathering rows.
-    """
+    """Forward in chunks that fit a core's cache; backward as two sparse products."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
@@ -271,14 +272,14 @@ class _Dots(torch.autograd.Function):
 
 
 def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int) -> Tensor:
-    """Sum weighted rows of a table into rows: row r is the sum of `values * table[of]` where `into` is r.
+    """Add `values[j] * table[of[j]]` to row `into[j]` of a zero matrix, for each j.
 
     Args:
-        into: int64 [n].
-        of: int64 [n].
-        values: float32 [n].
+        into: int64 [n] rows of the result.
+        of: int64 [n] rows of the table.
+        values: float32 [n] weights.
         table: float32 [rows, d].
-        num_rows: of the result.
+        num_rows: Number of rows of the result.
 
     Returns:
         float32 [num_rows, d].
@@ -301,10 +302,10 @@ def rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 def share(done_ratio: float) -> float:
-    """Compute the share of all negatives, the easiest ones, that may be drawn at a point of the stage.
+    """Compute the share of negatives, the easiest ones, that may be drawn at a point of the stage.
 
     Args:
-        done_ratio: done share of the stage, 0 .. 1.
+        done_ratio: Share of the stage that is done, 0 .. 1.
     """
     return min(1.0, START_SHARE + (1 - START_SHARE) * done_ratio)
 
@@ -317,7 +318,7 @@ class Negatives:
         self.logs, self.nodes = centrality.log().sort()
 
     def draw(self, anchors: Tensor, k: int, easiest: float, generator: torch.Generator) -> Tensor:
-        """Draw nodes evenly from the share that is easiest for each anchor.
+        """Draw nodes uniformly from the share that is easiest for each anchor.
 
         The nodes that are too hard are a window of the sorted centralities around the anchor's own:
 
@@ -326,9 +327,9 @@ class Negatives:
 
         Args:
             anchors: float32 [B] log centrality of each anchor.
-            k: nodes to draw for each anchor.
-            easiest: share that may be drawn, in (0, 1].
-            generator: draws them.
+            k: Nodes to draw for each anchor.
+            easiest: Share of the nodes that may be drawn, in (0, 1].
+            generator: Random generator.
 
         Returns:
             int64 [B, k].

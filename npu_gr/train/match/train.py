@@ -3,12 +3,13 @@
 Source: SCCDR (arXiv:2502.16239). The stages and losses are the paper's. Their concrete form, the
 projectors, the start of the target's users at their source vectors, and all values are our reading.
 
-    source   trains the source's encoder on the source's edges
-    target   trains the target's encoder on the target's edges; users start at their source vectors
-    inter    trains with the inter-domain losses too; starts at the best weights so far (smooth HIT on the validation)
+    source   train the source's encoder on the source's edges
+    target   train the target's encoder on the target's edges; users start at their source vectors
+    inter    add the inter-domain losses; start at the best weights so far (smooth HIT on the
+             validation)
 
-Every intra-domain logit has a prior, how popular the item is (`log_odds`): the vectors learn what
-is left.
+Every intra-domain logit has a popularity prior (`log_odds`), so the vectors only have to learn the
+deviation from popularity.
 
 Deterministic: the same data, options and number of threads give the same bits. Every stage has its
 own random numbers.
@@ -50,28 +51,27 @@ from npu_gr.train.options import Seed, Weight
 from npu_gr.train.steps import EarlyStopping, TrainingProgress
 from npu_gr.vector_search.fold import Folding
 
-MATRIX_LEARNING_RATE = 1e-3  # of all weights but the embedding tables
+MATRIX_LEARNING_RATE = 1e-3  # learning rate of all weights but the embedding tables
 INTER_LEARNING_RATE_RATIO = 0.2  # factor of both rates in the inter-domain stage
 
 
 class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that decides the result of an SCCDR training but its data and the number of threads."""
+    """Everything that decides an SCCDR training, except its data and the number of threads."""
 
-    seed: Annotated[Seed, Meta(description="of everything that is drawn")] = 0
+    seed: Annotated[Seed, Meta(description="seed of all random numbers")] = 0
 
     schedule: Annotated[
         Literal["target-only", "initialised", "separated"],
         Meta(
             description="target-only: no source; initialised: source, then target, whose users "
-            "start at their source "
-            "vectors; separated: then the inter-domain stage"
+            "start at their source vectors; separated: then the inter-domain stage"
         ),
     ] = "separated"
     stop_gradient: Annotated[
-        bool, Meta(description="inter-domain losses do not move the source")
+        bool, Meta(description="keep the source's weights fixed in the inter-domain stage")
     ] = True
     curriculum: Annotated[
-        bool, Meta(description="negatives from easy to hard, by Katz centrality")
+        bool, Meta(description="draw negatives from easy to hard, by Katz centrality")
     ] = True
 
     dim: Annotated[Count, Meta(description="width of a vector")] = 64
@@ -82,25 +82,24 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     inter_steps: Annotated[Count, Meta(description="most steps of the inter-domain stage")] = 120
     evaluate_every: Annotated[Count, Meta(description="steps between two validations")] = 10
     patience: Annotated[
-        int, Meta(ge=0, description="validations without a best one that end a stage; 0: none do")
+        int, Meta(ge=0, description="validations without a new best that end a stage; 0 = never")
     ] = 4
     batch_edges: Annotated[Count, Meta(description="edges of each domain in a step")] = 8192
-    num_negatives: Annotated[Count, Meta(description="sampled items beside each edge's own")] = 4
+    num_negatives: Annotated[Count, Meta(description="sampled items per edge")] = 4
     batch_anchors: Annotated[
         Count, Meta(description="anchors of each inter-domain loss in a step")
     ] = 512
     num_inter_negatives: Annotated[Count, Meta(description="negatives of each anchor")] = 128
     lambda_intra: Annotated[
-        Weight, Meta(description="of the intra-domain losses, in the inter-domain stage")
+        Weight, Meta(description="weight of the intra-domain losses in the inter-domain stage")
     ] = 0.1
     tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
-    learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
+    learning_rate: Annotated[
+        Positive, Meta(description="learning rate of the embedding tables")
+    ] = 2e-2
     curriculum_validations: Annotated[
         Count,
-        Meta(
-            description="curriculum: validations of the stage after which every negative "
-            "may be drawn"
-        ),
+        Meta(description="with curriculum: validations after which every negative may be drawn"),
     ] = 4
 
 
@@ -127,14 +126,14 @@ def _stages(options: MatchOptions) -> list[_Stage]:
 
 
 class Validated(NamedTuple):
-    """Vectors as the validation saw them: without its edges.
+    """Vectors of the best validation, computed without the validation's edges.
 
     U = users, I = items of the target, d = dimension.
     """
 
     users: Tensor  # float32 [U, d]
     items: Tensor  # float32 [I, d]
-    prior: Tensor  # float32 [I] is added to the items' scores
+    prior: Tensor  # float32 [I] popularity prior, added to the items' scores
 
     def scores(self, users: Tensor) -> Tensor:
         """Score all items for some users: int64 [n] rows -> float32 [n, I]."""
@@ -144,21 +143,21 @@ class Validated(NamedTuple):
 class TrainedVectors(NamedTuple):
     """The result of a training. U = users, I = items of the target, d = dimension.
 
-    The weights have not learnt the validation's edges. The encoder passes messages over them, so
-    the vectors know them.
+    The weights were not trained on the validation's edges, but the encoder passes messages over
+    them, so the vectors reflect them.
     """
 
     users: Tensor  # float32 [U, d] in the target domain
     items: Tensor  # float32 [I, d]
-    prior: Tensor  # float32 [I] is added to the items' scores
-    # float32 [U, d] in the source domain; None: the source was not trained
+    prior: Tensor  # float32 [I] popularity prior, added to the items' scores
+    # float32 [U, d] in the source domain; None = the source was not trained
     source_users: Tensor | None
-    # float32 [I, d] of length 1, for source vectors; None: no inter-domain stage
+    # float32 [I, d] of length 1, in the source's space; None = there was no inter-domain stage
     bridge_items: Tensor | None
     validation: float  # smooth HIT of the best weights
-    stage: str  # that the best weights are from
-    step: int
-    folding: Folding  # computes vectors of users who come later
+    stage: str  # stage of the best weights
+    step: int  # step of the best weights
+    folding: Folding  # computes the vectors of users who come after the training
     validated: Validated
 
     def scores(self, users: Tensor) -> Tensor:
@@ -193,10 +192,7 @@ class Trainer:
         self._best_state = copy.deepcopy(self._all.state_dict())
 
     def run(self, progress: Callable[[TrainingProgress], None] = lambda _: None) -> TrainedVectors:
-        """Train to the end.
-
-        Args:
-            progress: called after every step.
+        """Train all stages, and call `progress` after every step.
 
         Raises:
             DataError: the loss is not finite.
@@ -236,7 +232,7 @@ class Trainer:
                 break
 
     def _begin(self, stage: _Stage) -> torch.optim.Adam:
-        """Set the random numbers, the weights and the optimizer that a stage starts with."""
+        """Set the random seed and the weights that a stage starts with; return its optimizer."""
         options = self.options
         self._generator.manual_seed(_seed(options.seed, stage.name))
         if stage.name == "target" and options.schedule != "target-only":
@@ -269,7 +265,7 @@ class Trainer:
     # ---- losses
 
     def _loss(self, stage: _Stage, step: int) -> Tensor:
-        """Compute the loss of a step, from 0."""
+        """Compute the loss of a step; `step` counts from 0."""
         options = self.options
         vectors: dict[str, Encoding] = {name: getattr(self, name)() for name in stage.moves}
         intra = torch.stack([self._intra(name, z) for name, z in vectors.items()]).sum()
@@ -282,13 +278,16 @@ class Trainer:
         return options.lambda_intra * intra + self._inter(step, source_users, vectors["target"])
 
     def _intra(self, domain: str, vectors: Encoding) -> Tensor:
-        """Compute the loss of a batch of edges of a domain."""
+        """Compute the loss of a random batch of a domain's edges."""
         edges = self._edges[domain]
         users, items = edges.draw(self._generator)
         return intra_loss(dots(*vectors, users, items) + edges.log_odds[items])
 
     def _inter(self, step: int, source_users: Tensor, target: Encoding) -> Tensor:
-        """Sum the aligned-user loss and, if a user of both domains has target edges, the neighbour-similarity loss."""
+        """Sum the inter-domain losses: aligned users, and neighbour similarity.
+
+        The second one needs target edges of users who are in both domains; without any it is 0.
+        """
         options = self.options
         done = min(1.0, step / (options.curriculum_validations * options.evaluate_every))
         easiest = share(done) if options.curriculum else 1.0
@@ -313,9 +312,9 @@ class Trainer:
         self._all.load_state_dict(self._best_state)
         users, items = self.target()
         validated = Validated(users, items, self._prior)
-        whole = self.data.whole().target
-        degrees = whole.degrees()[1]
-        self.target.pass_over(whole)
+        full = self.data.with_validation().target
+        degrees = full.degrees()[1]
+        self.target.pass_over(full)
         users, items = self.target()
         folding = self.target.folding(degrees)
         self.target.pass_over(self.data.target)
@@ -338,20 +337,18 @@ class Trainer:
 
 
 def log_odds(graph: Graph, num_negatives: int) -> Tensor:
-    """Compute the best logit of the intra-domain loss that knows no user: log(P(item) / (k Q(item))).
+    """Compute the popularity prior of the intra-domain logits, float32 [num_items].
 
-    P is the item's share of the edges, half an edge added; Q is its chance to be drawn as a
-    negative, the same for all, k negatives an edge. The vectors learn what is left.
-
-    Returns:
-        float32 [num_items].
+    This is the best logit without knowledge of the user: log(P(item) / (k Q(item))). P is the
+    item's share of the edges (half an edge added), Q its probability to be drawn as a negative (the
+    same for all items), k the number of negatives per edge.
     """
     odds = (graph.degrees()[1] + 0.5) / len(graph.users) / (num_negatives / graph.num_items)
     return torch.from_numpy(np.log(odds).astype(np.float32))
 
 
 class _Edges:
-    """Draws edges of a domain evenly, each with random items as negatives."""
+    """Draws edges of a domain uniformly, each with random items as negatives."""
 
     def __init__(self, graph: Graph, options: MatchOptions) -> None:
         self._options = options
@@ -377,7 +374,7 @@ class _Bridge:
     def __init__(self, data: MatchData, in_source: I64) -> None:
         """Compute the centralities.
 
-        `in_source` has the rows of the users with source edges, ascending.
+        `in_source` are the rows of users with source edges, ascending.
         """
         self._overlap = torch.from_numpy(in_source)
         bridging = np.isin(data.target.users, in_source)
@@ -395,10 +392,10 @@ class _Bridge:
         """Draw anchors of the aligned-user loss.
 
         Args:
-            n: anchors.
-            k: negatives of each.
-            easiest: share of the negatives that may be drawn, in (0, 1].
-            generator: draws them.
+            n: Number of anchors.
+            k: Negatives per anchor.
+            easiest: Share of the negatives that may be drawn, in (0, 1].
+            generator: Random generator.
 
         Returns:
             int64 [n] users, and int64 [n, 1 + k] users to match them with, each anchor itself
@@ -414,10 +411,10 @@ class _Bridge:
         """Draw anchors of the neighbour-similarity loss.
 
         Args:
-            n: anchors.
-            k: negatives of each.
-            easiest: share of the negatives that may be drawn, in (0, 1].
-            generator: draws them.
+            n: Number of anchors.
+            k: Negatives per anchor.
+            easiest: Share of the negatives that may be drawn, in (0, 1].
+            generator: Random generator.
 
         Returns:
             int64 [n] users of target edges, and int64 [n, 1 + k] items, each edge's own first.
@@ -438,10 +435,7 @@ def _encoder(name: str, graph: Graph, options: MatchOptions) -> GraphEncoder:
 
 
 def _projector(dim: int) -> nn.Linear:
-    """Make the matrix that maps vectors of the target into the source's space.
-
-    It starts as the identity.
-    """
+    """Make the matrix that maps target vectors into the source's space; it starts as identity."""
     matrix = nn.Linear(dim, dim, bias=False)
     nn.init.eye_(matrix.weight)
     return matrix

@@ -1,12 +1,16 @@
-"""Fit the order of a cascade: count which items follow which and which are had together, and weigh what is known.
+"""Fit the score blend of a cascade: a weighted sum of six terms of each retrieved item.
 
-    P(i | j) = (sum over lags 1 .. 5 of .6^(lag - 1) n(j, then i) + 10 pop(i)) / (the sum over all i + 10)
+The terms are those of `ItemList`: retrieval score, click logit, transitions, neighbours (items of
+the same users), popularity, and whether the item was seen. Transitions are counted as
 
-The weights of the sum make the validation's next items most likely within their own lists: a
-conditional logit, which is concave, so its best weights are found in milliseconds. A ridge keeps
-them near retrieval alone; it matters where few users have their next item in their list. It counts
-a weight in deviations of its term: a weight of the click logit, which hardly differs between items
-after an epoch, may be 20 where another's is 1.
+    c(j, i)  = sum over lags 1 .. 5 of  0.6^(lag - 1) n_lag(j, i)
+    P(i | j) = (c(j, i) + 10 pop(i)) / (sum over i of c(j, i) + 10)
+
+The weights maximise the likelihood of the validation's next items within their users' lists. This
+is a conditional logit, which is concave, so the fit takes milliseconds. A ridge penalty keeps the
+weights near retrieval alone, which matters if few users have their next item in their list. The
+penalty measures each weight in standard deviations of its term, because terms differ in scale: the
+click logit hardly varies after one epoch, and may need a weight of 20.
 """
 
 from __future__ import annotations
@@ -31,24 +35,26 @@ from npu_gr.train.rank.item_similarity import USUAL, Entries, NeighbourKind
 from npu_gr.train.rank.losses import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
-# of the squared distances from retrieval alone, each weight times its term's deviation within lists
-RIDGE = 1.0
+RIDGE = 1.0  # weight of the penalty, see `fit_blend`
 
 
 class ItemList(NamedTuple):
-    """What is known of the items retrieved for a user, each term by its name among `WEIGHTS`. c = items."""
+    """The terms of the items retrieved for a user; the field names are those of `WEIGHTS`.
+
+    c = items.
+    """
 
     items: I64  # [c] rows, ascending
-    retrieval: F32  # [c] u . e
-    click: F32  # [c] logit of the next item
-    transitions: F32  # [c] log of the probability that it follows
-    neighbours: F32  # [c] how much it has in common with the history
-    popularity: F32  # [c] log of its share of the events
+    retrieval: F32  # [c] inner product u . e
+    click: F32  # [c] logit of the next-item task
+    transitions: F32  # [c] log of the probability that the item follows the last events
+    neighbours: F32  # [c] similarity to the items of the history
+    popularity: F32  # [c] log of the item's share of the events
     seen: F32  # [c] 1 = in the history
 
-    def scores(self, order: ScoreBlend) -> F32:
-        """Sum up by the order's weights, [c]."""
-        return order.scores(
+    def scores(self, blend: ScoreBlend) -> F32:
+        """Sum the terms with the blend's weights, [c]."""
+        return blend.scores(
             self.retrieval,
             self.click,
             self.transitions,
@@ -58,37 +64,35 @@ class ItemList(NamedTuple):
         )
 
     def over_all(self, scores: F32, num_items: int) -> F64:
-        """Spread the list's scores, [c], over the catalogue: float64 [num_items]; -inf for what is not in the list."""
+        """Scatter the list's scores, [c], to all items: float64 [num_items], -inf for others."""
         row = np.full(num_items, -np.inf)
         row[self.items] = scores
         return row
 
 
 def count_blend(log: InteractionLog, task: str, kind: NeighbourKind = USUAL) -> ScoreBlend:
-    """Count the transitions and the neighbours of the trained events.
-
-    The order's weights are retrieval's alone.
+    """Count the transitions and the neighbours of the trained events, with unfitted weights.
 
     Args:
-        log: its trained events count.
-        task: that predicts the next item.
-        kind: of the neighbours.
+        log: Log whose trained events are counted.
+        task: Name of the task that predicts the next item.
+        kind: Similarity of the neighbours.
     """
     return replace(count_transitions(log, task), neighbours=kind.counted(log))
 
 
 def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
-    """Count the transitions of the trained events; the order's weights are retrieval's alone.
+    """Count the transitions of the trained events, with unfitted weights and no neighbours.
 
     Args:
-        log: its trained events count.
-        task: that predicts the next item.
+        log: Log whose trained events are counted.
+        task: Name of the task that predicts the next item.
     """
     num_items = log.num_items
     trained = log.trained
     users = log.users
     uses = np.bincount(log.items[trained], minlength=num_items)
-    share = (uses + 1) / (uses.sum() + num_items)  # an item without events may follow too
+    share = (uses + 1) / (uses.sum() + num_items)  # plus 1: an item without events may follow too
     pairs: I64 = np.empty(0, np.int64)
     counts: F64 = np.empty(0)
     for lag in range(1, LAST_EVENTS + 1):
@@ -114,15 +118,15 @@ def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
     )
 
 
-NUM_FOLLOWERS = 100  # items of a list that follow the user's last events, beside the retrieved ones
+NUM_FOLLOWERS = 100  # items of a list that are retrieved because they follow the last events
 
 
 class ListSizes(NamedTuple):
-    """How long a list is."""
+    """Most items of a list, by how they are retrieved."""
 
-    retrieved: int  # most items by u . e, of all and of the unseen ones
-    followers: int  # most items that follow the last events
-    neighbours: int  # most items that have something in common with the history
+    retrieved: int  # by u . e: so many of all items, and so many of the unseen ones
+    followers: int  # by transitions from the last events
+    neighbours: int  # by similarity to the items of the history
 
 
 def retrieved_lists(
@@ -134,16 +138,16 @@ def retrieved_lists(
     done: Callable[[int, int], None] = lambda *_: None,
     others: Sequence[Neighbours] = (),
 ) -> Iterator[ItemList]:
-    """Retrieve for each target the best items by u . e, followers and neighbours, and tell what is known of each.
+    """Retrieve a list of items for each target's user, and compute the terms of each item.
 
     Args:
-        inputs: with the users' histories.
-        model: in evaluation mode, its items frozen.
-        counted: the transitions and the neighbours.
-        targets: the next items.
-        sizes: of the lists.
-        done: called with (users so far, users in all) after every user.
-        others: neighbours of other kinds, whose best are in the lists too.
+        inputs: Inputs that hold the users' histories.
+        model: Ranker in evaluation mode, its items frozen.
+        counted: Transitions and neighbours.
+        targets: Next items; a list is made for the user just before the event.
+        sizes: Most items of a list.
+        done: Callback with (users so far, users in all) after every user.
+        others: Neighbours of other kinds, whose best items are added to the lists.
     """
     log = inputs.log
     backend = CPUBackend()
@@ -151,7 +155,11 @@ def retrieved_lists(
     is_linear = counted.neighbours is not None and counted.neighbours.is_linear
 
     def most_alike(history: I64) -> int:
-        """How many neighbours: of linear ones, which may be all of the order, as many unseen ones as are asked for."""
+        """Return how many neighbours to retrieve.
+
+        A blend of linear neighbours may consist of them alone. So its list needs `sizes.neighbours`
+        unseen items, in addition to those of the history.
+        """
         return sizes.neighbours + (len(np.unique(history)) if is_linear else 0)
 
     table = model.items.vectors()
@@ -185,7 +193,7 @@ def retrieved_lists(
 
 
 def _best(retrieval: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of the best items of all, and of the unseen ones."""
+    """Return the rows of the best items among all, and among the unseen ones."""
     unseen = retrieval.masked_fill(seen > 0, -torch.inf)
     num_unseen = int((seen == 0).sum())
     of_all = retrieval.topk(min(count, len(retrieval))).indices
@@ -202,13 +210,17 @@ def fit_blend(
 ) -> ScoreBlend:
     """Fit the weights by the likelihood of the next items within their lists.
 
+    Minimises -log likelihood + RIDGE / 2 x sum over the terms of
+    (term's variance within lists) x (weight - start)^2.
+
     Args:
-        counted: the transitions and the neighbours.
-        log: holds the events.
-        lists: of the targets.
-        targets: next items that nothing was trained on; those that their lists lack say nothing.
-        start: weights that the ridge keeps the others near.
-        free: names of the weights that are fitted; others stay.
+        counted: Blend with the transitions and the neighbours.
+        log: Log that holds the events.
+        lists: List of each target.
+        targets: Next items that the model and the counts were not trained on. A target that is not
+            in its list is ignored.
+        start: Weights near which the ridge keeps the fitted ones.
+        free: The weights to fit, by name; the others stay.
     """
     own = log.items[np.array([event for _, event in targets], np.int64)]
     rows = [
@@ -231,7 +243,7 @@ def fit_blend(
     weights = before.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
-    def surprise() -> Tensor:
+    def penalised_loss() -> Tensor:
         optimizer.zero_grad()
         scores = (terms @ torch.where(is_free, weights, before)).masked_fill(is_padding, -torch.inf)
         each = torch.logsumexp(scores, dim=1) - scores.gather(1, chosen)[:, 0]
@@ -239,12 +251,12 @@ def fit_blend(
         loss.backward()
         return loss
 
-    optimizer.step(surprise)
+    optimizer.step(penalised_loss)
     return replace(counted, weights=dict(zip(WEIGHTS, weights.tolist(), strict=True)))
 
 
 def _variances(terms: Tensor, is_padding: Tensor) -> Tensor:
-    """Compute how much each term varies within a list, [rows, c, terms] and [rows, c] -> [terms]."""
+    """Compute each term's variance within lists: [rows, c, terms], [rows, c] -> [terms]."""
     kept = (~is_padding)[..., None]
     means = (terms * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
     return ((terms - means) * kept).square().sum((0, 1)) / kept.sum()

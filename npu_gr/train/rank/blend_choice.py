@@ -1,35 +1,25 @@
-"""Choose the order that is served, on the validation: fitted weights, one source alone, or ItemKNN's own order.
+"""Choose the score blend to serve, on the validation, in three steps.
 
-the kind of the neighbours, with its fitted weights
-one source in their place, if it is surely better
-ItemKNN, unless what there is is shown to be better
+1. The kind of neighbours whose fitted blend is best. A kind replaces the best one before it if its
+   NDCG@10 is higher by more than a standard error, paired by user; or if its likelihood is, and its
+   NDCG@10 is not lower. The likelihood distinguishes kinds where hits are rare, but it also depends
+   on items far down the list, which no user sees. So it cannot choose a kind that reads more
+   neighbours per item: on MovieLens it would choose linear neighbours, and a recommend would take
+   0.2 ms longer for the same lists.
 
-Choose the kind of the neighbours: the one whose fitted order is best on the validation.
+2. One source alone (retrieval, transitions, neighbours, popularity), if its NDCG@10 is
+   significantly higher than that of the fitted blend. The weights are fitted by likelihood, so this
+   can happen. The comparison uses the users on whom the blend was fitted, which favours the blend:
+   a source that is better even there is better.
 
-A later kind takes the place of the best one before it if it is better by more than a standard
-error, paired by user: by NDCG@10, which is what is shown; or by the likelihood, if NDCG@10 is no
-lower. The likelihood tells kinds apart where hits are rare, but it also counts items that nobody
-sees. So it is no ground for a kind whose requests read more neighbours of an item: on MovieLens
-linear ones were chosen by it, and a recommend took .2 ms more for no better list.
+3. ItemKNN with the baseline's settings, unless the result of steps 1 and 2 is shown to be better:
 
-Does a source by itself order the validation better than the fitted order? Then it is named, and may
-be served.
+       s(i) = sum over the distinct items j of the history of  w(j, i) + p pop(i) + e seen(i)
 
-The weights are fitted by likelihood, which also counts items that nobody sees. So NDCG@10 of each
-source is compared with that of the fitted order, paired by user, on the users by whom the order was
-fitted. These favour the order, if anything: what is better there is better.
-
-The simple order: ItemKNN as the baseline is, with its tuned settings, in the terms of a fitted
-order.
-
-    s(i) = sum over the distinct j of the history of w(j, i) + p pop(i) + e seen(i)
-
-w and p are the baseline's: of the items that a user lacks this is its score, less a constant. Six
-weights that are fitted on a hundred next items are worse than this order: the likelihood weighs
-popularity for the whole list, and what it is worth among the first ten is another matter. So the
-fitted order has to be shown to be better than this one.
-
-e alone is fitted. A request that leaves out what was seen does not count it.
+   w and p are those of the baseline, so the score of an unseen item is the baseline's, minus a
+   constant. Only e is fitted; it does not matter if a request excludes seen items. On small
+   validations (100 next items) this fallback beats six fitted weights: the likelihood weighs
+   popularity for the whole list, but its weight for the first ten places should be another.
 """
 
 from __future__ import annotations
@@ -64,32 +54,32 @@ from npu_gr.train.rank.losses import HeldOutEvents
 
 
 class ChosenBlend(NamedTuple):
-    """How an order is counted in any events of the log."""
+    """The settings of the chosen blend, which can be counted in any events of the log."""
 
-    task: str  # that predicts the next item
+    task: str  # name of the task that predicts the next item
     kind: NeighbourKind = USUAL
     weights: Mapping[str, float] | None = None  # None = there is no validation
-    better: Mapping[str, Difference] = {}  # sources above the fitted weights
-    simple: ItemKNNFallback | None = None  # None = there is no ItemKNN, or no validation
+    better: Mapping[str, Difference] = {}  # sources that alone are better than the fitted blend
+    fallback: ItemKNNFallback | None = None  # None = there is no ItemKNN, or no validation
 
     def counted(self, log: InteractionLog) -> ScoreBlend:
-        """Count it in the trained events of a log.
+        """Count the blend in the trained events of a log.
 
-        Without a validation the weights are retrieval's alone.
+        Without a validation the weights are those of retrieval alone.
         """
-        if self.simple is not None and self.simple.is_served:
-            return self.simple.counted(log, self.task)
-        order = count_blend(log, self.task, self.kind)
-        return order if self.weights is None else replace(order, weights=self.weights)
+        if self.fallback is not None and self.fallback.is_served:
+            return self.fallback.counted(log, self.task)
+        blend = count_blend(log, self.task, self.kind)
+        return blend if self.weights is None else replace(blend, weights=self.weights)
 
     def text(self) -> str:
-        """Say what was chosen."""
-        if self.simple is not None and self.simple.is_served:
-            return self.simple.text()
+        """Describe what was chosen."""
+        if self.fallback is not None and self.fallback.is_served:
+            return self.fallback.text()
         assert self.weights is not None, "there is a validation"
         weights = ", ".join(f"{name} {weight:.2f}" for name, weight in self.weights.items())
-        beside = "" if self.simple is None else f"; {self.simple.text()}"
-        return f"order: {weights}; neighbours: {self.kind.name}{beside}"
+        comparison = "" if self.fallback is None else f"; {self.fallback.text()}"
+        return f"score blend: {weights}; neighbours: {self.kind.name}{comparison}"
 
 
 def choose_blend(
@@ -99,15 +89,14 @@ def choose_blend(
     sizes: ListSizes,
     item_knn: LinearBaseline | None,
 ) -> ChosenBlend:
-    """Fit the order on the validation, and compare it with each source alone, and with ItemKNN.
+    """Fit the blend on the validation, and compare it with each source alone and with ItemKNN.
 
     Args:
-        model: that retrieves, in evaluation mode, its items frozen; trained on nothing of the
-            validation.
-        task: that predicts the next item.
-        held_out: the validation.
-        sizes: of its lists.
-        item_knn: with its settings; None = the log is too large for it.
+        model: Ranker in evaluation mode, its items frozen, that was not trained on the validation.
+        task: Name of the task that predicts the next item.
+        held_out: Validation.
+        sizes: Most items of its lists.
+        item_knn: Tuned ItemKNN baseline; None = it was skipped, because the log is too large.
     """
     log, targets = held_out
     if not targets:
@@ -121,27 +110,27 @@ def choose_blend(
     counted = {
         kind: replace(transitions, neighbours=neighbours) for kind, neighbours in kinds.items()
     }
-    kind, order, own = choose_kind(counted, log, lists, targets)
-    better = better_alone(order, log, own, targets)
-    served = to_serve(order, better)
-    simple = None
+    kind, blend, own = choose_kind(counted, log, lists, targets)
+    better = better_alone(blend, log, own, targets)
+    served = to_serve(blend, better)
+    fallback = None
     if item_knn is not None:
-        figures = (ndcg_cross_fitted if served is order else ndcg_of_lists)(
+        figures = (ndcg_cross_fitted if served is blend else ndcg_of_lists)(
             served, log, own, targets
         )
-        simple = beside_simple(item_knn, order, figures, log, own, targets)
-    return ChosenBlend(task, kind, served.weights, better, simple)
+        fallback = compare_with_item_knn(item_knn, blend, figures, log, own, targets)
+    return ChosenBlend(task, kind, served.weights, better, fallback)
 
 
-FOLDS = 10  # of the validation's users: each is ordered by weights that the others were fitted on
+FOLDS = 10  # cross-validation folds: each fold is ranked with weights fitted on the others
 
 
 class FittedKind(NamedTuple):
-    """An order with the neighbours of one kind."""
+    """A fitted blend with the neighbours of one kind."""
 
     kind: NeighbourKind
-    order: ScoreBlend
-    lists: Sequence[ItemList]  # of the validation, with these neighbours
+    blend: ScoreBlend
+    lists: Sequence[ItemList]  # the validation's lists, with these neighbours
 
 
 def choose_kind(
@@ -150,22 +139,22 @@ def choose_kind(
     lists: Sequence[ItemList],
     targets: Sequence[NextItem],
 ) -> FittedKind:
-    """Fit the order with the neighbours of each kind, and choose the best.
+    """Fit the blend with the neighbours of each kind, and choose the best one (step 1).
 
     Args:
-        counted: kind -> transitions and neighbours, the usual kind first; they differ in their
+        counted: Kind -> transitions and neighbours, `USUAL` first; the blends differ in their
             neighbours only.
-        log: holds the events.
-        lists: of the targets.
-        targets: the validation's next items, at least one.
+        log: Log that holds the events.
+        lists: List of each target.
+        targets: Next items of the validation, at least one.
     """
     found: list[tuple[FittedKind, F64, F64]] = []
-    for kind, order in counted.items():
+    for kind, blend in counted.items():
         own = [
-            one._replace(neighbours=order.alike(log.items[log.starts[user] : event], one.items))
+            one._replace(neighbours=blend.alike(log.items[log.starts[user] : event], one.items))
             for one, (user, event) in zip(lists, targets, strict=True)
         ]
-        fitted = fit_blend(order, log, own, targets)
+        fitted = fit_blend(blend, log, own, targets)
         likelihood = list_likelihood(fitted, log, own, targets)
         found.append(
             (FittedKind(kind, fitted, own), ndcg_of_lists(fitted, log, own, targets), likelihood)
@@ -182,121 +171,122 @@ def choose_kind(
 
 
 def is_above_0(gaps: F64) -> bool:
-    """Whether a mean is above 0 by more than a standard error; not of nothing."""
+    """Whether the mean is above 0 by more than a standard error; False for an empty array."""
     return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
 
 def list_likelihood(
-    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
 ) -> F64:
     """Compute the log-probability of each next item within its list.
 
-    Those that their lists lack are left out.
+    Next items that are not in their lists are skipped.
     """
     each = []
     for found, (_, event) in zip(lists, targets, strict=True):
         place = np.flatnonzero(found.items == log.items[event])
         if len(place):
-            scores = found.scores(order).astype(np.float64)
+            scores = found.scores(blend).astype(np.float64)
             top = scores.max()
             each.append(scores[place[0]] - top - np.log(np.exp(scores - top).sum()))
     return np.array(each)
 
 
 def ndcg_of_lists(
-    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
 ) -> F64:
-    """Compute NDCG@10 of each next item by the order of its list, [targets].
+    """Compute NDCG@10 of each next item in its blended list, [targets].
 
-    What a list lacks stands behind it.
+    Items that are not in the list rank behind it.
     """
-    rows = (found.over_all(found.scores(order), log.num_items) for found in lists)
+    rows = (found.over_all(found.scores(blend), log.num_items) for found in lists)
     return ndcg_of_each(rank_next_items(log, targets, rows).evaluated, K)
 
 
 def ndcg_cross_fitted(
-    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
 ) -> F64:
-    """Compute NDCG@10 of each next item, [targets], by weights that were fitted on other users: as of new ones."""
+    """Compute NDCG@10 of each next item, [targets], by cross-validation.
+
+    Each user's list is ranked with weights that were fitted on other users.
+    """
     fold_of = np.arange(len(targets)) % FOLDS
-    orders = []
+    blends = []
     for fold in range(FOLDS):
         others = np.flatnonzero(fold_of != fold).tolist()
-        orders.append(
-            fit_blend(order, log, [lists[row] for row in others], [targets[row] for row in others])
+        blends.append(
+            fit_blend(blend, log, [lists[row] for row in others], [targets[row] for row in others])
         )
     scores = (
-        found.scores(orders[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True)
+        found.scores(blends[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True)
     )
     rows = (found.over_all(own, log.num_items) for found, own in zip(lists, scores, strict=True))
     return ndcg_of_each(rank_next_items(log, targets, rows).evaluated, K)
 
 
-SOURCES = ("retrieval", "transitions", "neighbours", "popularity")  # the terms that find items too
+SOURCES = ("retrieval", "transitions", "neighbours", "popularity")  # terms that can rank alone
 
 
-def alone(order: ScoreBlend, source: str) -> ScoreBlend:
-    """Let one source decide: weight 1 for it, and 0 for all others but `seen`.
+def alone(blend: ScoreBlend, source: str) -> ScoreBlend:
+    """Return a blend of one source: weight 1 for it, and 0 for all other terms but `seen`.
 
-    `seen` stays as fitted: it is 0 of every unseen item, so among these the order is the source's
-    own.
+    `seen` keeps its fitted weight. It does not change the ranking of unseen items.
     """
-    weights = dict.fromkeys(WEIGHTS, 0.0) | {source: 1.0, "seen": order.weights["seen"]}
-    return replace(order, weights=weights)
+    weights = dict.fromkeys(WEIGHTS, 0.0) | {source: 1.0, "seen": blend.weights["seen"]}
+    return replace(blend, weights=weights)
 
 
 def better_alone(
-    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
 ) -> dict[str, Difference]:
-    """Compare every source alone with the fitted order.
+    """Compare every source alone with the fitted blend (step 2).
 
     Args:
-        order: fitted.
-        log: with the users' histories.
-        lists: of the targets.
-        targets: the validation's next items.
+        blend: The fitted blend.
+        log: Log that holds the users' histories.
+        lists: List of each target.
+        targets: Next items of the validation.
 
     Returns:
-        Source -> its NDCG@10 less the fitted order's, of the sources whose mean is above it, the
-        highest first.
+        Source -> its NDCG@10 minus the blend's, for sources with a positive mean, the highest
+        first.
     """
     if not targets:
         return {}
 
-    fitted = ndcg_of_lists(order, log, lists, targets)
+    fitted = ndcg_of_lists(blend, log, lists, targets)
     others = {
-        source: ndcg_of_lists(alone(order, source), log, lists, targets) for source in SOURCES
+        source: ndcg_of_lists(alone(blend, source), log, lists, targets) for source in SOURCES
     }
     gaps = {source: difference_of_users(figures, fitted) for source, figures in others.items()}
     best_first = sorted(gaps, key=lambda source: -gaps[source].mean)
     return {source: gaps[source] for source in best_first if gaps[source].mean > 0}
 
 
-def to_serve(order: ScoreBlend, better: Mapping[str, Difference]) -> ScoreBlend:
-    """Choose the order that is served: of one source alone where that is better by more than chance, else the fitted.
+def to_serve(blend: ScoreBlend, better: Mapping[str, Difference]) -> ScoreBlend:
+    """Choose the blend to serve: that of one source, if it is significantly better, or the fitted.
 
     Args:
-        order: fitted.
-        better: as `better_alone` returns them.
+        blend: The fitted blend.
+        better: Result of `better_alone`.
     """
-    source = _surely(better)
-    return order if source is None else alone(order, source)
+    source = _significantly_better(better)
+    return blend if source is None else alone(blend, source)
 
 
-def in_words(better: Mapping[str, Difference]) -> list[str]:
-    """Warn of each source that is above the fitted order, and say which one is served in its place."""
-    served = _surely(better)
+def better_source_warnings(better: Mapping[str, Difference]) -> list[str]:
+    """Warn of each source that ranks better alone, and say which one is served."""
+    served = _significantly_better(better)
     return [
-        f"WARNING: {source} alone, less the fitted order, on the validation: NDCG@{K} "
-        f"{gap.mean:+.4f} "
-        f"({gap.low:+.4f} .. "
-        f"{gap.high:+.4f})" + ("; its order is served" if source == served else "")
+        f"WARNING: {source} alone ranks the validation better than the fitted score blend: "
+        f"NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+        + ("; it is served instead" if source == served else "")
         for source, gap in better.items()
     ]
 
 
-def _surely(better: Mapping[str, Difference]) -> str | None:
-    """Name the best source whose interval excludes 0; None = there is none."""
+def _significantly_better(better: Mapping[str, Difference]) -> str | None:
+    """Return the best source whose interval excludes 0; None = there is none."""
     return next((source for source, gap in better.items() if gap.low > 0), None)
 
 
@@ -304,50 +294,50 @@ NOTHING = dict.fromkeys(WEIGHTS, 0.0)
 
 
 class ItemKNNFallback(NamedTuple):
-    """ItemKNN as an order, and how the fitted one stands beside it on the validation."""
+    """ItemKNN as a score blend, and its comparison with the fitted blend on the validation."""
 
     baseline: LinearBaseline  # ItemKNN
-    seen: float  # e
-    fitted_less_it: Difference  # NDCG@10 of the fitted order less this one's
-    is_served: bool  # it takes the place of the fitted order, which is not shown to be better
+    seen: float  # e, the weight of seen items
+    fitted_less_it: Difference  # NDCG@10 of the fitted blend minus ItemKNN's
+    is_served: bool  # True = the fitted blend is not shown to be better, so ItemKNN is served
 
     def counted(self, log: InteractionLog, task: str) -> ScoreBlend:
-        """Count it in the trained events of a log, for the task that predicts the next item."""
+        """Count ItemKNN in the trained events of a log; `task` predicts the next item."""
         return as_blend(self.baseline.refitted(log), log, task, self.seen)
 
     def text(self) -> str:
-        """Say whether it is served, and why."""
+        """Say whether ItemKNN is served, and why."""
         gap = self.fitted_less_it
-        less = (
-            f"the fitted order less ItemKNN's: NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. "
+        comparison = (
+            f"the fitted score blend minus ItemKNN: NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. "
             f"{gap.high:+.4f})"
         )
         if not self.is_served:
-            return less
+            return comparison
         return (
-            f"{less}: not shown to be better, so ItemKNN's is served: "
+            f"{comparison}: not shown to be better, so ItemKNN is served: "
             f"{self.baseline.tuned.settings}"
         )
 
 
-def beside_simple(
+def compare_with_item_knn(
     baseline: LinearBaseline,
-    order: ScoreBlend,
+    blend: ScoreBlend,
     figures: F64,
     log: InteractionLog,
     lists: Sequence[ItemList],
     targets: Sequence[NextItem],
 ) -> ItemKNNFallback:
-    """Make the simple order, and compare the fitted one with it.
+    """Fit ItemKNN's weight of seen items, and compare the blend to serve with ItemKNN (step 3).
 
     Args:
-        baseline: ItemKNN with its settings, fitted to any log of these users and items.
-        order: fitted.
-        figures: [targets] its NDCG@10 of each next item, by weights of which that item knows
-            nothing.
-        log: with the users' histories; its trained events are counted.
-        lists: of the targets.
-        targets: the validation's next items, at least one.
+        baseline: Tuned ItemKNN, fitted to any log of these users and items.
+        blend: The fitted blend.
+        figures: [targets] NDCG@10 of each next item by the blend to serve, with weights that were
+            not fitted on that item.
+        log: Log that holds the users' histories; its trained events are counted.
+        lists: List of each target.
+        targets: Next items of the validation, at least one.
     """
     fitted = baseline.refitted(log)
     of_itself = _item_knn(fitted).own.numpy() * fitted.tuned.factors.numpy()
@@ -366,25 +356,25 @@ def beside_simple(
         for found, row in zip(lists, scores(0.0), strict=True)
     ]
     by_score = NOTHING | {"neighbours": 1.0}
-    seen = fit_blend(order, log, scored, targets, start=by_score, free=("seen",)).weights["seen"]
-    simple = ndcg_of_each(rank_next_items(log, targets, scores(seen)).evaluated, K)
-    gaps = figures - simple
+    seen = fit_blend(blend, log, scored, targets, start=by_score, free=("seen",)).weights["seen"]
+    item_knn = ndcg_of_each(rank_next_items(log, targets, scores(seen)).evaluated, K)
+    gaps = figures - item_knn
     return ItemKNNFallback(
-        baseline, seen, difference_of_users(figures, simple), is_served=not is_above_0(gaps)
+        baseline, seen, difference_of_users(figures, item_knn), is_served=not is_above_0(gaps)
     )
 
 
 def as_blend(baseline: LinearBaseline, log: InteractionLog, task: str, seen: float) -> ScoreBlend:
-    """Write ItemKNN as an order.
+    """Express ItemKNN as a score blend.
 
     Args:
         baseline: ItemKNN, fitted to the log.
-        log: its trained events count.
-        task: that predicts the next item.
-        seen: weight of what is in the history.
+        log: Log whose trained events are counted.
+        task: Name of the task that predicts the next item.
+        seen: Weight of items that are in the history.
     """
     tuned, degrees = baseline.tuned, graph_of(log).degrees()[1]
-    # the baseline's, but for a constant
+    # the baseline's popularity term, up to a constant
     popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())
     weight = tuned.weight / root_mean_square(log_popularity(degrees))
     model, factors = _item_knn(baseline), tuned.factors.numpy()
@@ -402,5 +392,5 @@ def as_blend(baseline: LinearBaseline, log: InteractionLog, task: str, seen: flo
 
 
 def _item_knn(baseline: LinearBaseline) -> ItemKNN:
-    assert isinstance(baseline.tuned.model, ItemKNN), "the baseline is ItemKNN"
+    assert isinstance(baseline.tuned.model, ItemKNN)
     return baseline.tuned.model

@@ -1,12 +1,12 @@
-"""Evaluate a ranker beside the baselines: AUC of liking on later events, HR@10 and NDCG@10 of the next item.
+"""Evaluate a ranker and compare it with the baselines.
 
-Protocol:
-  AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
-            Positive: the event's value reaches the task's threshold.
-  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Four ways: the
-            retrieval, the click logit and the neighbours, each alone, and the fitted order
-            (recommend), over what the retrieval, the transitions and the neighbours found, as a
-            cascade of these sources does. What is not in the list ranks behind it.
+AUC       of the events after the trained ones, pooled over users, each with all of the user's
+          earlier events as history. Positive: an event that is a positive of the first binary
+          task.
+HR, NDCG  rank of each user's next item among the whole catalogue, see `train/next_item.py`. The
+          retrieval, the transitions and the neighbours find a list of items, as in a cascade. The
+          list is ranked by four scores: the retrieval, the click logit and the neighbours, each
+          alone, and the fitted score blend. Items that are not in the list rank behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 from npu_gr.core.arrays import I64
 from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.hstu import HSTU
-from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
+from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, evaluation_title
 from npu_gr.train.metrics import (
     F64,
     NAN,
@@ -43,13 +43,13 @@ from npu_gr.train.next_item import (
     rank_next_items,
 )
 from npu_gr.train.rank.blend import ItemList, ListSizes, retrieved_lists
-from npu_gr.train.rank.blend_choice import in_words
+from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
 
 K = 10
-RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one
+RANKER = "HSTU ranker"  # the fitted blend, if there is one, or the retrieval
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
 NEIGHBOURS = "neighbours alone"
@@ -65,36 +65,36 @@ class RankingFigures:
     ndcg_at_10: float
     hr_at_10_unseen: float
     ndcg_at_10_unseen: float
-    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind HR and NDCG
-    # [evaluated events] behind the AUC
+    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)
+    # [evaluated events] score of each event, from which the AUC is computed
     liking: F64 | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The ranker's figures, the baselines', and the data behind them."""
+    """The figures of the ranker and of the baselines."""
 
     split: Split
     num_trained: int  # events that the models were trained on
     num_served: int  # events that the served ranker was trained on
-    num_evaluated: int  # events behind the AUC
-    num_next: int  # users behind HR and NDCG
+    num_evaluated: int  # events of the AUC
+    num_next: int  # users of HR and NDCG
     tasks: str  # why the ranker has these tasks
-    auc_task: str  # the task that AUC is of; "" = none
-    fitting: str  # in words: how long it was trained, and the order that was fitted
-    # sources above the fitted order on the validation; see `order_choice.py`
+    auc_task: str  # name of the task of the AUC; "" = none
+    fitting: str  # the number of epochs and the fitted blend, in words
+    # sources that are better than the fitted blend on the validation; see `blend_choice.py`
     better_alone: Mapping[str, Difference]
-    skipped: tuple[str, ...]  # why other baselines are not among them
+    skipped: tuple[str, ...]  # a sentence for each baseline that was skipped
     ranker: RankingFigures
-    parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
+    parts: tuple[RankingFigures, ...]  # terms of the ranker's blend, each alone
     baselines: tuple[RankingFigures, ...]
     likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
     users: I64 = field(repr=False, compare=False)  # [num_evaluated]
 
     def as_dict(self) -> dict[str, float]:
-        """Name the ranker's figures by themselves, each other model's as `<model>/<figure>`.
+        """Return the ranker's figures by name, and those of other models as `<model>/<figure>`.
 
-        Leave out those of NaN.
+        Figures that a model does not have (NaN) are left out.
         """
         counts = ("num_trained", "num_served", "num_evaluated", "num_next")
         figures = {name: float(getattr(self, name)) for name in counts}
@@ -108,13 +108,19 @@ class Evaluation:
         return figures
 
     def comparison(self) -> BaselineComparison | None:
-        """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
+        """Compare the ranker with the strongest next-item baseline.
+
+        None = the ranker has no next-item task.
+        """
         return compare(
             self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines}
         )
 
-    def beside(self, baseline: str) -> BaselineComparison | None:
-        """Compare the ranker with one baseline; None = no task scores the next item, or it is not among them."""
+    def compared_with(self, baseline: str) -> BaselineComparison | None:
+        """Compare the ranker with one baseline, by name.
+
+        None = the ranker has no next-item task, or there is no such baseline.
+        """
         return compare(
             self.ranker.model,
             self.ranker.ranks,
@@ -122,13 +128,13 @@ class Evaluation:
         )
 
     def with_parts(self) -> BaselineComparison | None:
-        """Compare the fitted order with the best of what it is made of; None = there is no order."""
+        """Compare the fitted blend with the best of its terms alone; None = there is no blend."""
         return compare(
             self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.parts}
         )
 
     def auc_difference(self) -> tuple[str, Difference] | None:
-        """Compare the AUC with the best baseline's; None = one of the two has none."""
+        """Compare the AUC with the best baseline's; None = one of them has no AUC."""
         others = [row for row in self.baselines if row.auc == row.auc]
         if not others or self.ranker.liking is None:
             return None
@@ -137,8 +143,13 @@ class Evaluation:
         return None if found is None else (best.model, found)
 
     def text(self) -> str:
-        """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
-        lines = [f"tasks: {self.tasks}", self.fitting, *in_words(self.better_alone), *self.skipped]
+        """Describe the tasks and the fit, and compare the ranker with the best baselines."""
+        lines = [
+            f"tasks: {self.tasks}",
+            self.fitting,
+            *better_source_warnings(self.better_alone),
+            *self.skipped,
+        ]
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
@@ -146,20 +157,21 @@ class Evaluation:
                 f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. "
                 f"{own.high:.4f})"
             )
-        if (beside := self.auc_difference()) is not None:
-            name, found = beside
-            lines.append(f"  less {name}'s: {_interval(found)}")
+        if (auc_difference := self.auc_difference()) is not None:
+            name, found = auc_difference
+            lines.append(f"  minus that of {name}, the best baseline: {_interval(found)}")
             if found.high < 0:
                 lines.append(
-                    f"WARNING: {name} tells likes better than {self.ranker.model} on this log."
+                    f"WARNING: {name} predicts likes better than {self.ranker.model} on this log. "
+                    "More events or epochs may help."
                 )
         if (parts := self.with_parts()) is not None:
             shown = ", ".join(
                 f"{name} {_interval(found)}" for name, found in parts.differences.items()
             )
-            lines.append(f"{parts.model} less {parts.baseline}: {shown}")
+            lines.append(f"{parts.model} minus {parts.baseline}: {shown}")
             if any(found.high < 0 for found in parts.differences.values()):
-                lines.append(f"WARNING: the fitted order is worse than {parts.baseline}.")
+                lines.append(f"WARNING: the fitted score blend is worse than {parts.baseline}.")
         if (comparison := self.comparison()) is not None:
             lines.append(comparison.text())
         return "\n".join(lines)
@@ -173,7 +185,7 @@ class Evaluation:
             f"NDCG@{K}",
             f"HR@{K} unseen",
             f"NDCG@{K} unseen",
-            title=what_stands(self.split, self.num_trained, self.num_served),
+            title=evaluation_title(self.split, self.num_trained, self.num_served),
             caption=f"AUC over {self.num_evaluated} later events; HR and NDCG over {self.num_next} "
             "next items",
         )
@@ -199,13 +211,13 @@ def evaluate_baseline(
     likes: npt.NDArray[np.bool_],
     targets: Sequence[NextItem],
 ) -> RankingFigures:
-    """Evaluate a baseline.
+    """Evaluate a baseline on the events after the trained ones.
 
     Args:
-        log: tested on its events after the trained ones.
-        baseline: fitted to the log.
-        likes: [n] label of every event of the log.
-        targets: the next items to rank.
+        log: Log that the baseline was fitted to.
+        baseline: Baseline to evaluate.
+        likes: bool [n] label of every event of the log.
+        targets: Next items to rank.
     """
     liking = baseline.liking(log)
     evaluated = None if liking is None else liking[~log.trained]
@@ -219,25 +231,25 @@ def evaluate_ranker(
     likes: npt.NDArray[np.bool_],
     targets: Sequence[NextItem],
     *,
-    order: ScoreBlend | None,
+    blend: ScoreBlend | None,
     counted: ScoreBlend | None,
     like_task: int | None,
     sizes: ListSizes,
     done: Callable[[int, int], None],
 ) -> tuple[RankingFigures, tuple[RankingFigures, ...]]:
-    """Evaluate a ranker, and what its order is made of.
+    """Evaluate a ranker, and each term of its blend alone, on the events after the trained ones.
 
     Args:
-        log: tested on its events after the trained ones.
-        model: in evaluation mode, its items frozen.
-        likes: [n] label of every event of the log.
-        targets: the next items to rank.
-        order: fitted; None = the retrieval alone is the order.
-        counted: transitions and neighbours; None = the model does not retrieve, and has no HR and
+        log: Log that holds the users' histories.
+        model: Ranker in evaluation mode, its items frozen.
+        likes: bool [n] label of every event of the log.
+        targets: Next items to rank.
+        blend: The fitted blend; None = rank by the retrieval alone.
+        counted: Transitions and neighbours; None = the model does not retrieve, and has no HR and
             NDCG.
-        like_task: the task that predicts `likes`; None = the model has none, and no AUC.
-        sizes: of the lists that are put in order.
-        done: called with (users so far, users in all) after every user's next item.
+        like_task: Index of the task that predicts `likes`; None = the model has none, and no AUC.
+        sizes: Most items of the lists to rank.
+        done: Callback with (users so far, users in all) after every user's next item.
     """
     inputs = LogInputs(log, model)
     evaluated = None if like_task is None else evaluated_logits(inputs, model, like_task)
@@ -257,14 +269,14 @@ def evaluate_ranker(
             (found.over_all(scores(found), log.num_items) for found in lists),
         )
 
-    if order is None:
+    if blend is None:
         return figures(RANKER, evaluated, lambda found: found.retrieval), ()
     parts = (
         figures(RETRIEVAL, None, lambda found: found.retrieval),
         figures(CLICK, None, lambda found: found.click),
         figures(NEIGHBOURS, None, lambda found: found.neighbours),
     )
-    return figures(RANKER, evaluated, lambda found: found.scores(order)), parts
+    return figures(RANKER, evaluated, lambda found: found.scores(blend)), parts
 
 
 @torch.inference_mode()
@@ -272,9 +284,9 @@ def evaluated_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
     """Compute one task's logit of every event after the trained ones.
 
     Args:
-        inputs: with the users' histories.
-        model: in evaluation mode.
-        task: index of the logit.
+        inputs: Inputs that hold the users' histories.
+        model: Ranker in evaluation mode.
+        task: Index of the task.
 
     Returns:
         float64 [events after the trained ones], in the log's order.
@@ -285,8 +297,8 @@ def evaluated_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
     parts = []
     for start, stop, trained in zip(log.starts, log.starts[1:], log.num_trained, strict=False):
         first_evaluated = start + trained
-        # One window ends at the user's last event. Where the evaluated events are more than the
-        # model reads at once, several windows share them.
+        # usually one window, which ends at the user's last event; several windows if there are
+        # more evaluated events than the model reads at once
         for at in range(int(first_evaluated), int(stop), longest):
             begin = max(int(start), min(int(stop), at + longest) - longest)
             parts.append(Window(begin, min(int(stop), at + longest) - begin))

@@ -1,14 +1,15 @@
-"""Fit a ranker to the trained events of a log, and stop at the best likelihood of the validation's next items.
+"""Fit a ranker to the trained events of a log, and search for better settings.
 
-Choose a ranker's settings on the validation of the log at hand, within some seconds.
+`fit` trains one ranker and keeps the epoch with the best likelihood of the validation's next items.
 
-The first trial is what was asked for. Each next one changes one thing of the best so far, and takes
-its place if it makes the validation's events, their items and what users did with them, more likely
-by more than chance. A trial that falls behind the best one's likelihood at the same share of its
-epochs is given up. The test is never looked at.
+`search` spends some seconds on a hill climb over the settings. The first trial has the given
+options. Each next trial changes one setting of the best trial so far, and replaces it if it makes
+the validation's events (their items, and what users did with them) more likely by more than a
+standard error. A trial ends early if its likelihood is behind that of the best trial at the same
+share of its epochs. The test events are never used.
 
-How many trials there are depends on the machine, so a search does not repeat bit for bit; the
-training of what it chose does.
+The number of trials depends on the machine, so a search is not reproducible bit for bit; the
+training with the settings that it chose is.
 """
 
 from __future__ import annotations
@@ -37,20 +38,25 @@ from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import batch_loss, next_item_likelihood
 from npu_gr.train.rank.options import Task, TrainOptions, make_labels
-from npu_gr.train.rank.schema import beside_schema, factorise, item_tables, write_item_schema
+from npu_gr.train.rank.schema import (
+    factorise,
+    item_tables,
+    without_schema_features,
+    write_item_schema,
+)
 from npu_gr.train.steps import EpochTrainer, TrainingProgress
 
-# two items of a history stand near each other if they are at most so many events apart
-NEIGHBOURS = 5
-# of the weights of layers and head at the start: a layer begins as little more than nothing
-LINEAR_DEVIATION = 0.02
-ACTION_DEVIATION = 0.06  # standard deviation of the action embeddings at the start
-ITEM_NOISE = 0.005  # standard deviation of what is added to the item embeddings at the start
-# share of the training before which the retrieval's softmax says nothing yet to draw from
+COOCCURRENCE_WINDOW = 5  # two items co-occur if they are at most so many events apart
+# standard deviations of the weights at the start
+LINEAR_DEVIATION = 0.02  # layers and head: small, so that a layer starts close to the identity
+ACTION_DEVIATION = 0.06  # action embeddings
+ITEM_NOISE = 0.005  # noise on the item embeddings
+# share of the training without click loss: its items are drawn from the retrieval's softmax, which
+# is not yet better than uniform
 CLICK_AFTER = 0.1
 
 
-# (share of the epochs, mean log-probability on the validation) -> end it
+# (share of the epochs done, mean log-probability on the validation) -> whether to end the training
 GivesUp = Callable[[float, float], bool]
 
 
@@ -58,8 +64,8 @@ class Fitted(NamedTuple):
     """A trained ranker, in evaluation mode."""
 
     model: HSTU
-    num_epochs: int  # that it was trained for
-    # mean log-probability of the validation's next items after each epoch; empty = none
+    num_epochs: int  # epochs that it was trained for
+    # mean log-probability of the validation's next items after each epoch; empty = no validation
     curve: tuple[float, ...]
 
 
@@ -76,21 +82,22 @@ def fit(
     features: Sequence[Feature] = (),
     codes: ItemCodes | None = None,
 ) -> Fitted:
-    """Train a model. The same arguments and number of threads give the same bits.
+    """Train a ranker. The same arguments and number of threads give the same bits.
 
     Args:
-        log: its trained events are trained on.
-        item_features: side features of items.
-        tasks: of the model.
-        options: of the model and its training.
-        validation: next items that are not trained on; the epoch that makes them most likely is the
+        log: Log whose trained events are trained on.
+        item_features: Side features of items.
+        tasks: Tasks of the model, one logit each.
+        options: Options of the model and its training.
+        validation: Next items that are not trained on; the epoch that makes them most likely is the
             result. Empty = train to the end.
-        stage: names the training in its progress.
-        progress: called after every step.
-        num_epochs: end after so many; the learning rate falls as if there were all. None = all.
-        gives_up: asked after every epoch with a validation.
-        features: what the model reads beside items, actions and times.
-        codes: of the log's items, by row; None = the model reads none.
+        stage: Name of the training in its progress.
+        progress: Callback after every step.
+        num_epochs: End after so many epochs, on the learning-rate schedule of all
+            `options.epochs`. None = all epochs.
+        gives_up: Callback after every epoch with a validation; True ends the training.
+        features: Features that the model reads in addition to items, actions and times.
+        codes: Semantic IDs of the log's items, by row; None = the model does not read any.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
@@ -106,7 +113,7 @@ def fit(
         model.factors_of_actions.copy_(torch.from_numpy(served.values))
     inputs = LogInputs(log, model, folds)
     random = np.random.default_rng(options.seed)
-    # one action: there is none to learn
+    # at least one output: a log with one action has no auxiliary label
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))
     trainer = EpochTrainer(
         model,
@@ -150,16 +157,16 @@ def new_model(
     features: Sequence[Feature] = (),
     codes: ItemCodes | None = None,
 ) -> HSTU:
-    """Make a model for a log, with its start.
+    """Make a model for a log, and initialise its weights.
 
-    An item starts where its neighbours in the trained histories are.
+    An item's embedding starts near those of the items that it co-occurs with.
 
     Raises:
         ConfigError: the options do not make a model.
     """
-    beside = beside_schema(item_features, features)
-    tables = item_tables(log, beside)
-    values_of = {feature.name: tuple(feature.values) for feature in beside}
+    side_features = without_schema_features(item_features, features)
+    tables = item_tables(log, side_features)
+    values_of = {feature.name: tuple(feature.values) for feature in side_features}
     is_known = (
         bool(tables) or codes is not None or any(feature.of == "item" for feature in features)
     )
@@ -205,7 +212,9 @@ def new_model(
                     nn.init.zeros_(linear.bias)
         nn.init.normal_(model.action.weight, std=ACTION_DEVIATION)
         if options.item_init_norm:
-            near = torch.from_numpy(item_vectors(log, [], options.dim, NEIGHBOURS, options.seed))
+            near = torch.from_numpy(
+                item_vectors(log, [], options.dim, COOCCURRENCE_WINDOW, options.seed)
+            )
             nn.init.normal_(model.item.weight, std=ITEM_NOISE)
             model.item.weight[:, : near.shape[1]] += options.item_init_norm * near
         if codes is not None:
@@ -213,28 +222,29 @@ def new_model(
     return model
 
 
-FIRST_LOOK = 0.25  # share of the epochs before which no trial is given up
-BEHIND = 0.05  # nats below the best trial at the same share of the epochs that end a trial
+FIRST_LOOK = 0.25  # share of the epochs before which no trial is ended early
+BEHIND = 0.05  # nats below the best trial, at the same share of the epochs, that end a trial
 
-Train = Callable[[TrainOptions, str, GivesUp], Fitted]  # options, stage, when to give up
+Train = Callable[[TrainOptions, str, GivesUp], Fitted]  # options, stage, when to end early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedOptions:
-    """What a search chose."""
+    """The best settings of a search, and the model trained with them."""
 
     options: TrainOptions
     fitted: Fitted
     num_trials: int
-    changes: dict[str, Any]  # option -> value, where it is not what was asked for
+    changes: dict[str, Any]  # option -> value, where it differs from the given options
 
 
 def changes(options: TrainOptions, *, has_likes: bool = False) -> Iterator[dict[str, Any]]:
-    """List what may be changed, the most telling first: each is tried alone, on the best settings so far.
+    """List the changes to try, those most likely to help first.
 
     Args:
-        options: what was asked for.
-        has_likes: whether a task says which events are likes, so that they can be factorised.
+        options: Options of the first trial.
+        has_likes: Whether a task defines which events are likes, so that `mf_score` can be
+            computed.
     """
     if has_likes and MF_SCORE not in options.computed:
         yield {"computed": (*options.computed, MF_SCORE)}
@@ -260,17 +270,16 @@ def search(
     *,
     has_likes: bool = False,
 ) -> SearchedOptions:
-    """Search for `options.budget_s` seconds.
+    """Search for better settings for `options.budget_s` seconds.
 
-    The first trial is never given up, however long it takes.
+    The first trial always runs to its end, even beyond the budget.
 
     Args:
-        options: what was asked for.
-        train: trains a trial; ends it where `gives_up` of (share of the epochs, likelihood) says
-            so.
-        evaluate: log-probability of each of the validation's events under a trial.
-        now: seconds of a clock.
-        has_likes: as of `changes`.
+        options: Options of the first trial.
+        train: Function that trains a trial; it ends early when its `gives_up` returns True.
+        evaluate: Function that computes the log-probability of each of the validation's events.
+        now: Clock, in seconds.
+        has_likes: Whether a task defines which events are likes; see `changes`.
 
     Raises:
         DataError, ConfigError: as `train`.
@@ -280,7 +289,7 @@ def search(
     if not options.budget_s:
         return SearchedOptions(options=best, fitted=fitted, num_trials=1, changes={})
     likelihood = evaluate(fitted)
-    kept: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     num_trials = 1
     for change in changes(options, has_likes=has_likes):
         tried = msgspec.structs.replace(best, **change)
@@ -294,14 +303,14 @@ def search(
         if gap.mean() > gap.std() / np.sqrt(len(gap)):
             best, fitted = tried, found
             likelihood = likelihood + gap
-            kept |= change
-    return SearchedOptions(options=best, fitted=fitted, num_trials=num_trials, changes=kept)
+            accepted |= change
+    return SearchedOptions(options=best, fitted=fitted, num_trials=num_trials, changes=accepted)
 
 
 def _gives_up(
     options: TrainOptions, best: Fitted, ends_at: float, now: Callable[[], float]
 ) -> GivesUp:
-    """Decide by the best trial's likelihoods, and by the clock."""
+    """Make the function that ends a trial: it is behind the best one, or the budget is spent."""
 
     def decide(share: float, likelihood: float) -> bool:
         place = min(max(1, round(share * options.epochs)), len(best.curve)) - 1

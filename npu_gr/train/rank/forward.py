@@ -1,12 +1,13 @@
-"""The ranker's forward pass for training: many users, and many moments of each, at once, padded, with gradients.
+"""The ranker's forward pass for training: padded batches of histories, with gradients.
 
-It computes the same function as `HSTU.forward`. A user's history is encoded once. The candidates of
-moment i attend to the events before event i alone, at position i and at the time of event i: every
-event of a history is a request, and all of them share one encoding. Attention is dense, [H, B, T,
-C, N], so N should be a few hundred at most.
+It computes the same function as `HSTU.forward`. Every event of a history is treated as a request
+(a "moment"), and all moments of a user share one encoding of the history. The candidates of moment
+i attend only to the events before event i, at position i and at the time of event i. Attention is
+dense, [H, B, T, C, N], so N should be a few hundred at most.
 
-Features of the user are one token in front of the events, as in service: at the time of the first
-event, or of whoever asks before there is one. All indices here count events alone.
+The features of a user are one token in front of the events, as in service. Its time is that of the
+first event, or that of the request if there is no event. All indices here count events, without
+this token.
 
 Shapes: B users, N events, L tokens (N, or N + 1 with the user's), T moments a user, C candidates a
 moment, H heads.
@@ -27,7 +28,7 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HSTULayer
 
-# a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
+# logit of a masked token: its SiLU, the SiLU's gradient and its softmax share are exactly zero
 CLOSED = -1e4
 
 
@@ -38,23 +39,20 @@ class HistoryBatch:
     items: Tensor  # int64 [B, N] item rows
     actions: Tensor  # int64 [B, N]
     times: Tensor  # int64 [B, N] unix seconds
-    user: FeatureValues | None = None  # [B] of a model that has such features; so are all of these
-    events: FeatureValues | None = None  # [B, N]
+    user: FeatureValues | None = None  # [B]; None = the model has no user features
+    events: FeatureValues | None = None  # [B, N]; None = the model has no event features
 
 
 class EncodedHistories:
-    """Keys and values of B histories in every layer.
-
-    Invariant: they are made before any candidate is known.
-    """
+    """Keys and values of B histories in every layer; they do not depend on candidates."""
 
     def __init__(self, model: HSTU, histories: HistoryBatch, dropout_ratio: float = 0.0) -> None:
-        """Encode.
+        """Encode the histories.
 
         Args:
-            model: with `scaling: constant`, and positions that do not count from the end.
-            histories: the users' events.
-            dropout_ratio: of embedded rows and of each layer's update.
+            model: Ranker with `scaling: constant`, and positions that do not count from the end.
+            histories: Events of the users.
+            dropout_ratio: Dropout of embedded rows and of each layer's update, 0 .. 1.
         """
         assert model.config.scaling == "constant"
         assert model.config.positions != "reverse"
@@ -68,7 +66,7 @@ class EncodedHistories:
         self._every = torch.arange(self._times.shape[1])  # tokens
         self._ago = self._every[:, None] - self._every  # [L, L]
         self._bucket = time_bucket(self._times[:, :, None] - self._times[:, None, :]).flatten()
-        self._biases: list[Tensor] = []  # a layer: [H, B, L, L], closed to later tokens
+        self._biases: list[Tensor] = []  # of each layer, [H, B, L, L], with later tokens masked
         self._slabs: list[Slab] = []
 
         x = self._placed(self._tokens(histories), self._every)
@@ -76,7 +74,7 @@ class EncodedHistories:
             assert isinstance(layer, HSTULayer)
             self._biases.append(self._bias_of_every(layer))
             if layer is model.layers[-1]:
-                # nothing reads the history's final rows, so they are not computed
+                # candidates read the keys and values only, so the final rows are not computed
                 k, v = layer.project_kv(x)
             else:
                 u, v, q, k = layer.project(x)
@@ -91,22 +89,25 @@ class EncodedHistories:
         request: FeatureValues | None = None,
         cross: FeatureValues | None = None,
     ) -> Tensor:
-        """Compute the final rows of candidates, ready for `model.task_logits` and, of NEXT, `model.user_vectors`.
+        """Compute the final rows of candidates.
+
+        They are the input of `model.task_logits` and, for NEXT, of `model.user_vectors`.
 
         Args:
-            candidates: int64 [B, T, C] item rows, with `num_items` for NEXT.
+            candidates: int64 [B, T, C] item rows; `num_items` = NEXT, the placeholder of the next
+                item.
             at: int64 [B, T] index of the event just before which they are scored; None = every
                 event, T = N.
-            request: [B, T] of a model that has such features.
-            cross: [B, T, c] of a model that has such features: of the first c candidates. NEXT,
-                behind them, has none.
+            request: [B, T] request features; None = the model has none.
+            cross: [B, T, c] cross features of the first c candidates; None = the model has none.
+                NEXT comes after these, and has none.
 
         Returns:
             float32 [B, T, C, dim].
         """
         config = self._model.config
         places = self._every[self._num_before :] if at is None else at + self._num_before
-        # not acted on yet
+        # the last action embedding is that of candidates, which have no action yet
         x = self._items(candidates) + self._model.action(torch.tensor(len(config.actions)))
         x = self._placed(self._shown(x, request, cross), places[..., None])
         for index, layer in enumerate(self._model.layers):
@@ -124,13 +125,13 @@ class EncodedHistories:
         return x
 
     def _items(self, items: Tensor) -> Tensor:
-        """Embed items; side features are averaged once for each distinct item of the batch."""
+        """Embed items, each distinct item of the batch once."""
         distinct, place = torch.unique(items, return_inverse=True)
         rows: Tensor = self._model.items.embed(distinct)[place]
         return rows
 
     def _tokens(self, histories: HistoryBatch) -> Tensor:
-        """Embed a history without its places: [B, L, dim]."""
+        """Embed histories without positions: [B, L, dim]."""
         x: Tensor = self._items(histories.items) + self._model.action(histories.actions)
         if "event" in self._model.features:
             x = x + self._features("event", histories.events)
@@ -142,7 +143,7 @@ class EncodedHistories:
     def _shown(
         self, x: Tensor, request: FeatureValues | None, cross: FeatureValues | None
     ) -> Tensor:
-        """Add the features of requests and candidates to candidates' rows [B, T, C, dim]."""
+        """Add request and cross features to the candidates' rows [B, T, C, dim]."""
         if "request" in self._model.features:
             x = x + self._features("request", request)[:, :, None]
         if "cross" in self._model.features and cross is not None:
@@ -166,9 +167,9 @@ class EncodedHistories:
         return x + dropout(new - x, self._dropout_ratio) if self._dropout_ratio else new
 
     def _bias_of_every(self, layer: HSTULayer) -> Tensor:
-        """The relative bias between all tokens.
+        """Compute the relative bias between all tokens, [H, B, L, L].
 
-        The distances are every user's, so their gradient is summed first.
+        The positions are the same for all users, so their table is read once for the batch.
         """
         position, time = layer.bias
         num_tokens = len(self._every)
@@ -180,7 +181,7 @@ class EncodedHistories:
         return both.masked_fill(self._ago < 0, CLOSED)
 
     def _bias_of(self, layer: HSTULayer, at: Tensor) -> Tensor:
-        """The relative bias between moments, tokens [B, T], and those before each: [H, B, T, L]."""
+        """Compute the relative bias between tokens `at` [B, T] and earlier ones: [H, B, T, L]."""
         position, time = layer.bias
         ago = at[:, :, None] - self._every
         bucket = time_bucket(
@@ -192,7 +193,7 @@ class EncodedHistories:
 
 
 class _LookUp(torch.autograd.Function):
-    """Columns of a small table. Its gradient is counted: ten times faster than autograd's own."""
+    """Reads columns of a small table; `bincount` makes its gradient ten times as fast."""
 
     @staticmethod
     def forward(context: Any, table: Tensor, columns: Tensor) -> Tensor:
@@ -214,13 +215,13 @@ def _look_up(table: Tensor, columns: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, ratio: float) -> Tensor:
-    """Set a share of the numbers to 0, in steps of 1/256, and scale the others up.
+    """Set a share of the numbers to 0, and scale the others up.
 
-    Random bytes are cheaper than bits.
+    One random byte per number is faster than `torch.dropout`, and rounds the ratio to 1/256.
 
     Args:
-        x: any shape.
-        ratio: 0 .. 1; 0 changes nothing.
+        x: Tensor of any shape.
+        ratio: Share to drop, 0 .. 1; 0 changes nothing.
     """
     threshold = round(ratio * 256)
     if not threshold:
@@ -232,7 +233,10 @@ def dropout(x: Tensor, ratio: float) -> Tensor:
 
 
 def _attend(q: Tensor, history: Slab, bias: Tensor) -> Tensor:
-    """Attend with q [B, T, C, H, Dq] to the history's k [B, L, H, Dq] and v [B, L, H, Dv]: [B, T, C, H, Dv]."""
+    """Attend with q [B, T, C, H, Dq] to a history, k [B, L, H, Dq] and v [B, L, H, Dv].
+
+    Returns [B, T, C, H, Dv].
+    """
     k, v = history
     users, moments, candidates, heads, width = q.shape
     queries = q.permute(3, 0, 1, 2, 4).reshape(heads * users, -1, width)
@@ -246,7 +250,7 @@ def _attend(q: Tensor, history: Slab, bias: Tensor) -> Tensor:
 
 
 def _attend_itself(layer: HSTULayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from each candidate to itself, at distance 0 and time 0: [B, T, C, H, Dv]."""
+    """Compute each candidate's attention to itself, at distance 0 and time 0: [B, T, C, H, Dv]."""
     position, time = layer.bias
     logits = (q * k).sum(-1) * layer.config.qk_dim**-0.5 + position[:, 0] + time[:, 0]
     return silu(logits)[..., None] * v

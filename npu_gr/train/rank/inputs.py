@@ -1,11 +1,11 @@
-"""A log as a ranker reads it: events, and features of users, events, requests and candidates, by the server's code.
+"""The inputs of a ranker for the events of a log: histories, and features of all kinds.
 
-Computed cross features of any event of a log and any candidate, as a request just before the event
-would have them.
+Features are encoded by the code of the server, so training and service agree. Computed cross
+features are those that a request just before an event would have.
 
-`CrossFeatures.columns` reads one history from its start. Here all histories are sorted once by what
-their events are alike in, and a history up to an event is a run of that order, found by two
-searches.
+The server computes cross features by reading one history from its start (`CrossFeatures.columns`).
+Here the events of all histories are sorted once by user and value. The events of a user with one
+value before some moment are then a contiguous run, found by two binary searches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import (
     NEVER,
     OF_TIME,
-    Alike,
     CrossFeatures,
     ItemCodes,
+    MatchCounts,
     time_column,
 )
 from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
@@ -40,16 +40,19 @@ from npu_gr.train.rank.forward import HistoryBatch
 
 
 class _Runs(NamedTuple):
-    """The counted events of each (user, value), oldest first. m = pairs of an event and one of its values."""
+    """The counted events of each (user, value) group, oldest first.
 
-    keys: I64  # [groups] ascending: user and value
-    places: I64  # [m] ascending: place of the key, and event
+    m = pairs of an event and one of its values.
+    """
+
+    keys: I64  # [groups] ascending: user and value in one number
+    places: I64  # [m] ascending: index of the group and of the event in one number
 
 
 class FoldFactors(NamedTuple):
-    """Factorisations of a log in which no user's events have shaped what the user's score is made of."""
+    """Cross-fitted factorisations: a user's fold was factorised without that user's events."""
 
-    folds: tuple[ItemFactors, ...]  # each of the users of all other folds
+    folds: tuple[ItemFactors, ...]  # factors of each fold, from the users of all other folds
     fold_of: I64  # [users]
 
 
@@ -63,14 +66,14 @@ class LoggedCross:
         max_events: int,
         folds: FoldFactors | None = None,
     ) -> None:
-        """Sort nothing yet.
+        """Store the arguments; events are sorted on first use.
 
         Args:
-            log: with the users' histories.
-            cross: the model's features.
-            max_events: newest events of a history that are read, as in service.
-            folds: in the place of the model's factors, which know what its trained events were
-                worth.
+            log: Log that holds the users' histories.
+            cross: Cross features of the model.
+            max_events: Most events of a history that are read, the newest ones, as in service.
+            folds: Factors to use in training in place of the model's, which were fitted to the
+                trained events' own values. None = the model's.
         """
         if folds is None and cross.factors is not None:
             folds = FoldFactors((cross.factors,), np.zeros(log.num_users, np.int64))
@@ -93,8 +96,8 @@ class LoggedCross:
         """Compute the features.
 
         Args:
-            events: [m] index in the log; the user's events before it are the history, and its time
-                is the request's.
+            events: [m] index in the log. The user's earlier events are the history, and the
+                event's time is that of the request.
             candidates: [m, c] item rows.
 
         Returns:
@@ -114,7 +117,7 @@ class LoggedCross:
                 num_counted, newest = self._before(rule.by, counts, events, values)
             before = np.concatenate([[0], np.cumsum(counts[log.actions])])
             first = self._first[events]
-            columns[name] = Alike(
+            columns[name] = MatchCounts(
                 num_all,
                 num_counted,
                 newest,
@@ -126,7 +129,7 @@ class LoggedCross:
         return columns
 
     def _mf_scores(self, events: I64, candidates: I64) -> F32:
-        assert self._folds is not None, "a model with the feature has factors"
+        assert self._folds is not None, "a model that computes mf_score has factors"
         if self._folded is None:
             self._folded = np.concatenate(
                 [self._folded_in(user) for user in range(self._log.num_users)]
@@ -138,7 +141,7 @@ class LoggedCross:
         return expected(self._folded[events][:, None], items).astype(np.float32)
 
     def _folded_in(self, user: int) -> F64:
-        """Fold a user in before each event: [the user's events, 1 + factors]."""
+        """Compute a user's factors before each of the user's events: [events, 1 + factors]."""
         assert self._folds is not None
         log = self._log
         own = slice(int(log.starts[user]), int(log.starts[user + 1]))
@@ -147,7 +150,17 @@ class LoggedCross:
         return factors.users(log.items[own], log.actions[own], first, np.arange(len(first)))
 
     def _before(self, by: str, counts: Bools, events: I64, values: ItemCodes) -> tuple[I64, I64]:
-        """Count the counted events with each value before each event [m, c, k], and find the time of the newest."""
+        """Count the user's earlier counted events with each value, and find the newest one's time.
+
+        Args:
+            by: Item feature whose values are compared; "" = the items themselves.
+            counts: bool [actions] the actions whose events are counted.
+            events: [m] index in the log.
+            values: [m, c, k] values of the candidates.
+
+        Returns:
+            The counts and times, int64 [m, c, k]; the time of no event is `NEVER`.
+        """
         keys, places = self._sorted(by, counts)
         wanted = self._key(by, self._users[events][:, None, None], values)
         group = np.searchsorted(keys, wanted).clip(max=max(len(keys) - 1, 0))
@@ -176,18 +189,19 @@ class LoggedCross:
 
 
 class LogInputs:
-    """The inputs of one schema over one log.
+    """The inputs of one model's schema for one log.
 
-    A feature of the schema that the log lacks is missing everywhere.
+    A feature of the schema that the log does not have is missing in all its rows.
     """
 
     def __init__(self, log: InteractionLog, model: HSTU, folds: FoldFactors | None = None) -> None:
         """Encode the features of all users and events.
 
         Args:
-            log: the events.
-            model: whose schema, actions, item features and factors count; its weights do not.
-            folds: to train on, in the place of the model's factors.
+            log: Log to encode.
+            model: Model whose schema, actions, item features and factors are read; its weights are
+                not.
+            folds: Factors to use in training in place of the model's; None = the model's.
 
         Raises:
             DataError: a value does not fit its feature; the message names the feature, the row and
@@ -212,7 +226,7 @@ class LogInputs:
         self._of_cross = self._encoded("cross", computed, len(every))
 
     def histories(self, batch: Batch) -> HistoryBatch:
-        """Read the windows of a batch as histories."""
+        """Turn the windows of a batch into histories with features."""
         return HistoryBatch(
             items=batch.items,
             actions=batch.actions,
@@ -222,22 +236,27 @@ class LogInputs:
         )
 
     def request(self, events: Tensor) -> FeatureValues | None:
-        """Features of the requests that events [...] answer; None = the model has none."""
+        """Return the request features of events [...]; None = the model has none."""
         return _rows(self._of_request, events)
 
     def cross(self, events: Tensor) -> FeatureValues | None:
-        """Features of the users and the own items of events [...], shape [..., 1]; None = the model has none."""
+        """Return the cross features of events' users and own items, [...] -> [..., 1].
+
+        None = the model has none.
+        """
         return _rows(self._of_cross, events[..., None])
 
     def cross_of(self, events: Tensor, candidates: Tensor) -> FeatureValues | None:
-        """Features of users and any items, as far as we compute them: a log says nothing else of what it did not show.
+        """Return the computed cross features of users and any candidates, [..., c].
+
+        Logged cross features are missing, because a log has them for shown items only.
 
         Args:
-            events: int64 [...] index of the events that the requests come just before.
-            candidates: int64 [..., c] item rows. An event's own item is one like the others.
+            events: int64 [...] index of the events; the requests come just before them.
+            candidates: int64 [..., c] item rows; an event's own item may be among them.
 
         Returns:
-            [..., c]; None = the model has none.
+            None = the model has no cross features.
         """
         if self._of_cross is None:
             return None
@@ -248,19 +267,20 @@ class LogInputs:
         return FeatureValues(*(part.view(*candidates.shape, -1) for part in found))
 
     def segment(self, event: int, candidates: Tensor, *, is_shown: bool = False) -> Segment:
-        """Ask a model just before an event, as the server does.
+        """Make the input of a request just before an event, as the server does.
 
         Args:
-            event: index in the log.
+            event: Index in the log.
             candidates: int64 [c] item rows.
-            is_shown: the event's own item is the one candidate, with what the log says of it.
+            is_shown: Whether the event's own item is the only candidate, so that its logged cross
+                features apply.
         """
         log = self.log
         recent = slice(self.first_read(event), event)
         at = torch.tensor([event])
         times = log.times[recent]
         user = _rows(self._of_user, self._users[at])
-        if user is not None:  # its token has the time of the first event, or of the request
+        if user is not None:  # the user's token has the time of the first event, or of the request
             times = np.concatenate([log.times[recent.start : recent.start + 1], times])
         cross = self.cross(at) if is_shown else self.cross_of(at, candidates[None])
         return Segment(
@@ -276,7 +296,7 @@ class LogInputs:
         )
 
     def first_read(self, event: int) -> int:
-        """Index of the oldest event of the history that a request just before an event reads."""
+        """Return the index of the oldest event that a request just before an event reads."""
         start = int(self.log.starts[int(self._users[event])])
         return max(start, event - self.max_events)
 

@@ -1,36 +1,40 @@
-"""Count the neighbours of each item by the cosine: what the same users have.
+"""Compute the neighbours of each item: items that the same users have.
 
-And by the other kinds below.
+The similarity is a shrunk cosine
 
-    similarity(j, i) = (sum over the users v who have both of n_v^-1/2) / (sqrt(n_j n_i) + 20)
+    similarity(j, i) = (sum over the users v who have both of  n_v^-1/2) / (sqrt(n_j n_i) + 20)
 
-n are the users of an item, and the items of a user. It is a cosine, shrunk: what two users share by
-chance, of items that nobody else has, would else be as good as what hundreds share. Chosen on the
-validation of Amazon Beauty. There the NDCG@10 of the neighbours alone rises with the shrink (.045
-of 0, .052 of 10, .054 of 20, .057 of 40), and what they add to the order's likelihood falls (.068
-nats an event of 10, .061 of 20, .051 of 40). MovieLens tells none of these apart.
+or a weight of EASE (a linear autoencoder, `train/linear.py`). n_j is the number of users of item j,
+n_v the number of items of user v. Without the shrinkage of 20, two rare items that share one user
+by chance would be as similar as two items that share hundreds.
+
+The validation chooses one of these kinds of neighbours (`KINDS`):
+
+    cosine   mean of the cosines to the items of the last 5 events, or of the last 500
+    summed   sum of the cosines to the items of the last 500 events
+    EASE     mean of EASE's positive weights to the items of the last 500 events
+    linear   sum of all of EASE's weights, also negative ones: EASE's own score
+
+Why these kinds and constants:
+
+- A sum grows with the history, so it outweighs popularity for users with many events; a mean does
+  not. "summed" is the best kind on logs with few events, whose validation is too small to tell. So
+  it is the first kind, which stays if no other is better.
+- Five events are better where the order of events matters (the next item depends on the last ones),
+  500 events where it does not. There EASE is best on logs with many events per item, because it
+  removes similarity that is explained by other items.
+- Negative weights matter there too: on six samples of 600 MovieLens users with shuffled events, the
+  test NDCG@10 of the fitted blend is .1777 with "linear" and .1647 with "EASE"; EASE alone has
+  .1799. On logs with few events the mean is better.
+- The log of a sum of positive EASE weights is worse than the log of their mean on the validation of
+  MovieLens (NDCG@10 .1302 against .1365), so it is not a kind.
+- With the last 100 events instead of 500, EASE loses .004 to .006 of NDCG@10 on such logs.
+- The shrinkage was chosen on the validation of Amazon Beauty. A larger one raises the NDCG@10 of
+  the neighbours alone (0: .045, 10: .052, 20: .054, 40: .057), but lowers what they add to the
+  blend's likelihood (10: .068 nats per event, 20: .061, 40: .051). On MovieLens there is no
+  difference.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
-
-The kinds of neighbours that the validation chooses among: by which similarity, and of how many
-events.
-
-    cosine   shrunk, as it is counted above; of the last five events, or of 500
-    EASE     what an item adds to another one by the linear autoencoder, where that is above 0; of 500 events
-    summed   the cosines to all items of the history together, not their mean
-    linear   the sum of EASE's weights themselves, those below 0 too: what EASE scores
-
-A sum counts the more against popularity the more of the user is known; of a mean, thirty items say
-no more than three. On logs with few events it is the best kind, and the validation of such a log
-cannot tell: so it is the first one. The logarithm of a sum of EASE's weights above 0 is no kind: on
-the validation of MovieLens it is worse than that of their mean (NDCG@10 .1302, .1365).
-
-Where the order of events says much, five events say more than all. Where it says nothing all do,
-and EASE does best on a log whose items have many events: it takes off what a pair has in common
-through other items. There the weights below 0 matter: on the tests of six draws of 600 users of
-MovieLens with their events shuffled the fitted order has .1777 of NDCG@10 with linear ones, .1647
-with the mean, and EASE by itself .1799. On logs with few events the mean is better. 500 events,
-because a request reads so many rows; with 100 EASE loses .004 to .006 of NDCG@10 on such logs.
 """
 
 from __future__ import annotations
@@ -52,19 +56,14 @@ from npu_gr.train.linear import BLOCK_ROWS, EASE, ease_is_too_large
 from npu_gr.train.metrics import F64
 
 SHRINK = 20.0
-USER_EXPONENT = 0.5  # a user who has many items tells less of each
-# of a user that count at most, those that were had last: their pairs grow with the square
-USER_ITEMS = 500
-MAX_PAIRS = 1 << 30  # of all users, some minutes: of a larger log fewer items of a user count
+USER_EXPONENT = 0.5  # a user with many items is weaker evidence for each pair
+USER_ITEMS = 500  # most items of a user, the latest ones: the number of pairs grows with the square
+MAX_PAIRS = 1 << 30  # most pairs of all users (minutes); larger logs use fewer items per user
 PAIRS_AT_ONCE = 1 << 22
 
 
 def count_neighbours(log: InteractionLog) -> Neighbours:
-    """Count the neighbours in the trained events.
-
-    Args:
-        log: its trained events count.
-    """
+    """Compute the shrunk cosines of the trained events, and keep the best of each item."""
     users, items = _had(log)
     of_item = np.bincount(items, minlength=log.num_items)
     best = []
@@ -75,26 +74,28 @@ def count_neighbours(log: InteractionLog) -> Neighbours:
 
 
 def _had(log: InteractionLog) -> tuple[I64, I64]:
-    """List users and their items, each pair once, by users.
+    """List the distinct pairs of user and item, sorted by user.
 
-    Of a user with too many items those that were had last.
+    Users with too many items keep the latest ones.
     """
     newest_first = np.flatnonzero(log.trained)[::-1]
     pairs = log.users[newest_first] * log.num_items + log.items[newest_first]
-    # the last event of each pair
+    # the latest event of each pair
     once = newest_first[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
     users = log.users[once]
-    # of the user, from this one on
+    # number of the user's pairs from this one on
     left = np.searchsorted(users, users, "right") - np.arange(len(users))
     kept = once[left <= _items_of_a_user(np.bincount(users))]
     return log.users[kept], log.items[kept]
 
 
 def _items_of_a_user(of_user: I64) -> int:
-    """Choose how many items of a user count: at most `USER_ITEMS`, and no more pairs than `MAX_PAIRS` if that can be.
+    """Choose the most items of a user: at most `USER_ITEMS`, halved until all pairs fit.
+
+    The pairs of all users should be at most `MAX_PAIRS`; a user keeps at least two items.
 
     Args:
-        of_user: [users] items of each.
+        of_user: int64 [users] number of items of each user.
     """
     most = USER_ITEMS
     while most > 2 and (np.minimum(of_user, most).astype(np.float64) ** 2).sum() > MAX_PAIRS:
@@ -103,19 +104,21 @@ def _items_of_a_user(of_user: I64) -> int:
 
 
 def _shared(users: I64, items: I64, of_item: I64) -> Iterator[Entries]:
-    """Sum up, for some items at a time, the weights of the users whom they share with each other item.
+    """Sum the weights of the users that each pair of items shares, a block of items at a time.
 
     Args:
-        users, items: [n] as of `_had`.
-        of_item: [num_items] users of each.
+        users: int64 [n] user of each pair, see `_had`.
+        items: int64 [n] item of each pair.
+        of_item: int64 [num_items] number of users of each item.
     """
     of_user = np.bincount(users)
     weights = np.maximum(of_user, 1) ** -USER_EXPONENT
-    begins = np.cumsum(of_user) - of_user  # of each user's items
+    begins = np.cumsum(of_user) - of_user  # first pair of each user
     by_item = np.argsort(items, kind="stable")
     num_items = len(of_item)
-    ends = np.cumsum(of_item)  # of each item's users, in `by_item`
-    pairs = np.cumsum(np.concatenate([[0], of_user[users[by_item]]]))  # that the users before make
+    ends = np.cumsum(of_item)  # end of each item's users in `by_item`
+    # number of item pairs that all earlier users in `by_item` make
+    pairs = np.cumsum(np.concatenate([[0], of_user[users[by_item]]]))
     first = 0
     while first < num_items:
         begin = int(ends[first] - of_item[first])
@@ -140,16 +143,16 @@ I32 = npt.NDArray[np.int32]
 
 
 class Entries(NamedTuple):
-    """Entries of a matrix, each pair of row and column at most once. n = entries."""
+    """Entries of a sparse matrix with distinct (row, column) pairs. n = entries."""
 
     rows: I64  # [n]
     columns: I64  # [n]
     values: F64  # [n]
 
     def best_of_rows(self, most: int) -> Entries:
-        """Keep the highest entries of each row, of equals the lower columns.
+        """Keep the highest entries of each row, sorted by rows, then by columns.
 
-        Sorted by rows, then by columns.
+        Ties go to the lower column.
         """
         best_first = np.lexsort((self.columns, -self.values, self.rows))
         ascending = self.rows[best_first]
@@ -159,15 +162,15 @@ class Entries(NamedTuple):
         return Entries(self.rows[kept], self.columns[kept], self.values[kept])
 
     def table(self, num_rows: int, padding: float) -> tuple[I32, F32]:
-        """Write sorted entries as a table.
+        """Convert sorted entries to a padded table, as wide as the longest row.
 
         Args:
-            num_rows: of the table.
-            padding: value where there is no entry.
+            num_rows: Number of rows of the table.
+            padding: Value of the padding.
 
         Returns:
-            Columns int32 [num_rows, width], -1 = padding, which comes first; and their values
-            float32 [num_rows, width]. The width is that of the longest row.
+            The columns int32 [num_rows, width], where -1 is padding and comes first, and their
+            values float32 [num_rows, width].
         """
         of_row = np.bincount(self.rows, minlength=num_rows)
         width = int(of_row.max(initial=0))
@@ -180,30 +183,32 @@ class Entries(NamedTuple):
 
 
 def joined(parts: list[Entries]) -> Entries:
-    """Join matrices of different rows, at least one; sorted as they stand."""
+    """Concatenate the entries of at least one matrix; the matrices have different rows."""
     rows, columns, values = (np.concatenate(one) for one in zip(*parts, strict=True))
     return Entries(rows, columns, values)
 
 
-MANY_ITEMS = 500  # events that are read where the order of events says little
-MANY_NEIGHBOURS = 500  # of an item that are kept, where that is not too much for all items together
-MAX_KEPT = 1 << 23  # neighbours of all items together: 64 MiB
+MANY_ITEMS = 500  # last events that a request reads, where the order of events matters little
+MANY_NEIGHBOURS = 500  # most linear neighbours of an item
+MAX_TABLE = (
+    1 << 23
+)  # most linear neighbours of all items (64 MiB); large catalogues keep fewer each
 
 
 def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Neighbours:
-    """Keep the strongest weights of each row, whatever their sign.
+    """Keep the weights of each row with the largest absolute value.
 
     Args:
-        weights: (start, stop) -> what these items add to every one, 0 to themselves: float32 [stop
-            - start, num_items].
-        num_items: of the catalogue.
+        weights: Function (start, stop) -> rows start .. stop - 1 of the item-item weights, float32
+            [stop - start, num_items], with a zero diagonal.
+        num_items: Number of items of the catalogue.
     """
-    most = min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_KEPT // num_items))
+    most = min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_TABLE // num_items))
     best = []
     for start in range(0, num_items, BLOCK_ROWS):
         found = weights(start, min(start + BLOCK_ROWS, num_items))
         strength = np.abs(found)
-        if most < num_items:  # only these are sorted
+        if most < num_items:  # select before sorting
             strength[strength < np.partition(strength, -most, axis=1)[:, -most, None]] = 0
         rows, columns = np.nonzero(strength)
         kept = Entries(rows, columns, strength[rows, columns].astype(np.float64)).best_of_rows(most)
@@ -215,26 +220,23 @@ def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Nei
 
 
 class NeighbourKind(NamedTuple):
-    """A way to count neighbours."""
+    """A kind of neighbours; see the module."""
 
-    last_items: int  # events of a history that are read
-    ridge: float | None = None  # of EASE; None = the cosine
-    is_summed: bool = False  # whether the sum of the similarities counts, not their mean
-    is_linear: bool = False  # whether this sum itself counts, of EASE's weights below 0 too
+    last_items: int  # last events of a history that are read
+    ridge: float | None = None  # EASE's ridge; None = the cosine
+    is_summed: bool = False  # sum the similarities, instead of their mean
+    is_linear: bool = False  # use the sum itself, with negative weights, instead of its logarithm
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name in reports, e.g. "cosine, last 500, summed"."""
         similarity = "cosine" if self.ridge is None else f"EASE, ridge {self.ridge:g}"
         how = "linear" if self.is_linear else "summed" if self.is_summed else ""
         return ", ".join(filter(None, (similarity, f"last {self.last_items}", how)))
 
     @property
     def num_neighbours(self) -> int:
-        """Of an item, which a request reads for each of its events.
-
-        A large catalogue has fewer linear ones.
-        """
+        """Most neighbours of an item, which a request reads for each event of its history."""
         return MANY_NEIGHBOURS if self.is_linear else MAX_NEIGHBOURS
 
     def counted(self, log: InteractionLog) -> Neighbours:
@@ -246,7 +248,7 @@ class NeighbourKind(NamedTuple):
         return self._read(_similarities(log, self.ridge), log.num_items)
 
     def _read(self, similarities: Neighbours | EASE, num_items: int) -> Neighbours:
-        """Read the similarities as this kind does."""
+        """Turn similarities into neighbours of this kind."""
         if isinstance(similarities, Neighbours):
             found = similarities
         elif self.is_linear:
@@ -265,13 +267,13 @@ KINDS = (
     NeighbourKind(MANY_ITEMS, 100.0, is_summed=True, is_linear=True),
     NeighbourKind(MANY_ITEMS, 1000.0),
 )
-"""The one first that is taken where the validation cannot tell."""
+"""The first kind is used if the validation shows no other to be better."""
 
 
 def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
-    """Count the neighbours of every kind in the trained events, each similarity once.
+    """Compute the neighbours of every kind that fits the log's size, `USUAL` first.
 
-    The usual kind comes first.
+    Kinds with the same similarity share its computation.
     """
     counted: dict[NeighbourKind, Neighbours] = {}
     for ridge, kinds in groupby(_kinds_of(log), key=lambda kind: kind.ridge):
@@ -282,33 +284,40 @@ def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
 def _of_ridge(
     log: InteractionLog, ridge: float | None, kinds: Iterable[NeighbourKind]
 ) -> dict[NeighbourKind, Neighbours]:
-    """Count the kinds of one similarity; EASE's matrix, up to half a gigabyte, is gone before the next one is made."""
+    """Compute the kinds of one similarity.
+
+    A function of its own, so that EASE's matrix (up to 0.5 GB) is freed before the next one.
+    """
     similarities = _similarities(log, ridge)
     return {kind: kind._read(similarities, log.num_items) for kind in kinds}
 
 
 def _kinds_of(log: InteractionLog) -> Sequence[NeighbourKind]:
-    """List the kinds that can be counted in a log of this size, its untrained events included: all will be trained."""
-    whole = graph_of(log.all_trained())
-    if len(whole.users) > MAX_EDGES or ease_is_too_large(whole) is not None:
+    """List the kinds for a log of this size.
+
+    The size includes untrained events, because the refit trains on all of them.
+    """
+    graph = graph_of(log.all_trained())
+    if len(graph.users) > MAX_EDGES or ease_is_too_large(graph) is not None:
         return [kind for kind in KINDS if kind.ridge is None]
     return KINDS
 
 
 def _similarities(log: InteractionLog, ridge: float | None) -> Neighbours | EASE:
-    """Count the cosines in the trained events; with a ridge, EASE.
+    """Compute the cosines of the trained events, or with a ridge fit EASE.
 
-    Raises DataError: the log is too large for it.
+    Raises:
+        DataError: the log is too large for EASE.
     """
     return count_neighbours(log) if ridge is None else EASE(graph_of(log), log.num_items, ridge)
 
 
 def ease_neighbours(model: EASE, num_items: int) -> Neighbours:
-    """Keep the highest weights above 0 of each item's row of B.
+    """Keep the highest positive weights of each item's row of EASE's B.
 
     Args:
-        model: of all items.
-        num_items: of the catalogue.
+        model: EASE, fitted with all items scored.
+        num_items: Number of items of the catalogue.
     """
     best = []
     for start in range(0, num_items, BLOCK_ROWS):

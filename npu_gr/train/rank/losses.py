@@ -1,17 +1,19 @@
-"""What a step of the ranker's training minimises, and how likely the validation is.
+"""The losses of the ranker's training, and the likelihood of its validation.
 
-One encoding serves every loss.
+All losses share one encoding of the histories.
 
-    the next item   softmax of u . e over the catalogue at every event, from the NEXT row. Items that the window had
-                    before are left out, but for the true one. Of a large catalogue every step draws
-                    some items, which stand for all
-    binary task     binary cross-entropy on the row of the event's own item. An auxiliary head, which is not served,
-                    learns the same for every threshold between the action values (ordinal
-                    regression: a rating of 5 says more than "liked"), or for every event type
-    click           softmax of the next item's logit r among items drawn from the retrieval's own softmax of this very
-                    step, which are those that a cascade ranks, and from all items; at a share of
-                    the events. A draw counts for the number of items that it represents, so r
-                    estimates the same likelihood by itself
+    next item     softmax of u . e over the catalogue at every event, from the NEXT row. Items that
+                  came before in the window are excluded, except the true one. For a large
+                  catalogue, every step samples items that represent the whole catalogue
+    binary task   binary cross-entropy on the row of the event's own item. An auxiliary head, which
+                  is not served, learns one label for every threshold between the action values
+                  (ordinal regression: a rating of 5 says more than "liked"), or for every event
+                  type
+    click         softmax of the next-item logit r over sampled items, at a share of the events.
+                  Items are drawn from the retrieval's softmax of the same step, because these are
+                  the items that a cascade ranks, and uniformly from all items. Each draw is
+                  weighted by the number of items that it represents (importance weight), so r
+                  estimates the full softmax
 
 B = users, N = events of the longest window, M = events, n = items in the softmax, T = moments with
 a click loss, C = items drawn for each.
@@ -37,20 +39,19 @@ from npu_gr.train.rank.forward import CLOSED, EncodedHistories, dropout
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import Labels, TrainOptions
 
-# items drawn at once: so many from the retrieval's own softmax, so many from all
-NUM_CLICK_DRAWS = 8
+NUM_CLICK_DRAWS = 8  # items drawn from the retrieval's softmax, and as many from all items
 
 
 class Retrieved(NamedTuple):
-    """The retrieval's softmax at every event of a batch: the event's own item against the others."""
+    """The retrieval's softmax at every event of a batch: the event's own item and the others."""
 
     u: Tensor  # float32 [M, dim]
     own: Tensor  # float32 [M] logit of the event's own item
     items: Tensor  # int64 [n] rows of the items in the softmax, ascending
-    # float32 [M] log of the sum over the others, as if the whole catalogue were among them
+    # float32 [M] log of the sum of exp(logit) over the others, scaled up to the whole catalogue
     partition: Tensor
-    # float32 [M, n] softmax of the others; 0 for the event's own item and what the window had
-    # before
+    # float32 [M, n] softmax over the others; 0 for the event's own item and earlier items of the
+    # window
     shares: Tensor
 
 
@@ -67,13 +68,13 @@ def batch_loss(
     """Sum the losses of a batch, each a mean over its events.
 
     Args:
-        model: with `retrieval` if a task predicts the next item.
-        auxiliary: the head that is not served.
-        inputs: of the log.
-        batch: the events.
-        labels: of all events of the log.
-        options: weights of the losses, and what is drawn.
-        with_click: train the next item's logit too.
+        model: Ranker, with `retrieval` if a task predicts the next item.
+        auxiliary: Auxiliary head, which is not served.
+        inputs: Inputs of the log.
+        batch: Windows to train on.
+        labels: Labels of all events of the log.
+        options: Weights of the losses, and numbers of samples.
+        with_click: Whether to add the click loss.
     """
     encoded = EncodedHistories(model, inputs.histories(batch), options.dropout)
     kinds = [batch.items] if labels.served_tasks else []
@@ -105,15 +106,9 @@ def _binary_loss(
     labels: Labels,
     options: TrainOptions,
 ) -> Tensor:
-    """Sum the losses of the served tasks and of the auxiliary head.
+    """Sum the losses of the binary tasks and of the auxiliary head.
 
-    Args:
-        model: has the served tasks.
-        auxiliary: the head that is not served.
-        true: float32 [B, N, dim] final rows of the events' own items.
-        batch: the events.
-        labels: of all events of the log.
-        options: weight of the auxiliary head.
+    `true`, float32 [B, N, dim], are the final rows of the events' own items.
     """
     events = batch.events[batch.valid]
     hidden = model.head[:-1](model.norm_head(true[batch.valid]))
@@ -128,13 +123,13 @@ def _binary_loss(
 
 
 def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions) -> Retrieved:
-    """Score the catalogue, or what is drawn of a large one, at every event.
+    """Compute the softmax over the catalogue, or over a sample of a large one, at every event.
 
     Args:
-        model: with `retrieval`.
+        model: Ranker with `retrieval`.
         following: float32 [B, N, dim] final rows of NEXT.
-        batch: the events.
-        options: how many items are in the softmax.
+        batch: Windows of the rows.
+        options: `max_softmax_items`, `num_negatives` and `vector_dropout`.
     """
     num_items = model.config.num_items
     u = dropout(model.user_vectors(following[batch.valid]), options.vector_dropout)
@@ -144,12 +139,12 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
         table = model.items.embed(items)
         own = table[own_items]
     else:
-        # of equal size, any set is as likely
+        # distinct items of uniform draws: any two sets of the same size are equally likely
         items = torch.unique(torch.randint(num_items, (options.num_negatives,)))
         table = model.items.embed(items)
         own = model.items.embed(own_items)
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
-    # at its own place: the event's own item
+    # "<=" excludes the event's own item too, which `own` has
     is_closed = _first_places(batch, items)[:, None] <= every[:, None]
     partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
     return Retrieved(
@@ -158,17 +153,14 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
 
 
 class _Partition(torch.autograd.Function):
-    """Log of the sum over the open items of exp(u . e).
+    """Log of the sum of exp(u . e) over the items that are not masked.
 
-    One [M, n] tensor in all: autograd's own takes seven.
+    Keeps one [M, n] tensor for the backward pass; plain autograd keeps seven.
     """
 
     @staticmethod
     def forward(context: Any, u: Tensor, table: Tensor, is_closed: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the logs [M] and each item's share of the sum [M, n].
-
-        The shares have no gradient.
-        """
+        """Compute the logs [M], and each item's share of the sum [M, n], which has no gradient."""
         shares = (u @ table.T).masked_fill_(is_closed, CLOSED)
         top = shares.amax(1, keepdim=True)
         total = shares.sub_(top).exp_().sum(1, keepdim=True)
@@ -185,11 +177,9 @@ class _Partition(torch.autograd.Function):
 
 
 def _first_places(batch: Batch, items: Tensor) -> Tensor:
-    """Find when each window had each item first: int32 [B, n], N = never.
+    """Find the first place of each item in each window: int32 [B, n], N = not in the window.
 
-    Args:
-        batch: the events.
-        items: int64 [n] item rows, ascending.
+    `items` are int64 [n] item rows, ascending.
     """
     users, num_tokens = batch.items.shape
     column = torch.searchsorted(items, batch.items).clamp(max=len(items) - 1)
@@ -218,30 +208,29 @@ def _click_loss(
     )
     logits = model.task_logits(rows)[..., task]
     counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
-    surprise = torch.logsumexp(counted, dim=-1) - logits[..., 0]
-    return surprise[batch.valid.gather(1, some)].mean()
+    losses = torch.logsumexp(counted, dim=-1) - logits[..., 0]
+    return losses[batch.valid.gather(1, some)].mean()
 
 
 @torch.no_grad()
 def draw_candidates(
     model: HSTU, found: Retrieved, batch: Batch, some: Tensor, num_draws: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw items for some events: so many from the retrieval's softmax, and as many from the whole catalogue.
+    """Draw items for some events from the retrieval's softmax, and as many uniformly from all.
 
-    A draw counts for 1 / (times that it is expected), whichever of the two it comes from. So the
-    draws, each as many times as it counts, add up to every item but the event's own and those
-    before it, on average.
+    The weight of a draw is 1 / (expected number of draws of its item). So a weighted sum over the
+    draws is an unbiased estimate of the sum over all items, except the event's own item and earlier
+    items of the window, whose weight is 0.
 
     Args:
-        model: embeds the items.
-        found: the retrieval's softmax.
-        batch: the events.
-        some: int64 [B, T] index of the events to draw for.
-        num_draws: from each source.
+        model: Ranker that embeds the items.
+        found: Softmax of the retrieval.
+        batch: Windows of the events.
+        some: int64 [B, T] index of the events to draw for, within their windows.
+        num_draws: Number of draws from each of the two distributions.
 
     Returns:
-        int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each
-        draw represents: -inf for a draw that does not count.
+        int64 [B, T, C] item rows, and float32 [B, T, C] the log of each draw's weight.
     """
     num_items = model.config.num_items
     row_of = (batch.valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.valid)
@@ -261,9 +250,9 @@ def draw_candidates(
 
 
 def _sample_places(valid: Tensor, ratio: float) -> Tensor:
-    """Sample a share of the columns, without repetition: int64 [B, T].
+    """Sample a share of the columns without repetition: int64 [B, T].
 
-    Padding is taken only where events run out.
+    Padding is drawn only if a row has too few events.
     """
     order = torch.rand(valid.shape).masked_fill(~valid, 2.0).argsort(dim=1)
     return order[:, : max(1, round(ratio * valid.shape[1]))]
@@ -274,12 +263,15 @@ _TARGETS_AT_ONCE = 256
 
 
 def user_vectors(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) -> Tensor:
-    """Compute u of each target's user just before the event, at its time: float32 [targets, dim].
+    """Compute u of each target's user, just before the event and at its time.
 
     Args:
-        inputs: with the users' histories.
-        model: with `retrieval`, in evaluation mode.
-        targets: the next items.
+        inputs: Inputs that hold the users' histories.
+        model: Ranker with `retrieval`, in evaluation mode.
+        targets: Next items; a user's vector is that just before the event.
+
+    Returns:
+        float32 [targets, dim].
     """
     with torch.no_grad():
         return model.user_vectors(_rows(inputs, model, targets, is_next=True))
@@ -287,7 +279,10 @@ def user_vectors(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) ->
 
 @torch.no_grad()
 def _rows(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], *, is_next: bool) -> Tensor:
-    """Compute the final row of NEXT, or of the event's own item, just before each target: float32 [targets, dim]."""
+    """Compute the final row of NEXT, or of the event's own item, just before each target.
+
+    Returns float32 [targets, dim].
+    """
     log = inputs.log
     rows = torch.empty(len(targets), model.config.dim)
     place_of = {target.event: place for place, target in enumerate(targets)}
@@ -310,9 +305,9 @@ def _rows(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], *, is_nex
 
 @torch.no_grad()
 def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) -> F64:
-    """Compute the log-probability of each next item among the unseen ones, float64 [targets].
+    """Compute the log-probability of each next item among the unseen items, float64 [targets].
 
-    An item of the history is unseen where it is the next item itself.
+    The next item counts as unseen, even if the user had it before.
     """
     log = inputs.log
     u = user_vectors(inputs, model, targets)
@@ -336,13 +331,13 @@ def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextI
 def event_likelihood(
     inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], labels: Labels
 ) -> F64:
-    """Compute the log-probability of each event: of its item, and of what the user does with it. float64 [targets].
+    """Compute the log-probability of each event's item and of its binary labels, float64 [targets].
 
     Args:
-        inputs: with the users' histories.
-        model: with `retrieval`, in evaluation mode.
-        targets: the events.
-        labels: of the binary tasks.
+        inputs: Inputs that hold the users' histories.
+        model: Ranker with `retrieval`, in evaluation mode.
+        targets: Events to score.
+        labels: Labels of the binary tasks.
     """
     found = next_item_likelihood(inputs, model, targets)
     if labels.served_tasks:
@@ -356,18 +351,18 @@ def event_likelihood(
 
 
 class HeldOutEvents(NamedTuple):
-    """A log whose validation is not trained on."""
+    """A log without its validation's events among the trained ones, and the validation."""
 
     log: InteractionLog
     targets: Sequence[NextItem]  # the validation's next items
 
 
 def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
-    """Keep the last trained event of each user who has another one, of a large log of some users, for the validation.
+    """Hold out the last trained event of users with at least two trained events.
 
     Args:
-        log: to train on.
-        options: the most users, and the seed that draws them.
+        log: Log to train on.
+        options: `validation_users`, the most users, who are drawn at random, and the seed.
     """
     last = log.starts[:-1] + log.num_trained - 1
     users = np.flatnonzero(log.num_trained > 1)

@@ -1,8 +1,10 @@
-"""The options of `npu-gr train rank`, its presets, and its tasks: what each logit predicts, and which suit a log.
+"""The options of `npu-gr train rank`, its presets, and its tasks.
 
-    next item     no threshold and no actions: the event's item against items drawn from the catalogue
-    a threshold   `at_least`: the event's value reaches it, as a rating does
-    actions       the event's action is one of these, e.g. a purchase
+A task is a logit of the ranker. A positive of a task is
+
+    next item     (neither `at_least` nor `actions`) the item of the next event
+    threshold     (`at_least`) an event whose value, e.g. a rating, is at least this
+    actions       (`actions`) an event with one of these actions, e.g. a purchase
 
 A checkpoint names its tasks; a request asks for them by name.
 """
@@ -27,20 +29,18 @@ from npu_gr.train.data import Bools, InteractionLog, Split
 from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.steps import StepOptions
 
-MAX_ACTIONS = 100  # distinct values of a log; more are measurements, such as dwell times
-MAX_EVENT_TASKS = 8  # that are chosen for a log of event types
-STARS = 5.0  # largest value of a scale on which `LIKE` is a liking
+MAX_ACTIONS = 100  # most distinct values of a log; more are measurements, such as dwell times
+MAX_EVENT_TASKS = 8  # most tasks that are chosen for a log of event types
+STARS = 5.0  # largest value of a rating scale on which `LIKE` applies
 _MOST_SHOWN = 10
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task of the ranker: one logit."""
+    """A task of the ranker; see the module."""
 
     name: str
     at_least: float | None = None  # smallest action value of a positive
-    actions: Annotated[
-        tuple[str, ...], Meta(max_length=MAX_ACTIONS)
-    ] = ()  # an event with one of them is a positive
+    actions: Annotated[tuple[str, ...], Meta(max_length=MAX_ACTIONS)] = ()  # those of positives
 
     def __post_init__(self) -> None:
         if self.at_least is not None and self.actions:
@@ -48,7 +48,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_next_item(self) -> bool:
-        """Whether it predicts the item that comes next, not what the user does with it."""
+        """Whether the task predicts the next item, not what the user does with an item."""
         return self.at_least is None and not self.actions
 
 
@@ -57,46 +57,45 @@ LIKE = Task(name="like", at_least=4.0)
 
 
 class ChosenTasks(NamedTuple):
-    """Tasks, and why these."""
+    """Tasks, and why they were chosen."""
 
     tasks: tuple[Task, ...]
     reason: str
 
 
 def check_actions(log: InteractionLog) -> None:
-    """Check that the log's values are actions.
+    """Check that the log's values are actions, not measurements.
 
     Raises:
-        DataError: there are too many: they are measurements.
+        DataError: there are more than `MAX_ACTIONS` distinct values.
     """
     if len(log.action_values) > MAX_ACTIONS:
         raise DataError(
             f"{len(log.action_values)} distinct values of actions, the limit is {MAX_ACTIONS}: "
-            "these are measurements, "
-            "not actions; `npu-gr prepare` makes buckets of them"
+            "these are measurements, not actions. `npu-gr prepare` groups measurements into buckets"
         )
 
 
 def choose_tasks(log: InteractionLog) -> ChosenTasks:
-    """Choose tasks by what the log's actions are: event types, one single action, stars, or another scale."""
+    """Choose tasks by the log's actions: a single action, event types, stars, or another scale."""
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values))
     used = np.flatnonzero(counts)
     if len(used) == 1:
         name = log.names_of_actions[used[0]]
         return ChosenTasks(
-            (CLICK,), f"every event is {quoted(name)}: the next item is all that can be learnt"
+            (CLICK,), f"every event is {quoted(name)}, so the ranker only predicts the next item"
         )
     if log.action_names:
         often = used[np.argsort(-counts[used], kind="stable")]
         chosen = [log.action_names[action] for action in often[1 : 1 + MAX_EVENT_TASKS]]
         left = (
-            (f", {len(often) - 1 - len(chosen)} rarer ones have none")
+            (f"; {len(often) - 1 - len(chosen)} rarer event types have no task")
             if len(often) - 1 > len(chosen)
             else ""
         )
         return ChosenTasks(
             (CLICK, *(Task(name=_task_name(name), actions=(name,)) for name in chosen)),
-            "the next item, and one for each event type but the most frequent, "
+            "the next item, and a task for each event type except the most frequent, "
             f"{quoted(log.action_names[often[0]])}" + left,
         )
     values = log.values[log.trained]
@@ -106,11 +105,10 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
         float(np.quantile(values, 0.5, method="lower")),
         float(log.action_values[used[1]]),
     )
-    at_least, what = (median, "median") if median >= second else (second, "lowest but one")
+    at_least, what = (median, "median") if median >= second else (second, "second lowest value")
     return ChosenTasks(
         (CLICK, Task(name=LIKE.name, at_least=at_least)),
-        f"the next item, and a value of at least {at_least:g}, which is the {what} of "
-        f"{values.min():g} .. "
+        f"the next item, and a value of at least {at_least:g}, the {what} of {values.min():g} .. "
         f"{values.max():g}",
     )
 
@@ -119,19 +117,21 @@ class Labels(NamedTuple):
     """Labels of the binary tasks and of the auxiliary head. n = events of the log."""
 
     served: Tensor  # float32 [n, binary tasks] 1 = positive
-    served_tasks: list[int]  # index of each of those tasks among all
-    auxiliary: Tensor  # float32 [n, a] 1 = the action is above the lowest, the second lowest, ...; or is this one
+    served_tasks: list[int]  # index of each binary task among all tasks
+    # float32 [n, a] ordered values: 1 = the value is above the lowest, above the second lowest, ...
+    # event types: 1 = the event has this type
+    auxiliary: Tensor
     click_task: int | None  # index of the task that predicts the next item
 
 
 def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
-    """Label every event of the log for every task.
+    """Label every event of the log for every binary task, and for the auxiliary head.
 
-    Ordered values get the auxiliary labels of ordinal regression: above the lowest, above the
-    second lowest, and so on. Event types have no order, so each is a label of its own.
+    The auxiliary labels of ordered values are those of ordinal regression: above the lowest value,
+    above the second lowest, and so on. Event types have no order, so each type is a label.
 
     Raises:
-        DataError: all trained events have the same label.
+        DataError: all trained events have the same label for some task.
         ConfigError: a task names an action that the log lacks.
     """
     served = []
@@ -179,9 +179,9 @@ def positives(log: InteractionLog, task: Task) -> Bools:
 
 
 def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
-    """Say what each action of a log is worth to a binary task: its value.
+    """Return the worth of each action for a binary task.
 
-    Of event types, 1 for a positive.
+    This is the action's value, or, for a task of event types, 1 for a positive and 0 for others.
 
     Raises:
         ConfigError: the task names an action that the log lacks.
@@ -194,12 +194,12 @@ def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
 
 
 def _task_name(action: str) -> str:
-    """Name the task of an event type; the next item's task has its name already."""
+    """Name the task of an event type; the name of the next-item task is taken."""
     return action if action != CLICK.name else f"{action} event"
 
 
 def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
-    """Say which events there are, and which tasks would do."""
+    """Write the error text of a task with one class: its rule, the actions, and what to do."""
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values)).tolist()
     there = [
         f"{name} ({count})"
@@ -213,11 +213,9 @@ def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
     )
     return (
         f"task {task.name}: {rule} gives every trained event the same label, "
-        f"{'yes' if label else 'no'}; the trained "
-        f"events are {_shown(there)}. Leave `tasks` out and they are chosen by the log, or say "
-        "them, e.g. "
-        "--set 'tasks=[{name: click},{name: buy, actions: [purchase]}]' or {name: like, "
-        "at_least: 4}"
+        f"{'yes' if label else 'no'}; the trained events are {_shown(there)}. Leave `tasks` out "
+        "to have them chosen by the log, or choose others, e.g. --set 'tasks=[{name: click},"
+        "{name: buy, actions: [purchase]}]' or {name: like, at_least: 4}"
     )
 
 
@@ -227,20 +225,21 @@ def _shown(names: Sequence[str]) -> str:
 
 
 class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the result but the log and the number of threads."""
+    """Everything that decides the result, except the log and the number of threads."""
 
-    name: Annotated[str, Meta(description="of the model, as answers and metrics show it")] = "hstu"
+    name: Annotated[str, Meta(description="name of the model in answers and metrics")] = "hstu"
     split: Annotated[
         Split,
         Meta(
-            description="what the evaluation keeps: the newest fifth of each user or of the log, "
-            "or each last event"
+            description="events held out for the evaluation: the newest fifth of each user's or "
+            "of the log's events, or each user's last event"
         ),
     ] = "user-time"
     evaluate_on: Annotated[
         Literal["test", "validation"],
         Meta(
-            description="validation: split the training part again, and train and evaluate on that"
+            description="validation: split the training part again, and train and evaluate on "
+            "its parts"
         ),
     ] = "test"
     test_users: Annotated[Count, Meta(description="most users of HR and NDCG, drawn at random")] = (
@@ -249,30 +248,29 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     validation_users: Annotated[
         Count,
         Meta(
-            description="most users whose last trained event stops the training and fits the "
-            "order, drawn at random"
+            description="most users of the validation (early stopping and score blend), drawn at "
+            "random"
         ),
     ] = 2000
     tasks: Annotated[
         tuple[Task, ...] | None,
         Meta(
             description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; "
-            "null: by the log"
+            "null: chosen by the log"
         ),
     ] = None
 
     features: Annotated[
         tuple[Feature, ...] | None,
         Meta(
-            description="columns of the dataset to read, each with its kind; null: all, as their "
-            "values look"
+            description="columns of the dataset to read, each with its kind; null: all, with "
+            "kinds chosen by their values"
         ),
     ] = None
     computed: Annotated[
         tuple[str, ...],
         Meta(
-            description="what is computed besides, e.g. [events, rate_by:genre, recency, "
-            "mf_score, hour]"
+            description="computed features, e.g. [events, rate_by:genre, recency, mf_score, hour]"
         ),
     ] = ()
 
@@ -280,8 +278,7 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(
             ge=0.0,
-            description="seconds of a search for better settings on the "
-            "validation; 0 = these settings",
+            description="seconds to search for better settings on the validation; 0 = no search",
         ),
     ] = 0.0
 
@@ -292,24 +289,21 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     v_dim: Annotated[Count, Meta(description="width of a value, per head")] = 32
     head_dim: Annotated[Count, Meta(description="hidden width before the task logits")] = 64
     activation: Annotated[
-        Literal["uvqk", "u"], Meta(description="SiLU on all four projections, or on U alone")
+        Literal["uvqk", "u"], Meta(description="projections with a SiLU: all four, or U alone")
     ] = "uvqk"
     residual: Annotated[
         Literal["add", "concat"], Meta(description="how the attention's output joins a token")
     ] = "add"
     norm: Annotated[
         Literal["layer", "group"],
-        Meta(description="of the attention's output: over all heads, or each by itself"),
+        Meta(description="normalisation of the attention's output: over all heads, or per head"),
     ] = "layer"
     relative_bias: Annotated[
         Literal["position_time", "none"],
-        Meta(
-            description="what attention adds for the distance and the time between two tokens; "
-            "none: nothing"
-        ),
+        Meta(description="attention bias by the distance and the time between two tokens, or none"),
     ] = "position_time"
     scaling_seqlen: Annotated[
-        Count, Meta(description="the constant attention scale is 1 / this")
+        Count, Meta(description="attention weights are scaled by 1 / this")
     ] = 64
     max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
 
@@ -317,7 +311,8 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         int,
         Meta(
             ge=0,
-            description="epochs without a better likelihood on validation that end it; 0 = never",
+            description="epochs without a better validation likelihood that end the training; "
+            "0 = never",
         ),
     ] = 3
     window_tokens: Annotated[
@@ -325,7 +320,7 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 120
     batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 1024
     item_weight_decay: Annotated[
-        Weight, Meta(description="of item embeddings, which overfit first")
+        Weight, Meta(description="weight decay of the item embeddings, which overfit first")
     ] = 0.5
     dropout: Annotated[
         DropoutRatio, Meta(description="share of embeddings and updates that are dropped")
@@ -333,8 +328,8 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     row_dropout: Annotated[
         DropoutRatio,
         Meta(
-            description="share of the items that a step knows by features and codes alone, as it "
-            "will know new ones"
+            description="share of the items whose own embedding a step hides, so that the model "
+            "learns to score new items by features and codes"
         ),
     ] = 0.1
     vector_dropout: Annotated[
@@ -343,41 +338,43 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     item_init_norm: Annotated[
         Weight,
         Meta(
-            description="of the item embeddings at the start, which say what stands near "
-            "what; 0 = random"
+            description="length of the initial item embeddings, made from item co-occurrence; "
+            "0 = random start"
         ),
     ] = 0.3
 
     max_softmax_items: Annotated[
         Count,
-        Meta(description="largest catalogue of which every item is in the softmax of the next one"),
+        Meta(description="largest catalogue with a full softmax over the next item"),
     ] = 4000
     num_negatives: Annotated[
-        Count, Meta(description="items drawn for each step in the place of a larger catalogue")
+        Count, Meta(description="items of the sampled softmax of a larger catalogue, per step")
     ] = 1024
     task_weight: Annotated[
-        Weight, Meta(description="of the binary tasks in the loss; the next item has 1")
+        Weight, Meta(description="weight of the binary tasks in the loss; the next item's is 1")
     ] = 1.0
     ordinal_weight: Annotated[
-        Weight, Meta(description="of the auxiliary head beside the binary tasks")
+        Weight, Meta(description="weight of the auxiliary head relative to the binary tasks")
     ] = 0.5
-    click_weight: Annotated[Weight, Meta(description="of the next item's logit in the loss")] = 0.3
+    click_weight: Annotated[
+        Weight, Meta(description="weight of the next item's logit in the loss")
+    ] = 0.3
     click_ratio: Annotated[
-        Share, Meta(description="share of the events that get items drawn for that logit")
+        Share, Meta(description="share of the events on which that logit is trained")
     ] = 0.05
     num_retrieved: Annotated[
         Count,
         Meta(
-            description="retrieved items of the lists that the order is fitted on, and "
-            "that it is evaluated on"
+            description="retrieved items of the lists on which the score blend is fitted and "
+            "evaluated"
         ),
     ] = 200
     num_neighbours: Annotated[
         int,
         Meta(
             ge=0,
-            description="items of these lists that the users of the history's items have, "
-            "beside the others",
+            description="neighbours of the history's items (items of the same users) that are "
+            "added to these lists",
         ),
     ] = 100
 
@@ -385,9 +382,12 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         if self.tasks is None:
             return
         if not self.tasks or len({task.name for task in self.tasks}) != len(self.tasks):
-            raise ValueError("tasks: needs at least one, each name once")
+            raise ValueError("tasks: needs at least one task, and each name only once")
         if sum(task.is_next_item for task in self.tasks) > 1:
-            raise ValueError("tasks: at most one may have neither at_least nor actions")
+            raise ValueError(
+                "tasks: at most one may have neither at_least nor actions, because that task "
+                "predicts the next item"
+            )
 
 
 DEMO = TrainOptions()

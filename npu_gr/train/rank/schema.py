@@ -1,19 +1,19 @@
-"""Choose a ranker's features by what the trained part of a log holds.
+"""Choose a ranker's features from the trained part of a log, and factorise it for `mf_score`.
 
-    texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
-               hashed into twice as many buckets
-    numbers    buckets: between the values where there are few, else about equally many users or events each; those of
-               a user and an item together are scaled
-    computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
-               or values calls positive
+Features that the option `features` lists are used as given. Otherwise a column's kind depends on
+its values:
 
-Features that are told (`features`) are taken as they are.
+    texts      category of the values that at least two users or events have. With more than
+               `MAX_CATEGORY` values, hashed into twice as many buckets
+    numbers    buckets: one per value if there are few, else with about equally many users or events
+               each. Cross features (user and item together) are standardised instead
+    computed   numbers, as above. `likes` counts the events, and `rate` is the share of the events,
+               that are positives of the first binary task
 
-Factorise a log for the cross feature `mf_score`.
-
-The served factors are of all trained events. Training reads others: the users are dealt into folds,
-and a user's score comes of factors that the other folds' users made. Else the model would trust a
-score that knows the very values that it is to predict.
+The cross feature `mf_score` is a matrix factorisation's prediction. The served factors are fitted
+to all trained events. Training uses cross-fitting: users are split into folds, and a user's score
+comes from factors that were fitted without that user's fold. Otherwise the model would overrate a
+score that was fitted to the labels it has to predict.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ NUM_FOLDS = 4
 def factorise(
     log: InteractionLog, tasks: Sequence[Task], seed: int
 ) -> tuple[ItemFactors, FoldFactors]:
-    """Factorise the trained events: for service, and in folds for training.
+    """Factorise the trained events: once for service, and in folds for training.
 
     Args:
-        log: its trained events count; at least one.
-        tasks: the first one of actions or values says what an action is worth.
-        seed: of the factors' start, and of the folds.
+        log: Log with at least one trained event.
+        tasks: Tasks of the ranker; the first binary one defines the worth of an action.
+        seed: Seed of the factors' start, and of the folds.
 
     Raises:
-        ConfigError: no task says what an action is worth.
+        ConfigError: there is no binary task.
     """
     valued = replace(log, action_values=_worth(log, tasks), action_names=())
     fold_of = np.random.default_rng(seed).permutation(log.num_users) % NUM_FOLDS
     folds = [np.where(fold_of == fold, 0, log.num_trained) for fold in range(NUM_FOLDS)]
-    folds = [kept if kept.any() else log.num_trained for kept in folds]
+    folds = [num_trained if num_trained.any() else log.num_trained for num_trained in folds]
     served = _factors(valued, seed)
     return served, FoldFactors(
-        tuple(_factors(replace(valued, num_trained=kept), seed) for kept in folds), fold_of
+        tuple(_factors(replace(valued, num_trained=num_trained), seed) for num_trained in folds),
+        fold_of,
     )
 
 
 def deviation(log: InteractionLog, tasks: Sequence[Task]) -> float:
-    """Compute the standard deviation of what the trained events are worth; 1 of equal ones.
+    """Compute the standard deviation of the trained events' worth; 1 if all are equal.
 
     Raises:
-        ConfigError: no task says what an action is worth.
+        ConfigError: there is no binary task.
     """
     return float(np.array(_worth(log, tasks))[log.actions[log.trained]].std()) or 1.0
 
@@ -85,7 +86,10 @@ def deviation(log: InteractionLog, tasks: Sequence[Task]) -> float:
 def _worth(log: InteractionLog, tasks: Sequence[Task]) -> tuple[float, ...]:
     liking = next((task for task in tasks if not task.is_next_item), None)
     if liking is None:
-        raise ConfigError(f"train: computed {MF_SCORE}: no task says which events are likes")
+        raise ConfigError(
+            f"train: computed {MF_SCORE}: needs a task with at_least or actions, which says which "
+            "events are likes"
+        )
     return liking_values(log, liking)
 
 
@@ -97,10 +101,10 @@ def _factors(valued: InteractionLog, seed: int) -> ItemFactors:
     )
 
 
-MAX_CATEGORY = 1000  # values that have a row each
+MAX_CATEGORY = 1000  # most values of a category; columns with more values are hashed
 MAX_BUCKETS = 1 << 17
 NUM_BORDERS = 15
-# rows with a value that has a row; rarer values are "unknown", which so is trained as well
+# occurrences of a value in a category; rarer values are "unknown", so that "unknown" is trained
 _LEAST = 2
 _LIKES = "likes"
 
@@ -111,17 +115,17 @@ def choose_features(
     tasks: Sequence[Task],
     options: TrainOptions,
 ) -> tuple[Feature, ...]:
-    """List the features of a model, as told or as its log's trained events look.
+    """List the features of a model: those of `options`, or chosen from the trained events.
 
     Args:
-        log: its columns, and the events that are trained on.
-        item_features: side features of items.
-        tasks: of the model.
-        options: `features` and `computed`.
+        log: Log whose columns are the features of users and events.
+        item_features: Side features of items.
+        tasks: Tasks of the model.
+        options: `features`, `computed` and `max_history_tokens`.
 
     Raises:
         DataError: a column has no value in the trained part.
-        ConfigError: something is to be computed of what the log or the items lack.
+        ConfigError: a computed feature needs a column or a task that does not exist.
     """
     computed = [_computed(text, log, tasks) for text in options.computed]
     if options.features is not None:
@@ -143,7 +147,7 @@ def choose_features(
 def item_tables(
     log: InteractionLog, item_features: Sequence[ItemValues]
 ) -> dict[str, ItemValueTable]:
-    """Write the side features of items as tables by item row; a feature without values has none."""
+    """Make a table by item row of each side feature that has values."""
     tables = {}
     for feature in item_features:
         if feature.values:
@@ -157,7 +161,7 @@ def item_tables(
 
 
 def _trained(log: InteractionLog, column: FeatureColumn) -> Bools:
-    """Which values are of trained events, or of users who have some."""
+    """Return which of a column's rows are trained events, or users with trained events."""
     return log.num_trained > 0 if column.of == "user" else log.trained
 
 
@@ -197,20 +201,20 @@ def _values(value: str | list[str] | None) -> list[str]:
 def _empty(column: FeatureColumn) -> DataError:
     return DataError(
         f"feature {column.name} of {column.of}: no value in the trained part of the log; leave the "
-        "column out, or say "
-        "which features there are: the option `features`"
+        "column out of the dataset, or list the features to use in the option `features`"
     )
 
 
 def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
-    """Give a number its buckets, or its scale.
+    """Choose the bucket borders of a number, or the scale of a cross feature.
 
     Args:
-        feature: without borders.
-        numbers: [n], those that it has in the trained part, none missing.
+        feature: Feature without borders.
+        numbers: [n] values in the trained part, without missing ones.
 
     Returns:
-        With borders; a cross feature, and one of a single value, scaled.
+        The feature with borders; a cross feature with mean and scale; a feature with a single
+        value unchanged.
     """
     if feature.of == "cross":
         deviation = float(numbers.std()) if len(numbers) else 0.0
@@ -225,7 +229,7 @@ def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
         quantiles = np.quantile(
             numbers, np.arange(1, NUM_BORDERS + 1) / (NUM_BORDERS + 1), method="higher"
         )
-        # what most have is a bucket by itself
+        # the lowest value, which is often the most frequent one (0), gets its own bucket
         borders = np.append(quantiles.astype(np.float32), values[1])
         borders = borders[borders > values[0]]
     return _replaced(feature, borders=tuple(np.unique(borders).astype(np.float64).tolist()))
@@ -237,7 +241,7 @@ def _replaced(feature: Feature, **changes: Any) -> Feature:
 
 
 def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
-    """Read one of the option `computed`."""
+    """Parse one entry of the option `computed`."""
     if text in OF_TIME:
         values = tuple(str(value) for value in range(OF_TIME[text]))
         return Feature(name=text, of="request", kind="category", values=values, computed=text)
@@ -247,7 +251,7 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
         rule = read_rule(computed)
     except ValueError as error:
         also = ", ".join((_LIKES, *OF_TIME))
-        raise ConfigError(f"train: {error}; or one of {also}") from error
+        raise ConfigError(f"train: computed: {error}; or one of {also}") from error
     if rule.what == MF_SCORE:
         return Feature(
             name=text, of="cross", kind="number", computed=text, scale=deviation(log, tasks)
@@ -256,7 +260,10 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
     if what == _LIKES or rule.what == "rate":
         liking = next((task for task in tasks if not task.is_next_item), None)
         if liking is None:
-            raise ConfigError(f"train: computed {text}: no task says which events are likes")
+            raise ConfigError(
+                f"train: computed {text}: needs a task with at_least or actions, which says which "
+                "events are likes"
+            )
         is_like = np.zeros(len(log.action_values), np.bool_)
         is_like[np.unique(log.actions[positives(log, liking)])] = True
         actions = tuple(
@@ -273,7 +280,7 @@ def _with_borders(
     computed: Sequence[Feature],
     max_events: int,
 ) -> list[Feature]:
-    """Give computed numbers the buckets of the trained events' own items."""
+    """Choose the borders or scales of computed features by the trained events' own items."""
     cross = CrossFeatures(
         [feature for feature in computed if feature.of == "cross" and feature.computed != MF_SCORE],
         log.names_of_actions,
@@ -294,22 +301,22 @@ def _with_borders(
     return found
 
 
-def beside_schema(
+def without_schema_features(
     item_features: Sequence[ItemValues], features: Sequence[Feature]
 ) -> list[ItemValues]:
-    """Leave out what the schema reads itself, unless something is computed by its values."""
-    told = {feature.name for feature in features if feature.of == "item"}
+    """List the side features that are not in the schema, or by which another one is computed."""
+    in_schema = {feature.name for feature in features if feature.of == "item"}
     by = {feature.computed.partition(BY)[2] for feature in features}
-    return [one for one in item_features if one.name not in told - by]
+    return [one for one in item_features if one.name not in in_schema - by]
 
 
 def write_item_schema(
     model: HSTU, log: InteractionLog, item_features: Sequence[ItemValues]
 ) -> None:
-    """Give the model's items the values of the schema's features, by the server's code.
+    """Write the items' values of the schema's features into the model, by the server's code.
 
     Raises:
-        ConfigError: the items have no such feature.
+        ConfigError: the items do not have a feature of the schema.
         DataError: a value does not fit its feature.
     """
     schema = model.config.features_of("item")
@@ -339,10 +346,7 @@ def _names(values: ItemValues, item: int) -> list[str]:
 
 
 def _number(values: ItemValues, item: int) -> float | None:
-    """Return the number of an item: as the items' file had it.
-
-    Of a category, what its name says.
-    """
+    """Return an item's number from the items file; the name of a category is parsed."""
     if values.numbers:
         return values.numbers.get(item)
     names = _names(values, item)
@@ -350,5 +354,5 @@ def _number(values: ItemValues, item: int) -> float | None:
         return float(names[0]) if names else None
     except ValueError:
         raise DataError(
-            f"features.{values.name}: item {item} has {names[0]!r}, which is no number"
+            f"features.{values.name}: item {item} has {names[0]!r}, which is not a number"
         ) from None

@@ -1,15 +1,15 @@
-"""Train the HSTU ranker from an interaction log: one shared encoder that retrieves, ranks, and knows the order to show.
+"""Train the HSTU ranker from a log: one shared encoder that retrieves and ranks, and a score blend.
 
-    validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
-                 the training at the epoch that makes it most likely, chooses the kind of the
-                 neighbours, and fits the weights of the order, or serves another one: see
-                 `order_choice.py`
-    evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
-                 other events, the validation's among them, as the baselines count them
-    refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
-                 same weights of the order; transitions and neighbours are counted anew. What is
-                 measured is the model of the older events; nothing is left to measure the served
-                 one on
+    training     on the trained events of `split`, without the validation
+    validation   the last trained event of each user (of a sample of users, if there are many). The
+                 epoch that makes it most likely is kept. It also fits the score blend, see
+                 `blend_choice.py`
+    evaluation   on the events after the trained ones, together with the baselines. The blend's
+                 transitions and neighbours are counted again with the validation's events, as the
+                 baselines count them
+    refit        the served model is trained on all events with the same settings, epochs and blend
+                 weights. The figures are those of the model before the refit, because no events are
+                 left to evaluate the served one
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -53,10 +53,10 @@ from npu_gr.train.steps import TrainingProgress
 
 
 class RankerCodes(NamedTuple):
-    """Semantic IDs that the ranker's items get, by rows of the log: those of the generator that serves beside it."""
+    """Semantic IDs of the ranker's items, by rows of the log; the generator has the same."""
 
-    evaluated: ItemCodes  # nothing of what is held out has shaped them
-    served: ItemCodes  # of the refit
+    evaluated: ItemCodes  # made without the held-out events
+    served: ItemCodes  # made from all events
 
 
 def train_rank(
@@ -67,16 +67,16 @@ def train_rank(
     evaluated: Callable[[Checkpoint], None] = lambda _: None,
     codes: RankerCodes | None = None,
 ) -> tuple[Checkpoint, Evaluation]:
-    """Train a ranker, evaluate it beside the baselines, and refit it on all events.
+    """Train a ranker, compare it with the baselines, and refit it on all events.
 
     Args:
-        interactions: the whole log; `options.split` decides which events are trained on.
-        item_features: side features of items; they help most for items with few events.
-        options: the model and its training.
-        progress: called after every step of training and every user of the evaluation, in this
+        interactions: The whole log; `options.split` decides which events are trained on.
+        item_features: Side features of items; they help most for items with few events.
+        options: Options of the model and its training.
+        progress: Callback after every training step and every user of the evaluation, in this
             thread.
-        evaluated: called with the evaluated ranker, before the refit.
-        codes: semantic IDs of the items; None = the ranker reads none.
+        evaluated: Callback with the evaluated ranker, before the refit.
+        codes: Semantic IDs of the items; None = the ranker does not read any.
 
     Returns:
         The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all
@@ -86,17 +86,21 @@ def train_rank(
         DataError: the log is too small, a task has only one class, or the loss is not finite.
         ConfigError: the options do not make a model.
     """
-    whole = build_log(interactions, item_features, options.split)
-    check_actions(whole)
-    log = whole if options.evaluate_on == "test" else whole.only_trained(options.split)
-    chosen = choose_tasks(log) if options.tasks is None else ChosenTasks(options.tasks, "as told")
-    labels = make_labels(log, chosen.tasks)  # what is wrong with them is said of all trained events
+    full_log = build_log(interactions, item_features, options.split)
+    check_actions(full_log)
+    log = full_log if options.evaluate_on == "test" else full_log.only_trained(options.split)
+    chosen = (
+        choose_tasks(log)
+        if options.tasks is None
+        else ChosenTasks(options.tasks, "set by the option `tasks`")
+    )
+    labels = make_labels(log, chosen.tasks)  # before the hold-out: errors count all trained events
     click = next((task.name for task in chosen.tasks if task.is_next_item), None)
     held_out = hold_out(log, options) if click is not None else HeldOutEvents(log, [])
     if options.budget_s and not held_out.targets:
         raise ConfigError(
-            "budget_s: no user has two trained events and a next item to predict: "
-            "nothing to search on"
+            "budget_s: no user has two trained events and a next item to predict, so there is no "
+            "validation to search on; set it to 0"
         )
 
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
@@ -120,17 +124,28 @@ def train_rank(
         options, train, evaluate, has_likes=any(not task.is_next_item for task in chosen.tasks)
     )
     fitted = searched.fitted
-    simple = fit_baselines(log, options.split, options.seed)
-    order = (
+    next_item_baselines = fit_baselines(log, options.split, options.seed)
+    blend = (
         None
         if click is None
-        else choose_blend(fitted.model, click, held_out, _sizes(options), simple.item_knn)
+        else choose_blend(
+            fitted.model, click, held_out, _sizes(options), next_item_baselines.item_knn
+        )
     )
-    # as the baselines, which choose, and then count it too
-    counted = None if order is None else order.counted(log)
-    num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
+    # with the validation's events, as the baselines are refitted after their tuning
+    counted = None if blend is None else blend.counted(log)
+    num_served = len(full_log.items) if options.refit else int(held_out.log.trained.sum())
     evaluation = _evaluate(
-        searched, order, counted, simple, log, held_out, chosen, num_served, options, progress
+        searched,
+        blend,
+        counted,
+        next_item_baselines,
+        log,
+        held_out,
+        chosen,
+        num_served,
+        options,
+        progress,
     )
     checkpoint = Checkpoint(
         model=fitted.model,
@@ -143,7 +158,7 @@ def train_rank(
     )
     evaluated(checkpoint)
     if options.refit:
-        everything = whole.all_trained()
+        everything = full_log.all_trained()
         again = fit(
             everything,
             item_features,
@@ -156,7 +171,7 @@ def train_rank(
             codes=None if codes is None else codes.served,
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
-        served = order.counted(everything) if order is not None and held_out.targets else None
+        served = blend.counted(everything) if blend is not None and held_out.targets else None
         checkpoint = replace(checkpoint, model=again.model, order=served)
     return checkpoint, evaluation
 
@@ -167,9 +182,9 @@ def _sizes(options: TrainOptions) -> ListSizes:
 
 def _evaluate(
     searched: SearchedOptions,
-    order: ChosenBlend | None,
+    blend: ChosenBlend | None,
     counted: ScoreBlend | None,
-    simple: FittedBaselines,
+    next_item_baselines: FittedBaselines,
     log: InteractionLog,
     held_out: HeldOutEvents,
     chosen: ChosenTasks,
@@ -183,18 +198,22 @@ def _evaluate(
         labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
     )
     valued = log
-    if first is not None:  # an event type's index is no value; being a positive is
+    if first is not None:  # the index of an event type is no rating; 1 for positives is
         valued = replace(
             log, action_values=liking_values(log, chosen.tasks[first]), action_names=()
         )
-    baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
+    baselines = [
+        *next_item_baselines.fitted,
+        Means(valued),
+        MatrixFactorisation(valued, options.seed),
+    ]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
         log,
         searched.fitted.model,
         likes,
         targets,
-        order=counted if held_out.targets else None,
+        blend=counted if held_out.targets else None,
         counted=counted,
         like_task=first,
         sizes=_sizes(options),
@@ -208,9 +227,9 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting=_in_words(searched, order, len(held_out.targets)),
-        better_alone={} if order is None else order.better,
-        skipped=simple.skipped,
+        fitting=_in_words(searched, blend, len(held_out.targets)),
+        better_alone={} if blend is None else blend.better,
+        skipped=next_item_baselines.skipped,
         ranker=ranker,
         parts=parts,
         baselines=tuple(
@@ -221,21 +240,21 @@ def _evaluate(
     )
 
 
-def _in_words(searched: SearchedOptions, order: ChosenBlend | None, num_users: int) -> str:
-    if order is None or not num_users:
+def _in_words(searched: SearchedOptions, blend: ChosenBlend | None, num_users: int) -> str:
+    if blend is None or not num_users:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
     changed = (
         ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items())
-        or "what was asked for"
+        or "the given options"
     )
     tried = (
-        (f"; of {searched.num_trials} settings tried: {changed}")
+        (f"; best of {searched.num_trials} settings tried: {changed}")
         if searched.options.budget_s
         else ""
     )
     on = f"on the last trained event of {num_users:,} users"
-    return f"{on}: {epochs}{tried}; {order.text()}"
+    return f"{on}: {epochs}{tried}; {blend.text()}"
 
 
 def _plain(value: float | tuple[str, ...]) -> str:
@@ -243,14 +262,16 @@ def _plain(value: float | tuple[str, ...]) -> str:
 
 
 def publish(checkpoint: Checkpoint, names: ItemNames, folder: Path) -> str:
-    """Write the folder. The names come first, so that nobody reads a checkpoint whose items have none.
+    """Write the folder of a ranker.
+
+    The names are written first, so that a reader never finds a checkpoint without names.
 
     Returns:
         The version of the checkpoint.
 
     Raises:
-        DataError: the folder cannot be written.
-        CheckpointError: the same.
+        DataError: the names or the configuration cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     names.save(folder)
     version = save(checkpoint, folder)

@@ -1,8 +1,9 @@
-"""Choose what a site's cascade asks and how it orders: its evaluated models are asked, in this process.
+"""Choose the sources and the order of a site's cascade, by requests to its evaluated models.
 
-Each user is asked for once a source, and once for all that the sources found in every order; each
-set of sources is then merged and ordered by hand, as the cascade does it. So many sets cost as much
-as one.
+An instance with the evaluated models runs in this process. For each user it gets one request per
+source, and one request per order for the scores of all items that the sources found. The lists of
+each set of sources are then merged and ordered here, as the cascade does. So many sets cost as many
+requests as one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import OrderName, RecommendRequest, SourceName
-from npu_gr.handlers.cascade_plan import best_first, by_both, in_turns
+from npu_gr.handlers.cascade_plan import best_first, fused_order, interleave
 from npu_gr.handlers.service import Service
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.history_store.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.cascade import (
-    JUDGED_USERS,
+    EVALUATED_USERS,
     MISSED,
     TOP,
     CascadeChoice,
@@ -39,12 +40,12 @@ from npu_gr.train.cascade import (
 )
 from npu_gr.train.data import to_train_on
 
-AT_ONCE = 8
-BUDGET_S = 60.0
-LEAST_USERS = 50  # who choose; of fewer nothing can be learned
-# of the ranker: its order is fitted on these
+AT_ONCE = 8  # users whose requests run at once
+BUDGET_S = 60.0  # deadline of each request, long enough for any machine
+LEAST_USERS = 50  # fewest users who choose, and who evaluate
+# the ranker's own sources, on whose lists its score blend is fitted
 OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")
-ASKED: tuple[OrderName, ...] = ("blended", "rank")  # whose scores decide every order
+SCORED_ORDERS: tuple[OrderName, ...] = ("blended", "rank")  # all orders follow from their scores
 
 
 def choose_for_site(
@@ -54,24 +55,25 @@ def choose_for_site(
     sources: Mapping[SourceName, int],
     most_users: int,
 ) -> CascadeChoice | None:
-    """Choose by users whom `npu-gr demo` does not evaluate.
+    """Choose the cascade, by users other than those on whom `npu-gr demo` evaluates it.
 
     Args:
-        path: configuration over the evaluated models, with every part as a section.
-        overrides: `section.key=value`.
-        log: all events; the models have not seen each user's last.
-        sources: that may be chosen, and the items asked of each, the ranker's own first; these with
-            the fitted order are what stays unless another way is measurably better.
-        most_users: half of them choose.
+        path: Configuration of the evaluated models, with a section for every part.
+        overrides: `section.key=value` of that configuration.
+        log: All events; the models were trained without each user's last event.
+        sources: Source -> items to request, the ranker's own sources first. These with the order
+            `blended` stay, unless another choice is significantly better.
+        most_users: Most users; half of them choose, the others evaluate.
 
     Returns:
-        None = there are too few users.
+        None = there are fewer than 2 x `LEAST_USERS` users.
 
     Raises:
-        ConfigError: the configuration cannot be served. NpuGrError: a model failed.
+        ConfigError: the configuration cannot be served.
+        NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluated = {case.user for case in next_events(log, known, JUDGED_USERS)}
+    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
     cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
     if len(cases) < 2 * LEAST_USERS:
         return None
@@ -98,7 +100,7 @@ async def _choose(
         config,
         recommend=recommend,
         history_store=HistoryConfig(kind="none"),
-        # nobody waits for these answers
+        # all requests should be answered, however long it takes
         admission=msgspec.structs.replace(config.admission, enabled=False),
     )
     exclude_seen = hides_seen(cases)
@@ -130,7 +132,7 @@ async def _choose(
 
 
 class _Found:
-    """What the sources found for one user, and the scores of all of it."""
+    """What the sources found for one user, and the scores of all these items."""
 
     def __init__(
         self,
@@ -140,17 +142,17 @@ class _Found:
     ) -> None:
         self._lists = lists
         self._scores = scores
-        self._max_candidates = max_candidates  # that the cascade will rank
+        self._max_candidates = max_candidates  # most items that the cascade ranks
 
     def items(self, way: CascadeWay) -> list[int]:
-        """List the ten items that a cascade of this way answers: its merge, then its order."""
-        merged = in_turns([self._lists[source] for source in way.sources])[0][
+        """Return the ten items that such a cascade answers: merge the lists, then order."""
+        merged = interleave([self._lists[source] for source in way.sources])[0][
             : self._max_candidates
         ]
         if way.order != "retrieval":
             known = self._scores["blended" if way.order == "blended" else "rank"]
             scores = np.array([known[item] for item in merged.tolist()], np.float32)
-            merged = merged[(by_both if way.order == "fused" else best_first)(scores)]
+            merged = merged[(fused_order if way.order == "fused" else best_first)(scores)]
         best: list[int] = merged[:TOP].tolist()
         return best
 
@@ -164,7 +166,7 @@ async def _asked(
     *,
     exclude_seen: bool,
 ) -> _Found:
-    """Ask each source alone, then for the scores of all that they found."""
+    """Request each source alone, and then the scores of all items that they found."""
     events = Events.make(case.items, actions.indices(case.actions), case.timestamps)
 
     async def asked(
@@ -184,7 +186,7 @@ async def _asked(
         return answer.item_ids, answer.scores.tolist()
 
     lists = {source: (await asked((source,), "retrieval"))[0] for source in sources}
-    scored = {order: await asked(None, order) for order in ASKED}
+    scored = {order: await asked(None, order) for order in SCORED_ORDERS}
     scores = {
         order: dict(zip(items.tolist(), values, strict=True))
         for order, (items, values) in scored.items()

@@ -1,4 +1,4 @@
-"""`serve.yaml` of a site: one instance that ranks, generates, matches and recommends, each line with its meaning."""
+"""Write `serve.yaml` of a site: an instance with all models, each line with a comment."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _MEANING = {
     "checkpoint": "folder of the decoder, a Hugging Face checkpoint",
     "catalogue": "items and their semantic IDs",
     "codes": "codes of each level of a semantic ID",
-    "max_beams": "widest beam that a request may ask for",
-    "beam_width": "beam of a request that names none",
-    "max_prompt_tokens": "a longer history is cut to its newest items",
-    "cut_step_items": "the start of a cut history moves in steps of this many items",
+    "max_beams": "largest beam width of a request",
+    "beam_width": "default beam width of a request",
+    "max_prompt_tokens": "longer histories are cut to their newest items",
+    "cut_step_items": "long histories are cut in steps of so many items",
 }
 _EVALUATED = (
-    "# The models that were evaluated, not those that serve: they have not seen the newest events, "
-    "so the figures of",
-    "# README.md are theirs, and what is held out can be replayed and evaluated.",
+    "# The evaluated models, not the served ones: they were trained without the newest events, so "
+    "the figures of",
+    "# README.md are theirs, and the held-out events can be replayed and evaluated.",
 )
-_COLUMN = 34  # at which comments begin
+_COLUMN = 34  # column at which comments begin
 
 
 def configuration(
@@ -51,11 +51,12 @@ def configuration(
     """Write the configuration of a site.
 
     Args:
-        site: folder, as the command that serves it will name it.
-        made_by: the command that made it.
-        options: of the cascade and of the generator.
-        cascade: what a recommend asks, and how it orders.
-        is_evaluated: serve the models that were evaluated, which have not seen the newest events.
+        site: Folder of the site, as the command that serves it will name it.
+        made_by: Command line that made the site.
+        options: Options of the site.
+        cascade: Sources and order of `recommend`.
+        is_evaluated: Whether to serve the evaluated models, which were trained without the newest
+            events.
     """
     own = Path("evaluated") if is_evaluated else Path()
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
@@ -73,44 +74,44 @@ def configuration(
         _line(
             "backend",
             "cpu",
-            "cpu | cuda | npu | reference; if it cannot load, npu-gr does not start",
+            "cpu | cuda | npu | reference; npu-gr does not start if it cannot load",
         ),
         _line(
             "threads",
             1,
-            "intra-op threads of a device thread; more of them take CPU time from the event loop",
+            "torch threads of a device thread; more take CPU time from the event loop",
         ),
         "",
         "slo:",
         *(_line(f"  {name}", value, _objective(name)) for name, value in slo.items()),
         "",
         "server:",
-        _line("  host", "127.0.0.1", "serves callers; anything but loopback needs api_keys_file"),
-        _line("  port", 8080, "0 = any free one"),
-        _line("  admin_port", 8081, "of the admin address: status page, /metrics, reload"),
+        _line("  host", "127.0.0.1", "public address; any but loopback needs api_keys_file"),
+        _line("  port", 8080, "0 = any free port"),
+        _line("  admin_port", 8081, "admin address: status page, /metrics, reload"),
         "",
         "trigger:",
         _line(
             "  policy",
             "always",
-            "always: whatever fits | at_risk: pre-infer only what would make the rank late",
+            "always: pre-infer whatever fits | at_risk: only if the rank would be late",
         ),
-        _line("  min_prefix_tokens", 16, "shorter histories are not worth a pre-infer"),
+        _line("  min_prefix_tokens", 16, "shorter histories are not pre-inferred"),
         "",
         "kv_cache:",
         _line(
             "  hbm_bytes",
             268_435_456,
-            "device memory for histories' KV; on a CPU it is ordinary memory",
+            "device memory for the KV of histories; host memory on a CPU",
         ),
-        _line("  dram_bytes", 268_435_456, "host memory behind it, for users who come back"),
+        _line("  dram_bytes", 268_435_456, "host memory for KV evicted from device memory"),
         "",
         "history_store:",
         _line("  kind", "embedded", "the history store: embedded | redis | none"),
         _line(
             "  path",
             str(site / "history.db"),
-            "its file; `npu-gr load` fills it, POST /v1/events appends to it",
+            "file of the store; `npu-gr load` fills it, POST /v1/events appends to it",
         ),
         "",
         "generate:                         # POST /v1/generate: retrieval by semantic IDs",
@@ -123,21 +124,19 @@ def configuration(
         _line(
             "  sources",
             cascade.sources,
-            "items asked of each source: chosen by users' next items, as is the order",
+            "items to retrieve by source; sources and order were chosen on held-out events",
         ),
-        _line("  max_candidates", options.max_candidates, "ranked at most"),
+        _line("  max_candidates", options.max_candidates, "most items to rank"),
         _line(
             "  order",
             cascade.order,
-            "blended: by the sum that was fitted with the ranker; or rank, fused, retrieval",
+            "blended: by the ranker's fitted score blend; or rank, fused, retrieval",
         ),
     ]
-    if not is_evaluated:  # what is popular is counted over all events
+    if not is_evaluated:  # popularity was counted over all events, also the held-out ones
         popular = str(site / "popular.txt")
         lines.append(
-            _line(
-                "  popular", popular, "fills up a short retrieval: users of whom nothing is known"
-            )
+            _line("  popular", popular, "fills up short retrievals, e.g. of unknown users")
         )
     return "\n".join(lines) + "\n"
 
@@ -147,7 +146,7 @@ def _objective(name: str) -> str:
     if unit == "s":
         return f"seconds within which a request of kind {kind} should be answered"
     what = {
-        "latency": "answered requests that must be in time",
+        "latency": "answered requests that must be within the SLO",
         "availability": "requests that must be answered",
     }
     return f"share of the {what[kind]}"
@@ -165,59 +164,61 @@ def _line(key: str, value: object, meaning: str) -> str:
 GENERATOR = msgspec.structs.replace(
     generating.MOVIELENS, epochs=20, validation_users=500, test_users=1000
 )
-"""Trained in about the time of the ranker, beside which it is trained; `train generate` takes more."""
-# of the ranker: generator and vectors are evaluated on each last event, too
+"""Trains about as long as the ranker, in parallel; the default of `train generate` is longer."""
+# the ranker's split: generator and vectors are evaluated on each user's last event too
 SPLIT: Split = "leave-one-out"
 CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
-ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to each other
+ROOM = 2  # semantic IDs per item; with fewer, more items collide and get less similar codes
 
 
 class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides a site but the dataset and the number of threads."""
+    """Everything that decides a site, except the dataset and the number of threads."""
 
     rank: ranking.TrainOptions = msgspec.structs.replace(ranking.DEMO, split=SPLIT)
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_retrieved: Annotated[
-        Count, Meta(description="items that a recommend asks of the ranker's own retrieval")
+        Count, Meta(description="items that recommend retrieves by the ranker's shared encoder")
     ] = 200
     num_transitions: Annotated[
-        Count, Meta(description="of what followed the last items, if that is asked")
+        Count, Meta(description="items that recommend retrieves by transitions, if chosen")
     ] = 100
     num_neighbours: Annotated[
-        Count, Meta(description="of what the same users have, if that is asked")
+        Count, Meta(description="items that recommend retrieves by neighbours, if chosen")
     ] = 100
-    num_generated: Annotated[Count, Meta(description="of the generator, if it is asked")] = 100
+    num_generated: Annotated[
+        Count, Meta(description="items that recommend retrieves by the generator, if chosen")
+    ] = 100
     num_matched: Annotated[
-        Count, Meta(description="of the retrieval vectors, if they are asked")
+        Count, Meta(description="items that recommend retrieves by the vectors, if chosen")
     ] = 100
-    max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
+    max_candidates: Annotated[Count, Meta(description="most items that recommend ranks")] = 200
     selection_users: Annotated[
         Count,
         Meta(
-            description="most users who choose which of these a recommend asks, and in "
-            "which order it answers"
+            description="most users on whom the sources and the order of recommend are chosen "
+            "and evaluated"
         ),
     ] = 600
     num_popular: Annotated[
-        Count, Meta(description="most popular items, for users of whom nothing is known")
+        Count, Meta(description="popular items to keep, for users without known events")
     ] = 200
 
     def __post_init__(self) -> None:
         for name in ("rank", "generate", "retrieve"):
             if not getattr(self, name).refit:
                 raise ValueError(
-                    f"{name}.refit: a site serves models of all events, and keeps the "
-                    "evaluated ones"
+                    f"{name}.refit: must be true, because a site serves models of all events"
                 )
         if self.rank.split != SPLIT:
             raise ValueError(
-                f"rank.split: a site asks every model for each user's last event, so it is {SPLIT}"
+                f"rank.split: must be {SPLIT}, because a site evaluates every model on each user's "
+                "last event"
             )
         if self.rank.evaluate_on != "test":
             raise ValueError(
-                "rank.evaluate_on: a site shows figures of the test; npu-gr train "
-                "rank tries settings"
+                "rank.evaluate_on: must be test, because a site reports figures of the test; use "
+                "npu-gr train rank to try settings on the validation"
             )
 
 
@@ -230,7 +231,7 @@ PRESETS = {"full": FULL, "quick": QUICK}
 
 
 def options_for(num_items: int, preset: SiteOptions = FULL) -> SiteOptions:
-    """Fit a preset to a catalogue of this size; `--set` replaces what it chooses."""
+    """Choose the preset's number of codes by the size of the catalogue; `--set` overrides it."""
     fits = [codes for codes in CODE_COUNTS if prod(codes) >= ROOM * num_items]
     codes = fits[0] if fits else CODE_COUNTS[-1]
     return msgspec.structs.replace(

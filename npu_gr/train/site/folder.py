@@ -1,13 +1,15 @@
-"""The folder of a site while it is made: everything is written aside, and put into its place at the end.
+"""The folder of a site while it is made: everything is staged, and moved into place at the end.
 
     site/ranker, generator, vectors, popular.txt, serve.yaml, README.md, report.json    in service
-    site/.new/...       the same names while they are made; `<name>.json` there says that a model is finished
-    site/.new/READY     the names of what is finished: it is being put into its place
+    site/.new/...       the same names, staged; `<name>.json` marks a model as finished
+    site/.new/READY     names of the staged files that are being moved into place
 
 Invariants, checked by tests/train/site/test_folder.py:
-  S1  before READY nothing of what is in service is touched, whatever ends the process
-  S2  after READY the next run first finishes what the interrupted one began, so no site is mixed for longer than that
-  S3  a file or folder in service is replaced by a rename: who has it open, or mapped, keeps the old one
+  S1  before READY exists, nothing in service changes, even if the process is killed
+  S2  after READY exists, the next run first completes the move of the interrupted one, so a site
+      with files of two runs does not last longer than that
+  S3  files and folders in service are replaced by a rename, so a process that has one open or
+      mapped keeps the old one
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ REPORT = "report.json"
 
 
 class SiteFolder:
-    """One site, and what of it is being made. Only one process at a time makes it."""
+    """The folder of one site, with its staged files. Only one process at a time can open it."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -51,11 +53,11 @@ class SiteFolder:
     @classmethod
     @contextmanager
     def opened(cls, place: Path) -> Iterator[SiteFolder]:
-        """Make the folder, keep other makers out while the block runs, and finish what an interrupted run began.
+        """Make and lock the folder, and complete the move of an interrupted run.
 
         Raises:
-            DataError: it cannot be made or written into.
-            ConfigError: another process makes this site.
+            DataError: the folder cannot be made or written.
+            ConfigError: another process has the lock.
         """
         folder = cls(place)
         try:
@@ -67,14 +69,16 @@ class SiteFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ConfigError(f"{place}: another process makes this site") from error
+                raise ConfigError(
+                    f"{place}: another process makes this site; wait until it ends"
+                ) from error
             folder._finish()
             yield folder
         finally:
             os.close(lock)
 
     def report(self) -> SiteReport | None:
-        """How what is in service was made; None: nothing is, or nobody knows."""
+        """Read the report of the site in service; None = there is none, or it is unreadable."""
         try:
             report: Any = msgspec.json.decode((self.place / REPORT).read_bytes())
             if cascade := report.get("cascade"):  # of an earlier version, perhaps
@@ -87,17 +91,17 @@ class SiteFolder:
             return None
 
     def finished(self, name: str) -> PartReport | None:
-        """A model that an interrupted run has finished; None: it has not."""
+        """Read the report of a model that an interrupted run has finished; None = it has not."""
         try:
             return msgspec.json.decode((self.staged / f"{name}.json").read_bytes(), type=PartReport)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def begin(self, name: str) -> Path:
-        """Make an empty folder to make a model in.
+        """Make an empty staged folder for a model.
 
         Raises:
-            DataError: it cannot be made.
+            DataError: the folder cannot be made.
         """
         self.discard(name)
         try:
@@ -107,40 +111,40 @@ class SiteFolder:
         return self.staged / name
 
     def finish(self, name: str, report: PartReport) -> None:
-        """Note that a model is whole."""
+        """Mark a staged model as finished."""
         self.write(f"{name}.json", msgspec.json.encode(report))
 
     def discard(self, name: str) -> None:
-        """Drop what was made of a model; the note that it is finished first."""
+        """Delete a staged model, its mark first, so that a partial folder never looks finished."""
         (self.staged / f"{name}.json").unlink(missing_ok=True)
         shutil.rmtree(self.staged / name, ignore_errors=True)
 
     def write(self, name: str, content: bytes) -> Path:
-        """Write a file aside.
+        """Write a staged file.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the file cannot be written.
         """
         path = self.staged / name
-        aside = path.with_name(f"{name}.tmp")
+        temporary = path.with_name(f"{name}.tmp")
         try:
-            aside.write_bytes(content)
-            os.replace(aside, path)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
         except OSError as error:
             raise DataError(f"{path}: cannot be written: {error.strerror}") from error
         return path
 
     def put_in_place(self, names: Sequence[str]) -> None:
-        """Put what was made into service, in this order, and forget the rest.
+        """Move staged files into service, in this order, and delete the other staged ones.
 
         Raises:
-            DataError: it cannot be moved; the next run goes on.
+            DataError: a file cannot be moved; the next run continues the move.
         """
         self.write(READY, msgspec.json.encode(names))
         self._finish()
 
     def _finish(self) -> None:
-        """Go on with what READY names: what is no longer there has its place already."""
+        """Move the files that READY names; those that are no longer staged were moved before."""
         replaced = self.place / REPLACED
         try:
             names = msgspec.json.decode((self.staged / READY).read_bytes(), type=list[str])
@@ -162,15 +166,15 @@ class SiteFolder:
 
 
 def digest(*texts: str) -> str:
-    """32 hex digits over texts."""
+    """Return a digest of texts, 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(texts))
 
 
 def digest_of_files(folder: Path, pattern: str) -> str:
-    """32 hex digits over the names and the contents of the matching files of a folder.
+    """Return a digest of the names and contents of a folder's matching files, 32 hex digits.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: a file cannot be read.
     """
     state = xxhash.xxh3_128()
     try:
@@ -185,12 +189,12 @@ def digest_of_files(folder: Path, pattern: str) -> str:
 
 
 def readme(site: Path, report: SiteReport, found: Examples) -> str:
-    """Write the page.
+    """Write the README of a site.
 
     Args:
-        site: folder, as the command that serves it will name it.
-        report: what the site was made from.
-        found: real names for the calls.
+        site: Folder of the site, as the command that serves it will name it.
+        report: Report of the site.
+        found: User, items and actions of the example calls.
     """
     rows = [
         f"| {name} | {row.name} | {row.value:.4f} | {row.baseline_value:.4f} {row.baseline} | "
@@ -209,12 +213,12 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     as_of = (
         ""
         if found.asked_at is None
-        else (" (`timestamp` asks as of the end of the log; without it: as of now)")
+        else (" (`timestamp` is the end of the log; without it, the request is as of now)")
     )
     return f"""# A recommender of {report.num_events:,} events
 
-Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with {report.num_items:,} items
-by
+Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with
+{report.num_items:,} items by
 
 ```
 {report.made_by}
@@ -226,32 +230,32 @@ by
 {serve(site / SERVE)}
 ```
 
-In the folder in which it was made: the paths in `serve.yaml` are relative to it. What is changed in `serve.yaml` stays
-when the site is made again.
+Run this in the folder in which the site was made: the paths in `serve.yaml` are relative to it.
+Your changes to `serve.yaml` are kept when the site is made again.
 
-## Ask it
+## Call it
 
-A user whom it knows, with {found.num_events} events in the history store{as_of}:
+Recommend for a known user, with {found.num_events} events in the history store{as_of}:
 
 ```
 {curl("/v1/recommend", known_user(found))}
 ```
 
-A user of whom nothing is known gets what users begin with, and what is popular:
+Recommend for an unknown user, who gets items that users begin with, and popular items:
 
 ```
 {curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
 ```
 
-Tell it what that user did, and ask again:
+Add an event of that user, and recommend again:
 
 ```
 {curl("/v1/events", {"user_id": COLD_USER, "events": events})}
 {curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
 ```
 
-A history in the request, which ends with an item that no model has seen (`{NEW_ITEM}`): the rest of the history counts,
-and the answer says how many items were unknown.
+Send the history in the request. This one ends with an item that is not in the catalogue
+(`{NEW_ITEM}`): the rest of the history is used, and the answer says how many items were unknown.
 
 ```
 {curl("/v1/recommend", with_new_item(found))}
@@ -263,47 +267,48 @@ and the answer says how many items were unknown.
 |---|---|---|---|---|
 {chr(10).join([*rows, *warnings])}{cascade}
 
-Each model was first trained without the events that it was asked for, and these figures are of that one:
-`{serve(site / EVALUATED_CONFIG)}` serves it.
-Then it was trained again on all {report.num_events:,} events, the newest included, and that one is served.
+These are the figures of models that were trained without the test events. To serve those models:
+`{serve(site / EVALUATED_CONFIG)}`.
+The served models were then trained on all {report.num_events:,} events, with the same settings.
 
-## What is here
+## Files
 
-| file | what |
+| file | content |
 |---|---|
 | `ranker/` | scores candidates by the user's history (HSTU) |
 | `generator/` | finds candidates by semantic IDs |
 | `vectors/` | finds candidates by vectors |
 | `popular.txt` | the most popular items, best first |
-| `history.db` | the history store: what the users did |
-| `serve.yaml` | the configuration; each line says what it means |
-| `evaluated.yaml` | the same over the evaluated models, which lie in `evaluated` of each folder |
-| `report.json` | the figures above, and what every model was made from |
+| `history.db` | the history store: events of the users |
+| `serve.yaml` | the configuration, with a comment on each line |
+| `evaluated.yaml` | the configuration of the evaluated models, in `evaluated` of each folder |
+| `report.json` | the figures above, and the data and options of every model |
 
-The history store and the vectors hold data of users: whoever may not read the log may not read this folder.
+The history store and the vectors contain users' data: protect this folder like the log.
 """
 
 
 LEAST_EVENTS = 5
-# a log that ends earlier than this is asked as of its end: no model has seen such a gap
+# requests on a log that ended longer ago use its end as their time: the models were not trained on
+# such a gap
 OLD_S = 30 * 86_400
 NEW_ITEM = "an-item-of-tomorrow"
 COLD_USER = "somebody-new"
 
 
 class Examples(NamedTuple):
-    """Real names of a dataset."""
+    """Names of a dataset for example calls."""
 
     user: str
-    num_events: int  # of that user
-    items: list[str | int]  # the newest of that user, oldest first
+    num_events: int  # number of the user's events
+    items: list[str | int]  # the user's newest items, oldest first
     actions: list[str]
-    timestamp: int  # right after every event
-    asked_at: int | None  # the moment to ask for; None = now
+    timestamp: int  # unix seconds, right after the last event
+    asked_at: int | None  # unix seconds, `timestamp` of requests; None = now
 
 
 def examples(log: Interactions, names: ItemNames, num_items: int = 3) -> Examples:
-    """Choose a user with an ordinary number of events: the median of those with at least five, or of all."""
+    """Choose a user with a median number of events, among users with at least five, or all."""
     counts = np.bincount(log.users, minlength=len(log.user_names))
     enough = np.flatnonzero(counts >= LEAST_EVENTS)
     some = enough if len(enough) else np.flatnonzero(counts)
@@ -320,24 +325,24 @@ def examples(log: Interactions, names: ItemNames, num_items: int = 3) -> Example
 
 
 def asked_at(log: Interactions) -> int | None:
-    """Choose the moment to ask for: right after the log where that is long ago, or None, which is now."""
+    """Choose the time of requests: right after the log if it ended long ago, or None = now."""
     after = int(log.timestamps[-1]) + 60
     return after if after < time.time() - OLD_S else None
 
 
 def recommend(user: str, timestamp: int | None = None, **more: Any) -> dict[str, Any]:
-    """The body of a recommend of five items with titles; no timestamp asks for now."""
+    """Make the body of a recommend for five items with titles."""
     when = {} if timestamp is None else {"timestamp": timestamp}
     return {"user_id": user, "num_items": 5, "fields": ["title"], **when, **more}
 
 
 def known_user(found: Examples) -> dict[str, Any]:
-    """The body of a recommend for a user whose history is in the store."""
+    """Make the body of a recommend for a user whose history is in the store."""
     return recommend(found.user, found.asked_at)
 
 
 def with_new_item(found: Examples) -> dict[str, Any]:
-    """The body of a recommend whose history ends with an item that no model has seen."""
+    """Make the body of a recommend whose history ends with an item outside the catalogue."""
     items = [*found.items, NEW_ITEM]
     times = [found.timestamp + place - len(items) for place in range(len(items))]
     columns = {"items": items, "actions": [*found.actions, found.actions[-1]], "timestamps": times}

@@ -1,10 +1,10 @@
-"""`npu-gr train all`: from a dataset to a folder that an instance serves.
+"""`npu-gr train all`: make a site, the folder that an instance serves, from a dataset.
 
-    dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md, report.json
-            -> everything into its place at once
+    dataset -> generator, ranker and vectors, trained at the same time
+            -> popular.txt, serve.yaml, README.md, report.json
+            -> all staged files are moved into place
 
-What an earlier or an interrupted run made from the same dataset and the same options is not made
-again.
+A model that an earlier or interrupted run made from the same dataset and options is reused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from npu_gr.train.site.side_by_side import Training, side_by_side
 from npu_gr.train.steps import TrainingProgress, training_progress
 from npu_gr.vector_search.vectors import save as save_vectors
 
-NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
+NEW_SERVE = "serve.new.yaml"  # written instead of `serve.yaml` if an operator has changed that
 POPULAR = "popular.txt"
 README = "README.md"
 
@@ -84,20 +84,20 @@ def train_site(
     console: Console,
     preset: str = "full",
 ) -> SiteReport:
-    """Train every model of a site, and write its folder. The history store stays as it is.
+    """Train every model of a site, and write its folder. The history store does not change.
 
     Args:
-        data: folder of a dataset.
-        site: folder to write.
+        data: Folder of a dataset.
+        site: Folder to write.
         overrides: `section.key=value` of `SiteOptions`.
-        num_threads: of all trainings together.
-        console: shows progress and figures.
-        preset: of `PRESETS`, whose other values stay.
+        num_threads: Threads of all trainings together.
+        console: Terminal for progress and figures.
+        preset: Name in `PRESETS` of the options that `overrides` does not set.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
-        DataError: the dataset cannot be read or trained on, or the folder cannot be written. What
-            was served stays.
+        DataError: the dataset cannot be read or trained on, or the folder cannot be written. The
+            site in service stays as it was.
     """
     dataset = read_dataset(data)
     options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
@@ -108,7 +108,7 @@ def train_site(
         if made_from != _digests(data, options):
             for name in PARTS:
                 folder.discard(name)
-            raise DataError(f"{data}: was changed while it was trained on; run the command again")
+            raise DataError(f"{data}: was changed during the training; run the command again")
         with heartbeat(console.print, "choosing the sources and the order of recommend"):
             report = _finish(folder, data, made_by, dataset, options, parts, console)
     console.print(report.table())
@@ -122,28 +122,25 @@ def train_site(
 def train_command(
     data: Path, site: Path, preset: str, overrides: Sequence[str], num_threads: int
 ) -> str:
-    """Write the command that makes the same site again, as a shell reads it.
-
-    Arguments as of `train_site`.
-    """
+    """Write the shell command that makes the same site again; arguments as in `train_site`."""
     sets = [part for text in overrides for part in ("--set", text)]
     words = ["npu-gr", "train", "all", str(data), "--out", str(site), "--preset", preset]
     return shlex.join([*words, *sets, "--threads", str(num_threads)])
 
 
 def next_commands(data: Path, site: Path) -> str:
-    """Say how to serve a site, and how to ask it for a user of its dataset."""
+    """Write the commands that serve a site, and recommend for a user of its dataset."""
     dataset = read_dataset(data)
     found = examples(dataset.interactions(), dataset.names)
     return f"""serve with: {serve(site / SERVE)}
 {curl("/v1/recommend", known_user(found))}
-{site / README} has more calls"""
+{site / README} has more example calls"""
 
 
 def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
-    """Digest everything that decides each model."""
+    """Return a digest of everything that decides each model."""
     events = digest_of_files(data, "*.parquet")
-    actions = read_dataset(data).manifest["actions"]  # the events have their numbers only
+    actions = read_dataset(data).manifest["actions"]  # the events hold action numbers, not names
     names = msgspec.json.encode([actions["kind"], actions["names"]]).decode()
     return {
         name: digest(
@@ -161,7 +158,7 @@ def _train(
     num_threads: int,
     console: Console,
 ) -> dict[PartName, PartReport]:
-    """Train what is not there yet."""
+    """Train the models that cannot be reused."""
     served = folder.report()
     parts: dict[PartName, PartReport] = {}
     trainings: list[Training[PartReport]] = []
@@ -200,7 +197,7 @@ def _finish(
     parts: dict[PartName, PartReport],
     console: Console,
 ) -> SiteReport:
-    """Write everything but the models, and put all of it into its place."""
+    """Write all files but the models, and move everything into place."""
     site = folder.place
     served = folder.report()
     log = dataset.interactions()
@@ -208,7 +205,7 @@ def _finish(
     configured = configuration(site, made_by, options, cascade).encode()
     evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
-        # a configuration that cannot be read never gets into service
+        # check that the configuration loads, before it gets into service
         load(folder.write(name, text))
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
@@ -216,7 +213,8 @@ def _finish(
     if is_changed:
         (folder.staged / SERVE).rename(folder.staged / NEW_SERVE)
         console.print(
-            f"{site / SERVE} was changed by somebody and stays; the new one is {site / NEW_SERVE}"
+            f"{site / SERVE} has changes that were not made by this command, so it is kept; the "
+            f"new configuration is {site / NEW_SERVE}"
         )
     report = SiteReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -246,7 +244,10 @@ def _cascade(
     parts: dict[PartName, PartReport],
     served: SiteReport | None,
 ) -> SiteCascade:
-    """Choose by the evaluated models what a recommend asks, unless the same models and options did already."""
+    """Choose the sources and the order of `recommend` with the evaluated models.
+
+    An earlier choice by the same models and options is reused.
+    """
     sources: dict[SourceName, int] = {
         "shared_encoder": options.num_retrieved,
         "transitions": options.num_transitions,
@@ -274,9 +275,13 @@ def _cascade(
     ]
     try:
         choice = choose_for_site(path, overrides, log, sources, options.selection_users)
-    except NpuGrError as error:  # the ranker's own sources still serve
+    except NpuGrError as error:  # the ranker's own sources can be served all the same
         return msgspec.structs.replace(
-            usual, words=(f"WARNING: sources and order were not chosen: {error}",)
+            usual,
+            words=(
+                "WARNING: the sources and the order of recommend could not be chosen, so it uses "
+                f"the ranker's own sources: {error}",
+            ),
         )
     if choice is None:
         return usual
@@ -289,7 +294,7 @@ def _cascade(
 
 
 def _is_changed(path: Path, was_written: str | None) -> bool:
-    """Whether a file is there that is not what an earlier run wrote."""
+    """Whether a file exists and differs from what an earlier run wrote."""
     try:
         return digest(path.read_text()) != was_written
     except FileNotFoundError:
@@ -299,15 +304,15 @@ def _is_changed(path: Path, was_written: str | None) -> bool:
 
 
 def _popular(dataset: Dataset, num_popular: int) -> str:
-    """List the names of the most popular items, one a line; of equals the smaller id first."""
+    """List the names of the most popular items, one per line; ties go to the smaller id."""
     items, counts = np.unique(dataset.interactions().items, return_counts=True)
     best = items[np.argsort(-counts, kind="stable")][:num_popular]
     names = [str(name) for name in dataset.names.names(best)]
-    # else it is no line
+    # skip names with line breaks or surrounding blanks, which a line cannot hold
     return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])
 
 
-EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
+EVALUATED = "evaluated"  # subfolder of a model's folder, for the evaluated model
 PartName = Literal["ranker", "generator", "vectors"]
 Show = Callable[[TrainingProgress], None]
 
@@ -323,8 +328,8 @@ class _Trained(NamedTuple):
 class Part(NamedTuple):
     """One model of a site."""
 
-    options: Callable[[SiteOptions], object]  # those that decide it
-    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # into a folder
+    options: Callable[[SiteOptions], object]  # the options that decide the model
+    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # trains it, and writes a folder
 
 
 def train_part(
@@ -333,19 +338,20 @@ def train_part(
     """Train one model of a site.
 
     Args:
-        name: of the model.
-        data: folder of the dataset.
-        options: of the site.
-        folder: to write into.
-        made_from: digest of what decides the result.
-        show: called with the progress.
+        name: Name of the model.
+        data: Folder of the dataset.
+        options: Options of the site.
+        folder: Folder to write the model to.
+        made_from: Digest of everything that decides the model.
+        show: Callback with the progress.
 
     Raises:
-        DataError, ConfigError: as the model's training.
+        DataError: the data cannot be trained on.
+        ConfigError: the options do not make a model.
     """
     began_at = time.perf_counter()
     dataset = read_dataset(data)
-    dataset.names.save(folder)  # first, because a version is one of the whole folder
+    dataset.names.save(folder)  # first, because a version covers all files of the folder
     trained = PARTS[name].train(dataset, options, folder, show)
     return PartReport(
         made_from=made_from,
@@ -365,8 +371,8 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
         save(checkpoint, folder / EVALUATED)
 
     interactions, features = dataset.interactions(), dataset.item_features()
-    # Features say more of a new item than codes that come of neighbours, which it has not: see
-    # docs/history/README.md.
+    # Codes come from co-occurrence, which a new item does not have. With item features, the ranker
+    # predicts new items better without codes: see docs/history/README.md.
     codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = (
@@ -417,7 +423,7 @@ def _publish(
 
 
 def _of_codes(options: SiteOptions) -> object:
-    """Take what decides the semantic IDs, which the ranker reads too."""
+    """Return the options that decide the semantic IDs, which the ranker reads too."""
     generate = options.generate
     return generate.seed, generate.code_count, generate.vector_dim
 
@@ -431,4 +437,4 @@ PARTS: dict[PartName, Part] = {
     "ranker": Part(lambda options: (options.rank, _of_codes(options)), _ranker),
     "vectors": Part(lambda options: options.retrieve, _vectors),
 }
-"""The longest training first."""
+"""The models, the one with the longest training first."""

@@ -1,4 +1,4 @@
-"""What `npu-gr train all` says of a site: each model beside the strongest baseline, and what the figures stand on."""
+"""The report of `npu-gr train all`: each model's figures, the strongest baseline, and warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
-from npu_gr.train.rank.blend_choice import in_words
+from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
@@ -22,7 +22,7 @@ F = TypeVar("F", RankingFigures, RetrievalFigures)
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of a model, and the same figure of the baseline that is best at it."""
+    """One figure of a model, and the highest value of it among the baselines."""
 
     name: str
     value: float
@@ -33,37 +33,37 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     """How one model was trained, and how good it is."""
 
-    made_from: str  # digest of the dataset and of the options that matter for it
-    version: str  # of the weights
-    measured_on: str  # in words: what the evaluated model was trained on, and what it was asked
-    num_events: int  # that the served model was trained on
+    made_from: str  # digest of the dataset and of the options of this model
+    version: str  # version of the weights
+    measured_on: str  # training and test events of the evaluated model, in words
+    num_events: int  # events that the served model was trained on
     took_s: float
     figures: tuple[Figure, ...]
-    words: tuple[str, ...] = ()  # the same with intervals
-    warning: str = ""  # that it is no better than the strongest baseline, or than a part of it
+    words: tuple[str, ...] = ()  # differences to baselines with intervals, a sentence each
+    warning: str = ""  # set if the model is not better than a baseline, or than a part of it
 
 
 class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recommend asks, how it orders, and why."""
+    """The sources and the order of `recommend`, and why they were chosen."""
 
     made_from: str = ""  # digest of the models and options that decided it
-    sources: dict[SourceName, int]  # items asked of each
+    sources: dict[SourceName, int]  # source -> items to request
     order: OrderName
-    words: tuple[str, ...] = ()  # how it was chosen, and what it is worth
+    words: tuple[str, ...] = ()  # how it was chosen, and its evaluation
 
 
 class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a site was made from, and how good it is."""
 
     made_at: str  # UTC
-    dataset: str  # folder
-    made_by: str = ""  # the command; empty = made by an older version
+    dataset: str  # path of the dataset's folder
+    made_by: str = ""  # command line; empty = made by an older version
     num_events: int
     num_users: int
     num_items: int
-    parts: dict[str, PartReport]  # by the name of the folder
+    parts: dict[str, PartReport]  # name of the model's folder -> report
     cascade: SiteCascade | None = None  # None = made by an older version
-    written: dict[str, str] = {}  # file that people may edit -> digest of what was written
+    written: dict[str, str] = {}  # file that operators may edit -> digest of what was written
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
@@ -74,8 +74,8 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
             "strongest baseline",
             "measured on",
             title=f"{self.num_events} events of {self.num_users} users with {self.num_items} items",
-            caption="Figures are of models that had not seen the newest events. The served models "
-            "were then trained again on all events.",
+            caption="Figures are those of models trained without the test events. The served "
+            "models were then trained on all events.",
             title_justify="left",
             caption_justify="left",
         )
@@ -92,48 +92,50 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     def words(self) -> list[str]:
-        """Say how the models stand beside the baselines, and why the cascade is as it is."""
+        """Compare the models with the baselines, and explain the choice of the cascade."""
         own = [line for part in self.parts.values() for line in part.words]
         return [*own, *(self.cascade.words if self.cascade else ())]
 
     def warnings(self) -> list[str]:
-        """Name the models that are not shown to be better than a baseline.
+        """List the warnings of models that are not shown to be better than a baseline.
 
-        A model that recommend does not ask is a note, not a warning.
+        For a model that recommend does not use, it is a note, not a warning.
         """
-        asked = self.cascade.sources if self.cascade else None
+        used = self.cascade.sources if self.cascade else None
         found = []
         for name, part in self.parts.items():
             text = part.warning
             source = _SOURCE_OF.get(name)
-            if text and source and asked is not None and source not in asked:
-                text = f"{text} recommend does not ask this model.".replace("WARNING", "Note")
+            if text and source and used is not None and source not in used:
+                text = f"{text} recommend does not use this model.".replace("WARNING", "Note")
             found.append(text)
         return [text for text in found if text]
 
 
 def warning_of(comparison: BaselineComparison | None) -> str:
-    """Say that a model is no better than the strongest baseline.
-
-    Empty = it is better, or there is none.
-    """
+    """Warn that a model is not better than the strongest baseline; empty if it is, or if none."""
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model} is not shown to be better than {comparison.baseline} at the "
+        f"WARNING: no figure shows that {comparison.model} beats {comparison.baseline} at the "
         f"next item ({comparison.grounds}). More events or more epochs may help."
     )
 
 
 def warning_of_ranker(found: Evaluation) -> str:
-    """Say that a ranker is no better than the strongest baseline, and which sources are better alone, a line each."""
-    return "\n".join(filter(None, [warning_of(found.comparison()), *in_words(found.better_alone)]))
+    """Warn that a ranker is not better than the strongest baseline, or than one source alone."""
+    return "\n".join(
+        filter(
+            None,
+            [warning_of(found.comparison()), *better_source_warnings(found.better_alone)],
+        )
+    )
 
 
 def ranker_words(found: Evaluation) -> tuple[str, ...]:
-    """Compare the fitted order, which a recommend uses, with the best baseline and Markov counts."""
-    beside = filter(None, (found.comparison(), found.beside(Markov.name)))
-    rows = {each.baseline: each.differences for each in beside}
+    """Compare the ranker with the strongest baseline and with Markov counts, a sentence each."""
+    comparisons = filter(None, (found.comparison(), found.compared_with(Markov.name)))
+    rows = {each.baseline: each.differences for each in comparisons}
     return tuple(
         f"ranker against {name}: "
         + ", ".join(
@@ -162,12 +164,12 @@ def vectors_figures(found: RetrievalReport) -> tuple[Figure, ...]:
 def _compared(
     own: F, baselines: Sequence[F], names: dict[str, str] | None = None
 ) -> tuple[Figure, ...]:
-    """Compare figures with those of the best baseline; leave out what one of the two does not have.
+    """Compare each figure with the best baseline's, where both have it.
 
     Args:
-        own: figures of the model.
-        baselines: those of the baselines.
-        names: field -> name of figures beside those of the next item.
+        own: Figures of the model.
+        baselines: Figures of the baselines.
+        names: Field -> name of figures to show before those of the next item.
     """
     rows = []
     next_item = _ALL_ITEMS if own.ranks.evaluates_all else _UNSEEN

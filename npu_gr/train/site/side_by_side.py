@@ -1,6 +1,8 @@
-"""Run trainings side by side, each in a process of its own: a small model's training cannot use two cores well.
+"""Run several trainings at once, each in a process of its own.
 
-A child that lost its parent ends at its next step, because nobody reads its progress.
+A small model's training cannot use two cores well, so two trainings at once are faster than one
+after the other. If the parent ends, a child ends at its next step, when it cannot write its
+progress.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ Show = Callable[[TrainingProgress], None]
 
 
 class Training(NamedTuple, Generic[R]):
-    """One training. It can be pickled."""
+    """One training, which can be pickled."""
 
     name: str
-    work: Callable[[Show], R]  # gets what to call with its progress
+    work: Callable[[Show], R]  # its argument is the callback for its progress
 
 
 class _Done(NamedTuple, Generic[R]):
@@ -47,16 +49,16 @@ def side_by_side(
     show: Show,
     done: Callable[[str, R], None] = lambda *_: None,
 ) -> None:
-    """Run all trainings, as many at once as there are threads to share.
+    """Run all trainings, at most one per thread at once.
 
     Args:
-        trainings: they begin in this order; put the longest first.
-        num_threads: of all that run at once together.
-        show: called with the progress of each, here.
-        done: called with the name and the result of each that has ended, here.
+        trainings: Trainings in the order in which they start; put the longest first.
+        num_threads: Threads of all running trainings together.
+        show: Callback with the progress of any training, in this process.
+        done: Callback with the name and the result of each finished training, in this process.
 
     Raises:
-        NpuGrError: the first that a training raised. The others were stopped.
+        NpuGrError: the first error of a training. The others were stopped.
         DataError: a process ended without a result.
     """
     waiting = list(trainings)
@@ -69,7 +71,7 @@ def side_by_side(
                 running[child.pipe] = child
             for pipe in wait(list(running)):
                 child = running[pipe]  # type: ignore[index]
-                if not _told(child, show):
+                if not _receive(child, show):
                     del running[child.pipe]
                     done(child.name, _result(child))
     finally:
@@ -80,7 +82,7 @@ def side_by_side(
 
 
 def _started(training: Training[R], num_threads: int) -> _Child[R]:
-    # torch has threads, which a fork does not survive
+    # torch runs threads, which do not survive a fork
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(
@@ -91,11 +93,11 @@ def _started(training: Training[R], num_threads: int) -> _Child[R]:
     return _Child(training.name, process, here)
 
 
-def _told(child: _Child[R], show: Show) -> bool:
-    """Take one message of a child; False = it has said everything.
+def _receive(child: _Child[R], show: Show) -> bool:
+    """Receive one message from a child, and handle it; False = the child closed its pipe.
 
     Raises:
-        NpuGrError: that the child raised.
+        NpuGrError: the child raised it.
     """
     try:
         message: Any = child.pipe.recv()
@@ -115,7 +117,7 @@ def _result(child: _Child[R]) -> R:
     if not child.results:
         code = child.process.exitcode
         why = (
-            ("was killed; is there enough memory?")
+            ("was killed, probably because the machine ran out of memory")
             if code == -signal.SIGKILL
             else f"ended with code {code}"
         )
@@ -124,7 +126,7 @@ def _result(child: _Child[R]) -> R:
 
 
 def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None:
-    # a Ctrl-C reaches the parent too, which ends this process
+    # Ctrl-C reaches the parent too, which terminates this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_process()
     import torch
@@ -135,4 +137,4 @@ def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None
     except NpuGrError as error:
         pipe.send(error)
     except BrokenPipeError:
-        pass  # the parent is gone
+        pass  # the parent has ended

@@ -1,6 +1,6 @@
 // One AI vector core as the emulator sees it: its Unified Buffer, the order of its pipes, its counters.
 //
-// ScoreBlend is kept as vector clocks: a pipe knows of another pipe's instructions only through a flag, a queue or
+// Order is kept as vector clocks: a pipe knows of another pipe's instructions only through a flag, a queue or
 // PIPE_ALL. Each 32 bytes of UB remember who wrote and read them last, each range of GM likewise, so an access that
 // nothing orders is an error even where the emulator, which runs in program order, would give the right value.
 // Sources: asc-devkit docs, "SetFlag-WaitFlag(ISASI)", "PipeBarrier(ISASI)", "通用说明和约束", "NPU架构版本2201".
@@ -85,7 +85,7 @@ struct VectorMask {
   const char *left_by = nullptr;      // the instruction whose value this is; nullptr = set on purpose, or the default
 };
 
-// Tells whether GM is there: a pretended device knows what was freed. nullptr = all of it is.
+// Whether a range of GM is allocated: a simulated device knows what was freed. nullptr = all of it is.
 inline bool (*gm_is_live)(const void *at, uint64_t bytes) = nullptr;
 
 struct GmAccess {

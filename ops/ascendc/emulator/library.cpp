@@ -60,7 +60,7 @@ extern "C" {
 
 int emulator_counters() { return AscendC::emulator::COUNTERS; }
 
-// The counters of each core in this thread's last launch; returns how many cores it had, of which `room` are told.
+// The counters of each core in this thread's last launch; returns how many cores it had, of which `room` are written.
 uint32_t emulator_cores(uint64_t *counters, uint32_t room) {
   for (uint32_t core = 0; core < room && core < cores.size(); ++core)
     std::copy(cores[core].begin(), cores[core].end(), counters + core * AscendC::emulator::COUNTERS);

@@ -56,7 +56,7 @@ void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Da
     core.read_gm(MTE2, source, copy.blockLen);
     T *target = to.at() + b * step;
     core.write(MTE2, target, uint64_t(whole) * sizeof(T));
-    core.poison(reinterpret_cast<uint8_t *>(target), uint64_t(whole) * sizeof(T));  // padding that nobody defined
+    core.poison(reinterpret_cast<uint8_t *>(target), uint64_t(whole) * sizeof(T));  // padding of undefined contents
     std::memcpy(target + pad.leftPadding, source, copy.blockLen);
     bool none = pad.leftPadding + pad.rightPadding == 0;
     if (!none && !pad.isPad) continue;

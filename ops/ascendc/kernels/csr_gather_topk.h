@@ -1,7 +1,7 @@
 // csr_gather_topk: the k best continuations of a request's beams in a trie, constrained before they are selected.
 //
 // logits [rows, codes]; beam i has the edges lo[i] .. lo[i] + degree[i] - 1 of the level, edge e reads logits[i,
-// code[e]] and counts (logits - norm[i]) + acc[i]. ScoreBlend: score descending, beam ascending, edge ascending. Three
+// code[e]] and counts (logits - norm[i]) + acc[i]. Order: score descending, beam ascending, edge ascending. Three
 // launches: the norm over the valid children (where no norm is given), the best pairs of groups of rows, their merge.
 // `parent` and `edge` are -1 where nothing is left.
 #pragma once
@@ -202,7 +202,7 @@ class CsrSelect {
   AscendC::TBuf<AscendC::TPosition::VECCALC> x_, index_, iota_;
 };
 
-// Merges the lists of the groups and tells parent and edge from the index of a pair.
+// Merges the lists of the groups, and derives parent and edge from the index of a pair.
 class CsrMerge {
  public:
   __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR workspace, GM_ADDR lo, GM_ADDR score, GM_ADDR parent,

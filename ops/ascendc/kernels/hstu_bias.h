@@ -1,7 +1,7 @@
 // The relative bias of a tile: fl(time[bucket] + position[distance]) of each query and key, in fp32.
 //
 // bucket of f = float(d + 1), d = max(query time - key time, 0): twice its exponent, and one more in the upper half of
-// its octave. Times are int32 relative to the request's first, and bounds of each block tell on the scalar unit which
+// its octave. Times are int32 relative to the request's first, and bounds of each block say on the scalar unit which
 // buckets a tile can hold: one is a number, up to eight are compared with their borders and selected, more are gathered
 // by the bits of f. All three give the same numbers. Where every key is far, `far` has time and position in one.
 // near [heads, 8, width]: position by distance falling, its ends repeated 288 times, row s shifted by 7 - s, so that

@@ -2,11 +2,11 @@
 //
 // mixed [rows, U | V | Q | K], each part [heads, dim]. q [requests, heads, row_slots, qk_dim] of the queries, times
 // q_scale. k and v [requests, heads, key_slots, dim]: cached tokens from their pages, new rows behind them, zeros from
-// the last key to the end, so that no weight of zero meets a NaN and nobody else's rows stay. u [queries, heads, v_dim]
+// the last key to the end, so that no weight of zero meets a NaN and no old rows stay. u [queries, heads, v_dim]
 // = SiLU(U). New history rows also go to their pages. SiLU(x) = x / (1 + exp(-x)) in fp32, of U alone or of all parts.
 // A request without queries leaves q, k, v and u alone: it only fills its pages.
 //
-// Units of work go round the cores: pieces of cached pages, lots of new rows, lots of zeros. None touches another's.
+// Cores take units of work in turn: pieces of cached pages, lots of new rows, lots of zeros. No two units overlap.
 #pragma once
 #include "hstu_batch.h"
 

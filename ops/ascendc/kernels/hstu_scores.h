@@ -120,7 +120,7 @@ class HstuScores {
     vector_done();
     Adds(e, e, 1.0f, count);
     vector_done();
-    auto out = outs_.template AllocTensor<Raw>();  // here, so that the tile before is stored beside what stands above
+    auto out = outs_.template AllocTensor<Raw>();  // here, to overlap with the store of the last tile
     auto weights = kNarrow ? x : out.template ReinterpretCast<float>();
     Div(weights, x, e, count);
     vector_done();

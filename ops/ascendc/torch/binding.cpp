@@ -221,7 +221,7 @@ void hstu_scores(Tensor &scores, const Tensor &meta, const Tensor &bounds, const
   TORCH_CHECK(scores.dim() == 4 && near.dim() == 3 && near.size(2) > 2 * kNearEnd,
               "hstu_scores: scores must be [requests, heads, rows, keys], near [heads, 8, positions + ", 2 * kNearEnd,
               "]");
-  int64_t block = 32 / int64_t(scores.element_size());  // heads' widths are no matter here
+  int64_t block = 32 / int64_t(scores.element_size());  // the widths of heads do not matter here
   HstuSizes s = hstu_sizes(scores, scores.size(3), block, "hstu_scores: scores");
   s.qk_dim = uint32_t(block);
   int64_t requests = scores.size(0), heads = scores.size(1), rows = scores.size(2), keys = scores.size(3);

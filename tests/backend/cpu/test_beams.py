@@ -1,4 +1,4 @@
-"""The native beam attention at every instruction set is the reference's: any slabs, groups, slots and ancestry."""
+"""The native beam attention equals the reference at every instruction set, in any layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_equals_the_reference(
     shared = [(plane(n), plane(n)) for n in slabs]
     own = plane(rows + 2, num_slots + 1), plane(rows + 2, num_slots + 1)
     for tensor in own:
-        tensor[:, num_slots:] = torch.nan  # nobody may read it
+        tensor[:, num_slots:] = torch.nan  # no op may read it
     q = torch.randn(rows, 2 * group, dim, generator=random).to(dtype)
     ancestry = (
         torch.randint(0, rows + 2, (num_slots, rows), generator=random) if is_forked else None

@@ -1,4 +1,4 @@
-"""The HSTU kernels at every instruction set against reference.py, and that a cached prefix gives the same bits."""
+"""HSTU kernels equal reference.py at every instruction set, and a cached prefix keeps the bits."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_has_no_kernel_runs_in_torch() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_histories_and_every_bias_path(native: Native, dtype: torch.dtype) -> None:
-    """Several blocks of rows, tiles far from the diagonal with one bucket, with two, and out of order."""
+    """Use several blocks of rows: far tiles with one or two time buckets, and unordered times."""
     torch.manual_seed(0)
     kernels, torch_ops = HstuKernels(native), CPUBackend("off")
     n, heads = 700, 2

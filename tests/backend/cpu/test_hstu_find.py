@@ -1,4 +1,4 @@
-"""NEXT, the search and the rank in one native call: the bits of the three one after the other, in any company."""
+"""One native call for NEXT, search and rank gives the bits of three calls, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole pass in one native call: the segment-wise pass's numbers, the same bits in any cut and company, few calls."""
+"""One native call for a forward pass gives the result of separate ops, in any chunks and batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Whole(CPUBackend):
 def engine(model: HSTU, backend: CPUBackend, **changes: Any) -> RankEngine:
     shape = model.config
     settings = {
-        "num_layers": shape.num_layers, "num_heads": shape.num_heads, "qk_dim": shape.qk_dim, "v_dim": shape.v_dim,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "qk_dim": shape.qk_dim,
+        "v_dim": shape.v_dim,
         "page_tokens": 64, "dtype": str(model.dtype).removeprefix("torch."), "arrangement": "tiles",
     }  # fmt: skip
     layout = KVLayout(**{**settings, **changes})
@@ -86,12 +89,15 @@ class Case(NamedTuple):
             return values[random.integers(len(values))]
 
         model = tiny_model(
-            dtype, seed, item_features=(), num_layers=pick(1, 2, 3), num_heads=pick(1, 2, 3), dim=pick(8, 20, 33, 64),
+            dtype, seed, item_features=(), num_layers=pick(1, 2, 3), num_heads=pick(1, 2, 3),
+            dim=pick(8, 20, 33, 64),
             qk_dim=pick(1, 2, 5, 8, 33), v_dim=pick(3, 16, 20, 48), head_dim=pick(7, 24, 80),
-            position_buckets=pick(2, 40, 130), activation=pick("u", "uvqk"), residual=pick("add", "concat"),
+            position_buckets=pick(2, 40, 130), activation=pick("u", "uvqk"), residual=pick("add",
+            "concat"),
             norm=pick("layer", "group"), positions=pick("none", "none", "start"),
             token=pick("sum", "sum", "interleaved"), relative_bias=pick("position_time", "none"),
-            head_activation=pick("silu", "silu", "relu"), head_scale=pick(1.0, 1.0, 2.0), alpha=pick(None, 0.3),
+            head_activation=pick("silu", "silu", "relu"), head_scale=pick(1.0, 1.0, 2.0),
+            alpha=pick(None, 0.3),
             norm_eps=pick(1e-6, 1e-3),
         )  # fmt: skip
         count = pick(0, 1, 17, 63, 64, 65, 130, 200)
@@ -111,7 +117,7 @@ class Case(NamedTuple):
         return RankPass(self.tokens[:last], 0, NOTHING, 0, cached=cached, keep=pages)
 
     def ways(self) -> list[RankPass]:
-        """The same rank over a prefix, computing the rest, keeping it, and over all of it: in this order."""
+        """Rank with a prefix; compute the rest; compute and store it; compute everything."""
         begun = CachedPrefix(PAGES, self.cut) if self.cut else None
         cold = self.cold()
         delta = cold.leasing(begun, None)
@@ -170,8 +176,8 @@ def test_company_and_steps_change_no_bit(native: Native, dtype: torch.dtype) -> 
         )
         for case, own in zip(cases, pages, strict=True)
     ]
-    nobody = cases[0].prefill(0, 50, (PageRun(22, 1),))
-    for got, want in zip(one.forward([nobody, *batch])[1:], alone, strict=True):
+    prefill_only = cases[0].prefill(0, 50, (PageRun(22, 1),))
+    for got, want in zip(one.forward([prefill_only, *batch])[1:], alone, strict=True):
         assert got.tobytes() == want.tobytes()
     last = cases[-1]
     whole, steps = (PageRun(0, 4),), (PageRun(5, 4),)
@@ -190,7 +196,7 @@ def test_company_and_steps_change_no_bit(native: Native, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_next_and_features_go_the_same_way(native: Native, dtype: torch.dtype) -> None:
-    """NEXT alone has a head of its own; with candidates beside it, rows come back."""
+    """NEXT alone has its own head; together with candidates, the call returns rows."""
     model = tiny_model(dtype, retrieval=True)
     one, other = engine(model, Whole(isa=native.isa)), engine(model, SegmentWise(isa=native.isa))
     history = RankPass(tokens(70, 0), 0, NOTHING, SHOWN_AT)
@@ -334,7 +340,7 @@ def test_threads_at_once_and_scratch_that_grows(model: HSTU) -> None:
 
 
 def test_the_call_releases_the_lock(native: Native) -> None:
-    """A function type of ctypes that keeps the interpreter's lock has the flag of the Python API."""
+    """A ctypes function type that keeps the interpreter's lock has the flag of the Python API."""
     keeps_lock = 4
     assert not type(native.kernels.hstu_pass)._flags_ & keeps_lock
 

@@ -1,4 +1,4 @@
-"""The library is there where it can be built, loads on every instruction set, and what is missing is said."""
+"""The library is built where possible, loads at every instruction set, or says what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel on random jobs whose buffers end where the data ends: no stray access, nothing undefined, right results.
+"""Every kernel on random jobs under sanitizers: no access outside its buffers, and correct results.
 
 `fuzz/` compares with sums in doubles. The kernels are compiled from the real sources, with
 sanitizers for this CPU's instruction sets, and by the cross compiler for aarch64, where an emulator
@@ -70,7 +70,7 @@ def fuzz(isa: str, *command: str) -> None:
 
 
 def widths() -> list[str]:
-    """One instruction set for each width of a vector: avx512 is avx512_bf16 without its products."""
+    """Use one instruction set for each vector width: avx512 is avx512_bf16 without its products."""
     return ["generic", "avx2", "avx512_bf16" if "avx512_bf16" in supported() else "avx512", "neon"]
 
 

@@ -1,4 +1,4 @@
-"""A device shaped like `torch.npu` and `torch.cuda` over CPU tensors: it records its calls, and knows their order.
+"""A fake of `torch.npu` and `torch.cuda` over CPU tensors; it records calls and checks their order.
 
 Every launch stands in the stream that is current on its thread. A launch comes after another if the
 stream, an event or a wait of the host orders them; `races` are launches on one storage, one of them
@@ -82,7 +82,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Replays the launches of its capture, and spoils what others of its pool have written: the memory is shared."""
+    """Replay the captured launches, and overwrite what other graphs of the pool have written."""
 
     def __init__(self, npu: FakeRuntime) -> None:
         self.npu = npu
@@ -244,7 +244,7 @@ class FakeRuntime:
         return out
 
     def watch(self, plane: torch.Tensor, cell_numbers: int) -> None:
-        """ScoreBlend is checked for this tensor, which several streams share, in cells of so many numbers."""
+        """Check the order of accesses to this tensor, which streams share, cell by cell."""
         self._watched[plane.untyped_storage()._cdata] = np.arange(plane.numel()) // cell_numbers
 
     def _cells(self, x: torch.Tensor) -> set[Cell]:

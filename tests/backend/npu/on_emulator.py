@@ -1,4 +1,4 @@
-"""The native operators as the CPU emulator runs our kernels, on CPU tensors: in place of their definitions."""
+"""Run the native operators on CPU tensors by the CPU emulator, not by their torch definitions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class HstuOnEmulator:
         planes = array(k_plane), array(v_plane)
         written = array(q), array(k), array(v), array(u)
         hstu_rows(
-            self.emulator, sizes, array(mixed), array(meta), array(ids), planes, written, q_scale=q_scale,
+            self.emulator, sizes, array(mixed), array(meta), array(ids), planes, written,
+            q_scale=q_scale,
             silu_all=silu_all, on=ON,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A stand-in for RecSDK's library: its operator by its documented meaning, for the one request a call that we make."""
+"""A fake of RecSDK's library: its operator as documented, for calls of one request."""
 
 from __future__ import annotations
 

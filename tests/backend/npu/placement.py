@@ -174,7 +174,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_copied(x: torch.Tensor) -> bool:
-    """A product reads dense rows, or dense rows of the transpose whose batches lie one behind the other."""
+    """Accept dense rows, or dense rows of the transpose with batches that follow each other."""
     if x.is_contiguous() or x.ndim < 2:
         return False
     return not x.transpose(-1, -2).is_contiguous()

@@ -1,4 +1,4 @@
-"""What can run a ranker's attention on an NPU is what is told, and what the warm-up chooses from."""
+"""The doctor lists the ways to run a ranker's attention on an NPU; the warm-up chooses one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
         yield made
 
 
-def test_a_ranker_whose_heads_the_kernels_do_not_take_is_not_told_that_they_run(
+def test_a_ranker_whose_heads_the_kernels_reject_does_not_use_them(
     npu: FakeRuntime,
 ) -> None:
     backend = NPUBackend(npu=npu.as_npu())
@@ -101,18 +101,18 @@ def test_triton_is_there_where_it_is_asked_for_alone(
         r"by 1\.0e-02",
     ):
         NPUBackend(npu=npu.as_npu(), attention="triton")
-    (told,) = (
+    (finding,) = (
         each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend"
     )
-    assert (told.state, told.remedy) == (
+    assert (finding.state, finding.remedy) == (
         checks.FindingState.BROKEN,
         "leave `attention: triton` out",
     )
     factor = 1.0
-    (told,) = (
+    (finding,) = (
         each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend"
     )
-    assert (told.state, told.found) == (
+    assert (finding.state, finding.found) == (
         checks.FindingState.OK,
         "3.2.0: the kernel computes as defined in fp32 and bf16",
     )
@@ -195,7 +195,7 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
                 assert again.version != own["version"]
                 assert again.ops["hstu_attention"] == own["ops"]["hstu_attention"]
                 assert again.attention is measured, (
-                    "a ranker beside a serving one is not measured while that one serves"
+                    "a ranker is not measured while another one serves"
                 )
                 write_checkpoint(tmp_path / "checkpoint", qk_dim=16, max_history_tokens=100)
     assert asked == ["auto", "torch"]

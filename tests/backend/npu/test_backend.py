@@ -1,4 +1,4 @@
-"""The NPU backend on a device that records: a rank and a generate are the CPU's, nothing races or waits inside."""
+"""The NPU backend on a fake device: ranks and generates equal the CPU's, without races or waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def npu() -> Iterator[FakeRuntime]:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a library were loaded: the operators' definitions answer for it, at the operator's own level."""
+    """Pretend that a library is loaded: the definitions run at the operator's own level."""
     monkeypatch.setattr(ascend_ops, "load_library", lambda _path: None)
 
 
@@ -301,7 +301,7 @@ def tokens(num: int) -> Tokens:
 async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(
     npu: FakeRuntime, streams: int
 ) -> None:
-    """Two users at once, prefilled, spilled, erased, reloaded, ranked: on whichever thread takes the job."""
+    """Prefill, spill, erase, reload and rank two users at once, on any thread."""
     it = Ranker(npu, streams)
     assert npu.pinned_bytes == sum(chunk.nbytes for chunk in (*it.dram._keys, *it.dram._values))
     it.scheduler.start()

@@ -1,4 +1,4 @@
-"""Finding an NPU: each missing step is named, torch_npu is not imported before its driver is there, a CPU starts."""
+"""Finding an NPU names each missing step, and imports torch_npu only if its driver is installed."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ USED: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.mark.npu_headers
 def test_what_is_used_of_torch_npu_is_there(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Read, never imported: each name exists in the real package, and can be called as we call it."""
+    """Each name exists in the real package with our arguments: read its source, never import it."""
     known: dict[str, ast.arguments] = {}
     for source in (npu_headers(tmp_path_factory).parent / "npu").glob("*.py"):
         for node in ast.parse(source.read_text()).body:

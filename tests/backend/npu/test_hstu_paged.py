@@ -1,4 +1,4 @@
-"""Huawei's paged operator by a stand-in: any slabs, its limits, what is rejected in words, a ranker without a bias."""
+"""A fake of Huawei's paged operator: layouts, limits, clear errors, a ranker without a bias."""
 
 from __future__ import annotations
 

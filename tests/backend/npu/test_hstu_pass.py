@@ -1,4 +1,4 @@
-"""A whole HSTU pass by the kernels: TorchOps' logits, the same bits cold or cached, alone or in a batch."""
+"""An HSTU pass by the kernels gives TorchOps' logits; caches and batches do not change the bits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class User:
     def __init__(self, model: HSTU, num_tokens: int = 120, num_layers: int = LAYERS) -> None:
         config = model.config
         layout = KVLayout(
-            num_layers=num_layers, num_heads=config.num_heads, qk_dim=config.qk_dim, v_dim=config.v_dim, page_tokens=16,
+            num_layers=num_layers, num_heads=config.num_heads, qk_dim=config.qk_dim,
+            v_dim=config.v_dim, page_tokens=16,
             dtype=str(model.dtype).removeprefix("torch."),
         )  # fmt: skip
         self.arena = KVArena(layout, 30, torch.device("cpu"))
@@ -248,9 +249,9 @@ def test_pages_of_another_dtype_do_not_fit(
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
-    told = batch_on_host(model.config, [segment])
-    assert told is not None
-    assert fused_layers(model.config, model.attention_scale, model.dtype, backend, told) is None
+    batch = batch_on_host(model.config, [segment])
+    assert batch is not None
+    assert fused_layers(model.config, model.attention_scale, model.dtype, backend, batch) is None
     assert "pages in torch.float32 under a model in torch.bfloat16" in caplog.text
 
 

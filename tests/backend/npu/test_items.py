@@ -1,4 +1,4 @@
-"""The best items by `masked_topk` are the reference's: any sizes and blocks, ties, hidden pairs, no items.
+"""The best items by `masked_topk` equal the reference: any sizes, blocks, ties, filters, no items.
 
 The operator itself is its definition here; in the last test it is the kernel, on the emulator.
 """
@@ -107,7 +107,7 @@ def test_beyond_the_operators_limit_torch_searches_and_it_is_counted(npu: FakeRu
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_the_kernel_finds_them_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three blocks of a catalogue, each query with a filter of its own, one that hides all of a block."""
+    """Search three blocks; each query has its own filter, and one filter hides a whole block."""
     try:
         emulator = Emulator()
     except ConfigError as error:

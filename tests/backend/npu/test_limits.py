@@ -1,4 +1,4 @@
-"""The limits that Python knows are those of ops/ascendc/tiling.h: its constants, and its answer for many sizes."""
+"""The limits in Python equal ops/ascendc/tiling.h: its constants, and its plan for each size."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
         done = subprocess.run(
             [str(tmp_path / "plan")], input=asked, capture_output=True, text=True, check=True
         )
-        told = done.stdout.split("\n")[: len(cases)]
-        for case, reason in zip(cases, told, strict=True):
+        reasons = done.stdout.split("\n")[: len(cases)]
+        for case, reason in zip(cases, reasons, strict=True):
             op, a, b, c, d = case
             if op == 0:
                 got = csr_limit(a, b, c, d, units)

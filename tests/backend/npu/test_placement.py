@@ -1,4 +1,4 @@
-"""No op on a request path goes to the AI CPU or back to the host, and a layer's kernels are counted."""
+"""No op of a request runs on the AI CPU or synchronizes; the kernels of a layer are counted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_generate_of_a_t5_stays_on_the_ai_core(
 
 
 def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
-    """A block is seven kernels: product, three of bits, selection and merge, and a cast of the rows."""
+    """A block takes 7 kernels: product, three for bits, selection, merge, a cast of the rows."""
     generator = torch.Generator().manual_seed(0)
     items, queries = (torch.randn(n, 16, generator=generator) for n in (300, 3))
     index = ExactIndex(items.numpy(), NPUBackend(npu=npu.as_npu()))
@@ -130,7 +130,7 @@ def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
 def test_a_layer_is_ten_kernels_on_the_ai_core(
     npu: FakeRuntime, dtype: torch.dtype, what: str
 ) -> None:
-    """Four of attention; the same for a cached rank, for a chunk of a prefill and for a batch of both."""
+    """Attention takes 4 kernels for a cached rank, for a prefill chunk and for a batch of both."""
     backend = NPUBackend(npu=npu.as_npu())
     ranker = tiny_model(dtype, qk_dim=16, v_dim=16, num_layers=4)
     user = User(ranker, num_layers=4)
@@ -155,7 +155,7 @@ def test_a_layer_is_ten_kernels_on_the_ai_core(
 
 
 def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
-    """The ranker's own vector finds items, one of them hidden, and its candidates are scored with it."""
+    """The ranker's own vector finds items, one is hidden, and the candidates are scored with it."""
     ranker, backend = tiny_model(retrieval=True, qk_dim=16, v_dim=16), NPUBackend(npu=npu.as_npu())
     shape = ranker.config
     layout = KVLayout(
@@ -179,7 +179,7 @@ def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
 
 
 def test_the_table_knows_what_was_wrong(npu: FakeRuntime) -> None:
-    """Torch ops that select on an NPU without its operators, or that a review found: each is rejected."""
+    """Detect ops off the AI core: selection without native operators, and those of a review."""
     generator = torch.Generator().manual_seed(0)
     items, queries = (torch.randn(n, 16, generator=generator) for n in (300, 3))
     index = ExactIndex(items.numpy(), NPUBackend("off", npu.as_npu()))

@@ -35,7 +35,7 @@ SCHEMA = (
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, **a: Any) -> tuple[Tensor, Tensor]:
-    """By its documentation: BSND, grouped heads, rightDownCausal with a mask of 2048 x 2048, lse [B, N, S, 1]."""
+    """As documented: BSND, grouped heads, rightDownCausal, mask 2048 x 2048, lse [B, N, S, 1]."""
     assert query.is_contiguous()
     assert key.is_contiguous()
     assert value.is_contiguous()

@@ -1,4 +1,4 @@
-"""The table of CANN and torch_npu: one place, of which build.sh, the doctor, the extra `npu` and the docs are made."""
+"""build.sh, the doctor, the extra `npu` and the docs share one table of CANN and torch_npu."""
 
 from __future__ import annotations
 

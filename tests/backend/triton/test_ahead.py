@@ -1,4 +1,4 @@
-"""Without a GPU: every kernel compiles to sm_90 machine code, as it is launched, and its instructions are counted.
+"""Without a GPU: every kernel compiles to sm_90 machine code, and its instructions are counted.
 
 ptxas and nvdisasm come with triton. A tensor core step of 64 rows, 64 keys and heads of 64 takes
 256 cycles at best; in each cycle a multiprocessor's scheduler issues one instruction of its one
@@ -71,7 +71,7 @@ def test_no_kernel_spills(kernels_compiled: list[dict[str, object]]) -> None:
 def test_the_steps_of_hstu_are_bound_by_its_products(
     kernels_compiled: list[dict[str, object]],
 ) -> None:
-    """At most 2.5 instructions a cycle of the tensor cores, over a history of 4,096 tokens; 8 before."""
+    """At most 2.5 instructions a tensor-core cycle for a history of 4,096 tokens; 8 before."""
     for each in counted(kernels_compiled):
         constants = each["constants"]
         assert isinstance(constants, dict)

@@ -1,4 +1,4 @@
-"""Without CANN: every kernel lowers to HIVM for 910B, the last IR before machine code, with the public compilers.
+"""Without CANN: every kernel lowers to HIVM for 910B, the last IR that public compilers produce.
 
 triton-ascend goes from Triton to linalg, bishengir-compile (ascendnpu-ir) from there: tiling, a
 plan of every on-chip buffer, synchronisation between the pipes. Then comes `hivmc`, which is
@@ -28,7 +28,12 @@ TO_LINALG = """
 import sys
 from pathlib import Path
 from triton._C.libtriton import ir
-from triton.backends.ascend.compiler import AscendBackend, _parse_linalg_metadata, make_ttir, ttir_to_linalg
+from triton.backends.ascend.compiler import (
+    AscendBackend,
+    _parse_linalg_metadata,
+    make_ttir,
+    ttir_to_linalg,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tests.backend.triton.variants import Variant, variants
@@ -44,7 +49,12 @@ for v in (*variants("npu"), too_large):
     options = backend.parse_options({})
     source = ASTSource(fn=v.kernel, signature=v.types, constants=v.constants)
     about = dict(options.__dict__, hash=v.label, target=target)
-    module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+    module = source.make_ir(
+        options,
+        backend.get_codegen_implementation(),
+        backend.get_module_map(),
+        context,
+    )
     linalg = ttir_to_linalg(make_ttir(module, about, options), about, options, named_ops=True)
     (folder / f"{v.label}.mlir").write_text(_parse_linalg_metadata(linalg, about)[0])
 """

@@ -98,7 +98,7 @@ def test_hstu(
     new: int,
     seed: int,
 ) -> None:
-    """History rows and candidate rows, position and time bias, times in no order or further apart than int32."""
+    """History and candidate rows with both biases; times out of order or beyond int32."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_tiles(monkeypatch)
         random = torch.Generator().manual_seed(seed)
@@ -156,7 +156,7 @@ def test_far_near_and_edge_meet_wherever_the_rows_begin(
 def test_the_last_span_that_fits_int32_and_the_first_that_does_not(
     triton_device: torch.device, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every bucket of the table is another number, so a bucket beside the right one is seen."""
+    """Every bucket of the table has another number, so the test detects a wrong bucket."""
     small_tiles(monkeypatch)
     q = torch.ones(20, 1, 16)
     times = torch.full((20,), seconds) - torch.tensor(
@@ -292,7 +292,7 @@ def continuations(
 
 
 def assert_chosen(got: Choices, want: Choices) -> None:
-    """Equal scores but for rounding, and the same choices but for neighbours that rounding may swap."""
+    """Scores are equal up to rounding; choices may swap only where rounding can swap the scores."""
     score, parent, edge = (x.cpu() for x in got)
     assert score.shape == want.score.shape
     assert torch.allclose(score, want.score, rtol=1e-5, atol=3e-5)

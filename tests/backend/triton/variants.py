@@ -1,4 +1,4 @@
-"""Every Triton kernel as it is launched: argument types and constants, for those who compile without a device."""
+"""Argument types and constants of every Triton kernel launch, to compile without a device."""
 
 from __future__ import annotations
 

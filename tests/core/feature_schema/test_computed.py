@@ -126,22 +126,22 @@ def test_only_computed_features_have_columns_and_a_table_may_grow() -> None:
     [
         (
             Named("near", "events_by:maker"),
-            r"features.near: no item feature 'maker'; there "
+            r"features.near: unknown item feature 'maker'; there "
             r"are genre",
         ),
         (
             Named("near", "events", ("sell",)),
-            r"features.near: no action 'sell'; there are view, "
+            r"features.near: unknown action 'sell'; there are view, "
             r"cart, buy",
         ),
         (
             Named("near", "visits"),
-            r"computed: 'visits' is none of .* recency, alone or with "
+            r"computed: 'visits' must be one of .* recency, alone or with "
             r"_by:FEATURE, or mf_score",
         ),
-        (Named("near", "mf_score_by:genre"), "'mf_score_by:genre' is none of"),
-        (Named("near", "mf_score"), "features.near: mf_score: the model has no factors"),
-        (Named("near", "events_by:"), "'events_by:' is none of"),
+        (Named("near", "mf_score_by:genre"), "'mf_score_by:genre' must be one of"),
+        (Named("near", "mf_score"), "features.near: mf_score: the model has no factorisation"),
+        (Named("near", "events_by:"), "'events_by:' must be one of"),
     ],
 )
 def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
@@ -154,28 +154,28 @@ def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
     [
         (
             {"of": "user", "kind": "number", "computed": "events"},
-            "'events' is nothing that a user has",
+            "'events' is not available for user",
         ),
         (
             {"of": "cross", "kind": "category", "values": ("a",), "computed": "events"},
-            "events is a number",
+            "events needs kind number",
         ),
         (
             {"of": "cross", "kind": "number", "computed": "hour"},
-            "features.x: computed: 'hour' is none of",
+            "features.x: computed: 'hour' must be one of",
         ),
-        ({"of": "request", "kind": "number", "computed": "hour"}, "hour is a category"),
+        ({"of": "request", "kind": "number", "computed": "hour"}, "hour needs kind category"),
         (
             {"of": "request", "kind": "number", "computed": "events"},
-            "'events' is nothing that a request has",
+            "'events' is not available for request",
         ),
         (
             {"of": "cross", "kind": "number", "actions": ("buy",)},
-            "actions belong to a computed cross feature",
+            "actions are only for a computed cross feature",
         ),
         (
             {"of": "cross", "kind": "number", "computed": "mf_score", "actions": ("buy",)},
-            "mf_score reads what every",
+            "actions: not allowed for mf_score",
         ),
     ],
 )

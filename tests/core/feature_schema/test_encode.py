@@ -1,4 +1,4 @@
-"""Values become the rows and numbers that a slow reading of the schema says, in lists and arrays alike."""
+"""Encoded lists and arrays equal a slow reference implementation of the schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = (COUNTRY, SEGMENTS, CITY, TAGS, AGE, SPENT)
 def slow(
     features: tuple[Feature, ...], row: dict[str, Any]
 ) -> tuple[list[int], list[float], list[float]]:
-    """Read one row as the schema's words say: its codes without padding, sorted, the numbers, and what is missing."""
+    """Encode one row slowly: sorted codes without padding, numbers, and missing features."""
     codes, numbers, missing = [], [], []
     first = 0
     for feature in features:
@@ -122,17 +122,17 @@ def test_arrays_and_spellings() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("colour", [1, 2], "colour: no feature of the model; it has country"),
-        ("spent", [1.0], "spent: 1 entries, there must be 2"),
-        ("spent", [1.0, "2"], "spent: row 1 is a text, it must be a number"),
+        ("colour", [1, 2], "colour: unknown feature; the model has country"),
+        ("spent", [1.0], "spent: 1 entries, expected 2"),
+        ("spent", [1.0, "2"], "spent: row 1 is a text, expected a number"),
         ("spent", [None, [2]], "spent: row 1 is a list"),
-        ("spent", [1.0, math.nan], "spent: row 1 is not a number; what is missing is null"),
-        ("spent", [None, math.nan], "spent: row 1 is not a number"),
-        ("spent", [1.0, math.inf], "spent: row 1 is no number that float32 holds"),
-        ("spent", [1.0, 1e300], "spent: row 1 is no number that float32 holds"),
-        ("spent", [1, 10**400], "spent: row 1 is no number that float32 holds"),
+        ("spent", [1.0, math.nan], "spent: row 1 is NaN; send null if it is missing"),
+        ("spent", [None, math.nan], "spent: row 1 is NaN"),
+        ("spent", [1.0, math.inf], "spent: row 1 is out of the range of float32"),
+        ("spent", [1.0, 1e300], "spent: row 1 is out of the range of float32"),
+        ("spent", [1, 10**400], "spent: row 1 is out of the range of float32"),
         ("spent", np.array(["1", "2"]), "spent: an array of <U1"),
-        ("country", ["fr", 1.5], "country: row 1 is a fraction, it must be a name"),
+        ("country", ["fr", 1.5], "country: row 1 is a fraction, expected a name"),
         ("country", ["fr", {}], "country: row 1 is a map"),
         ("country", [["fr", "de"], "fr"], "country: row 0 has 2 values, the limit is 1"),
         ("tags", [["a"], ["a", "b", "c"]], "tags: row 1 has 3 values, the limit is 2"),

@@ -51,7 +51,7 @@ def test_rows_of_the_table() -> None:
 def test_names_of_one_kind_are_distinct_and_not_too_many() -> None:
     age = Feature(**NUMBER)
     check_features([age, msgspec.structs.replace(age, of="request")])
-    with pytest.raises(ValueError, match="age of user is there twice"):
+    with pytest.raises(ValueError, match="age of user occurs twice"):
         check_features([age, age])
     many = [Feature(name=f"f{i}", of="cross", kind="number") for i in range(MOST_FEATURES + 1)]
     with pytest.raises(ValueError, match=f"257 of cross, the limit is {MOST_FEATURES}"):

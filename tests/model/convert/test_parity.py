@@ -1,4 +1,4 @@
-"""A converted checkpoint gives the numbers that its project's own code gave: weights, inputs and outputs are files."""
+"""A converted checkpoint reproduces recorded outputs of the original project's code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ RESEARCH: dict[str, dict[str, Any]] = {
         "train_fn.gr_output_length": 1, "train_fn.item_l2_norm": True,
     },
     "research_concat": {
-        "hstu_encoder.dqk": 16, "hstu_encoder.dv": 16, "hstu_encoder.num_blocks": 1, "hstu_encoder.concat_ua": True,
-        "train_fn.gr_output_length": 1, "train_fn.item_l2_norm": True, "train_fn.user_embedding_norm": "layer_norm",
+        "hstu_encoder.dqk": 16,
+        "hstu_encoder.dv": 16,
+        "hstu_encoder.num_blocks": 1,
+        "hstu_encoder.concat_ua": True,
+        "train_fn.gr_output_length": 1,
+        "train_fn.item_l2_norm": True,
+        "train_fn.user_embedding_norm": "layer_norm",
     },
 }  # fmt: skip
 
@@ -92,8 +97,12 @@ def test_generative_recommenders(name: str) -> None:
 
 
 RECSYS = {
-    "NetworkArgs.num_layers": 2, "NetworkArgs.num_attention_heads": 2, "NetworkArgs.hidden_size": 16,
-    "NetworkArgs.kv_channels": 8, "NetworkArgs.scaling_seqlen": 50, "RankingArgs.prediction_head_arch": [12, 3],
+    "NetworkArgs.num_layers": 2,
+    "NetworkArgs.num_attention_heads": 2,
+    "NetworkArgs.hidden_size": 16,
+    "NetworkArgs.kv_channels": 8,
+    "NetworkArgs.scaling_seqlen": 50,
+    "RankingArgs.prediction_head_arch": [12, 3],
     "RankingArgs.num_tasks": 3, "DatasetArgs.max_history_seqlen": 10,
 }  # fmt: skip
 
@@ -160,7 +169,8 @@ def test_contextual_features_of_recsys_examples(context: str) -> None:
     """
     weights, known = fixture("recsys_context" if context == "causal" else "recsys_context_full")
     more = {
-        "NetworkArgs.contextual_embedding_dim": 10, "NetworkArgs.disable_contextual_mask": context == "causal",
+        "NetworkArgs.contextual_embedding_dim": 10,
+        "NetworkArgs.disable_contextual_mask": context == "causal",
         "contextual_feature_names": ["user_id", "age"],
     }  # fmt: skip
     model = made(

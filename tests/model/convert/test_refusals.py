@@ -79,8 +79,10 @@ CONTENT = f"{EASYREC}hstu.input_preprocessor.contextual_preprocessor."
 )
 def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, value: object) -> None:
     name, settings = FIXTURES[family]
-    told = setting.rpartition(".")[2] if family == "torcheasyrec" else setting.replace(".", r"\.")
-    with pytest.raises(CheckpointError, match=told):
+    message = (
+        setting.rpartition(".")[2] if family == "torcheasyrec" else setting.replace(".", r"\.")
+    )
+    with pytest.raises(CheckpointError, match=message):
         FAMILIES[family](
             ForeignCheckpoint("it", fixture(name)[0], settings | {setting: value}), GivenNames()
         )
@@ -136,12 +138,12 @@ def test_actions_of_dlrmv3_are_sets_of_bits() -> None:
             FAMILIES["dlrmv3"](ForeignCheckpoint("it", weights, DLRM), GivenNames())
     weights, _ = fixture("dlrm_context")
     lengths = {"contextual_feature_to_max_length": {"user_id": 1, "age": 1}}
-    for settings, told in (
+    for settings, message in (
         ({}, "2 tokens of them and no names"),
         ({"contextual_feature_to_max_length": {"user_id": 2, "age": 1}}, "a token each"),
         (lengths | {"contextual_feature_to_min_uih_length": {"age": 20}}, "number of candidates"),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             FAMILIES["dlrmv3"](ForeignCheckpoint("it", weights, DLRM | settings), GivenNames())
 
 
@@ -235,7 +237,7 @@ def test_weights_are_found_and_read(tmp_path: Path) -> None:
 
 
 def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Path) -> None:
-    """The newest step's `model` folder, and `pipeline.config` beside the steps."""
+    """The newest step's `model` folder, and `pipeline.config` in the folder of the steps."""
     weights, _ = fixture("torcheasyrec_causal")
     with pytest.raises(CheckpointError, match=r"no pipeline\.config"):
         convert("torcheasyrec", tmp_path, GivenNames(), is_trusted=True)
@@ -267,7 +269,7 @@ def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (('feature_names: '
           '"uih_seq__video_id"', 'feature_names: ["uih_seq__video_id", "x"]'), "group uih has"),
@@ -284,11 +286,11 @@ def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Pat
           'num_class: 3'), "num_class = 3|shape"),
     ],
 )  # fmt: skip
-def test_a_feature_that_does_not_convert_is_named(change: tuple[str, str], told: str) -> None:
+def test_a_feature_that_does_not_convert_is_named(change: tuple[str, str], message: str) -> None:
     text = (DATA / "torcheasyrec.config").read_text()
     assert change[0] in text
     settings = {"pipeline": parse_text(text.replace(*change))}
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         FAMILIES["torcheasyrec"](
             ForeignCheckpoint("it", fixture("torcheasyrec")[0], settings), GivenNames()
         )

@@ -101,13 +101,13 @@ def main(library: str, faults: str) -> None:
     """Load the library and run it, with each fault on in its turn."""
     npu = find()
     ascend_ops.load_library(Path(library))
-    told = []
+    results = []
     with npu.runtime.stream(npu.runtime.Stream()):
         for number in map(int, faults.split(",")):
             if number >= 0:
                 ctypes.CDLL(library).npu_gr_mutate(number)
-            told.append(found(npu.device))
-    sys.stdout.write(json.dumps(told) + "\n")
+            results.append(found(npu.device))
+    sys.stdout.write(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

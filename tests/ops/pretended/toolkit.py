@@ -1,4 +1,4 @@
-"""A pretended CANN and torch_npu, so that build.sh, CMakeLists.txt, the binding and the platform query run end to end.
+"""A simulated CANN and torch_npu, which run build.sh, CMake, binding and platform query end to end.
 
 `cann/` is a toolkit: `ascendc.cmake` makes launch functions and headers from the entry points and
 merges objects by a script that wants a build type; its device compiler is g++ with the CPU
@@ -92,7 +92,7 @@ def tree(folder: Path) -> Path:
 
 
 def _digest(*folders: Path) -> str:
-    """Name what is made of some sources; Python and pages of ops/ascendc and of torch_npu make nothing."""
+    """Name a build by the hash of its sources; Python files and pages do not count."""
     made = hashlib.sha256(torch.__version__.encode())
     for folder in folders:
         for path in sorted(
@@ -168,7 +168,7 @@ def library() -> Path:
 
 
 def headers(folder: Path) -> None:
-    """Write the launch headers of our kernels into a folder, as the toolkit's build does, without a build."""
+    """Write the launch headers of our kernels into a folder, as the toolkit's build does."""
     text = folder / "entries.i"
     flags = ("-E", "-P", "-DPRETENDED_PREPROCESS", "-DNPU_GR_CANN=90000", f"-I{CANN}/include")
     subprocess.run(["g++", *flags, f"{SOURCES}/kernels/entries.cpp", "-o", str(text)], check=True)

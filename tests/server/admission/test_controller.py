@@ -359,9 +359,9 @@ def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_th
     block = first.permit.outside()
     held.do(block.__enter__)
     assert waiting.permit
-    assert held.admission.work.counts(RANK.name)["outside"] == 1
+    assert held.admission.work.counts(RANK.name)["suspended"] == 1
     held.do(lambda: block.__exit__(None, None, None))
-    assert held.admission.work.counts(RANK.name)["outside"] == 0
+    assert held.admission.work.counts(RANK.name)["suspended"] == 0
     assert held.admission.work.admitted == len(held.guests)
 
 
@@ -493,8 +493,8 @@ def test_every_request_ends_once_and_the_counts_agree(
                 if one.permit and one not in suspended and one not in left
             ]
             counts = [held.admission.work.counts(name) for name in KINDS]
-            assert sum(count["inside"] for count in counts) == len(active)  # D2
-            assert sum(count["outside"] for count in counts) == len(out)
+            assert sum(count["active"] for count in counts) == len(active)  # D2
+            assert sum(count["suspended"] for count in counts) == len(out)
             waiting = [one for one in held.guests if not one.task.done()]
             assert (
                 held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)

@@ -40,7 +40,7 @@ def test_an_entry_and_back() -> None:
         (
             "[infer, ingest]",
             "[infers]",
-            r"f: keys\[0\]\.scopes\[0\]: 'infers' is none of .*; did "
+            r"f: keys\[0\]\.scopes\[0\]: 'infers' must be one of .*; did "
             r"you mean infer\?",
         ),
         ("[infer, ingest]", "[]", r"f: keys\[0\]\.scopes"),

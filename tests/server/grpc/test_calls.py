@@ -223,7 +223,7 @@ async def test_who_gives_up_frees_everything(ends: str, rig: Rig) -> None:
     [
         (Overloaded("busy"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"npu-gr-status": "429"}),
         (
-            UnknownPrefix("base: unknown"),
+            UnknownPrefix("base: not cached"),
             grpc.StatusCode.FAILED_PRECONDITION,
             {"npu-gr-status": "409"},
         ),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.text_format import whole
+from npu_gr.core.text_format import full_match
 from npu_gr.server.schemas import CODECS
 from npu_gr.server.schemas.admin import CatalogueItemsBody
 from npu_gr.server.schemas.events import PRINTABLE
@@ -116,4 +116,4 @@ def test_a_key_in_a_body_is_what_one_in_a_header_may_be(key: str) -> None:
     decode(msgspec.json.encode({"users": [one | {"idempotency_key": "k" * 128}]}), JSON, INGEST)
     with pytest.raises(Unprocessable, match=r"^users\[0\]\.idempotency_key: "):
         decode(msgspec.json.encode({"users": [one | {"idempotency_key": key}]}), JSON, INGEST)
-    assert whole(PRINTABLE).endswith("$")  # of the schema: `\\Z` means nothing there
+    assert full_match(PRINTABLE).endswith("$")  # of the schema: `\\Z` means nothing there

@@ -1,4 +1,4 @@
-"""What an epoch varies: shares are kept, swaps are counted transitions, and the order of what stays is the log's."""
+"""Epochs vary: shares hold, swaps are counted transitions, events stay in their order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def log_of(histories: list[list[int]], num_trained: list[int]) -> InteractionLog
 def test_what_is_drawn_is_of_the_log(
     histories: list[list[int]], skip_ratio: float, swap_ratio: float, seed: int
 ) -> None:
-    """Whatever is drawn: trained events in their order, and another item only where it followed the one before."""
+    """Any draw has trained events in their order; swapped items followed the one before."""
     trained = [max(0, len(history) - 1) for history in histories]
     log = log_of(histories, trained)
     drawn = Augmentation(log, skip_ratio, swap_ratio).draw(np.random.default_rng(seed))

@@ -1,4 +1,4 @@
-"""Training computes what the service computes: the same rows as prefill, for every sequence of a padded batch."""
+"""Training computes the same rows as prefill, for every sequence of a padded batch."""
 
 from __future__ import annotations
 

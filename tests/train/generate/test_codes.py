@@ -1,4 +1,4 @@
-"""Every item gets a semantic ID of its own, items in the same company begin alike, and each level explains more."""
+"""Semantic IDs are distinct, items used together share a prefix, levels refine each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def vectors(num_items: int, dim: int = 8, seed: int = 0) -> np.ndarray:
 def two_crowds() -> InteractionLog:
     """Users of even items and users of odd ones.
 
-    Item 40 is in nobody's history but a test event.
+    Item 40 is in a test event only.
     """
     random = np.random.default_rng(0)
     items = [2 * random.integers(0, 20, 30) + user % 2 for user in range(40)]
@@ -85,11 +85,11 @@ def test_the_means_of_codes_are_what_they_stand_for() -> None:
 def test_codes_say_how_even_they_are() -> None:
     even = ItemCodes(np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32), (2, 2))
     assert even.balance() == [1.0, 1.0]
-    assert even.beginnings() == [2, 4]
+    assert even.num_prefixes() == [2, 4]
     lopsided = ItemCodes(np.array([[0, 0], [0, 1], [0, 2], [0, 3]], np.int32), (4, 4))
     assert lopsided.balance() == [0.0, 1.0]
     assert lopsided.text() == (
-        "codes: 4 x 4, balance 0.00, 1.00; different beginnings 1, 4, ready-made"
+        "codes: 4 x 4, balance 0.00, 1.00; distinct prefixes 1, 4, ready-made"
     )
     made = residual_codes(np.zeros((5, 2), np.float32), (2, 4), np.arange(5), 0)
     assert "4 items collided and got other codes" in made.text()
@@ -211,14 +211,14 @@ def test_ready_made_codes_are_read_by_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"3": [1, 0]}', "no codes of item 7"),
-        ("{}", "as many codes"),
-        ('{"3": [1, 0], "7": [1, 0]}', r"item 3 and another have the codes \[1, 0\]"),
-        ('{"3": [1, 0], "7": [1]}', "as many codes each"),
-        ('{"3": [1, -1], "7": [1, 0]}', "from 0, each"),
-        ('{"x": [1, 0]}', "no codes of item 3"),
-        ('{"": [1, 0]}', "a name of 0 bytes is no item"),
-        ("[1]", "not {"),
+        ('{"3": [1, 0]}', "no codes for item 7"),
+        ("{}", "the same number of codes"),
+        ('{"3": [1, 0], "7": [1, 0]}', r"item 3 and another item have the same codes, \[1, 0\]"),
+        ('{"3": [1, 0], "7": [1]}', "the same number of codes"),
+        ('{"3": [1, -1], "7": [1, 0]}', "each 0 or more"),
+        ('{"x": [1, 0]}', "no codes for item 3"),
+        ('{"": [1, 0]}', "a name of 0 bytes is not an item name"),
+        ("[1]", "must be {"),
         ("{", "Expecting property name"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Nodes have the tree of the given codes, are trained among siblings, and are found and served by that measure."""
+"""Nodes have the tree of the given codes, and are trained and served among siblings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
 from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.train import (
-    COMPANY_WINDOW,
+    COOCCURRENCE_WINDOW,
     GeneratorEvaluator,
     TrainedGenerator,
     _new_model,
@@ -61,12 +61,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedGenerator:
 def test_two_items_share_a_node_if_and_only_if_their_codes_begin_alike(
     rows: list[tuple[int, ...]],
 ) -> None:
-    """And nodes stand in the order of the codes, so the paths of the catalogue are the given ones."""
+    """Nodes are numbered in the order of the codes, so the catalogue keeps its paths."""
     sids = np.array(rows, np.int32)
     codes = ItemCodes(sids, tuple(int(level.max()) + 1 for level in sids.T))
     nodes = nodes_of(codes)
     assert nodes.given is codes
-    assert nodes.code_count == tuple(codes.beginnings())
+    assert nodes.code_count == tuple(codes.num_prefixes())
     for level, count in enumerate(nodes.code_count):
         beginnings, want = np.unique(sids[:, : level + 1], axis=0, return_inverse=True)
         assert len(beginnings) == count
@@ -81,7 +81,7 @@ def siblings(codes: ItemCodes, sid: list[int], level: int) -> list[int]:
 def chance(
     model: Decoder, codes: ItemCodes, row: torch.Tensor, sid: list[int], level: int
 ) -> float:
-    """Compute the log-probability of a node among its siblings, from the row that expects it, the slow way."""
+    """Compute a node's log-probability among its siblings, without the batched code."""
     base = Codebooks.stacked(codes.code_count).vocab_base[level]
     among = siblings(codes, sid, level)
     chances = next_logits(model, row)[[base + node for node in among]].log_softmax(0)
@@ -110,7 +110,7 @@ def test_the_loss_is_the_surprise_among_siblings(trained: TrainedGenerator) -> N
 
 
 def test_the_folded_table_gives_the_logits_of_the_sums(trained: TrainedGenerator) -> None:
-    """Each node's embedding is its own row and that of the code that the item has at this level, bit for bit."""
+    """A node's embedding is its own row plus that of the item's code, bit for bit."""
     codes, given_codes = trained.codes, trained.codes.given
     assert given_codes is not None
     nodes = NodeDecoder(trained.model, codes, torch.Generator().manual_seed(1))
@@ -132,7 +132,7 @@ def test_the_folded_table_gives_the_logits_of_the_sums(trained: TrainedGenerator
 
 
 def test_a_tree_without_branches_below_its_first_level_is_trained() -> None:
-    """Where nothing is uncertain there is nothing to learn, and no gradient that is not a number."""
+    """Without any choice among siblings the loss is 0, and no gradient is NaN."""
     nodes = nodes_of(ItemCodes(np.array([[0, 0], [1, 0]], np.int32), (2, 1)))
     log = build_log(planted(), [], "leave-one-out")
     model = _new_model(log, nodes, ONE)
@@ -178,7 +178,7 @@ def test_nodes_start_where_all_of_their_items_stand(trained: TrainedGenerator) -
         _new_model(log, codes, options).embedding.weight
         - _new_model(log, codes, TINY).embedding.weight
     )
-    vectors = item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed)
+    vectors = item_vectors(log, [], TINY.vector_dim, COOCCURRENCE_WINDOW, TINY.seed)
     for level, start in enumerate(moved.detach().split(codes.code_count)):
         for node, row in enumerate(start):
             mean = torch.from_numpy(vectors[codes.sids[:, level] == node].mean(0))

@@ -137,16 +137,19 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(
                 return answer
 
         new: dict[str, Any] = {"item_id": 7001, "order": 0.0, "attributes": {"kind": "odd"}}
-        for features, told in (({}, r"add[0].features"), ({"kind": "green"}, "one of kind, tags")):
+        for features, message in (
+            ({}, r"add[0].features"),
+            ({"kind": "green"}, "one of kind, tags"),
+        ):
             rejected = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
-            assert told in str(rejected)
+            assert message in str(rejected)
         more = [
             {**new, "item_id": 7002, "features": {"tags": ["a", "b"]}},
             {**new, "item_id": 7003, "sid": [5, 5]},
         ]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
-        odd = {**new, "title": "New", "history_store": {"kind": "odd"}}
+        odd = {**new, "title": "New", "features": {"kind": "odd"}}
         made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
         assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
@@ -184,7 +187,7 @@ def test_a_failure_on_the_way_leaves_what_was_there(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_training(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_fails_before_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/out: cannot be written"):
         prepare(tmp_path / "file" / "out")

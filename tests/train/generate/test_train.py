@@ -1,4 +1,4 @@
-"""A generator learns a planted rule, repeats bit for bit, is chosen on the validation, and is measured as it serves."""
+"""A generator learns a planted rule, is deterministic, and is evaluated as it is served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from npu_gr.train.data import NextItem, Window, batches, build_log
 from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.generate.nodes import CodeLoss, encode, next_logits
 from npu_gr.train.generate.train import (
-    COMPANY_WINDOW,
+    COOCCURRENCE_WINDOW,
     DECODER,
     GenerateOptions,
     GeneratorEvaluator,
@@ -63,14 +63,14 @@ def trained() -> TrainedGenerator:
 
 
 def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> None:
-    """The mean start of a level's codes is as long as was asked for, and codes stand as the means of their items do."""
+    """Initial embeddings of codes have the given length, and the directions of their means."""
     log, codes = trained.log, trained.codes
     options = msgspec.structs.replace(TINY, code_init_norm=0.5)
     moved = (
         _new_model(log, codes, options).embedding.weight
         - _new_model(log, codes, TINY).embedding.weight
     )
-    means = codes.means(item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed))
+    means = codes.means(item_vectors(log, [], TINY.vector_dim, COOCCURRENCE_WINDOW, TINY.seed))
     for level, (start, want) in enumerate(
         zip(moved.detach().split(codes.code_count), means, strict=True)
     ):
@@ -106,7 +106,7 @@ def test_the_generator_learns_the_rule(trained: TrainedGenerator) -> None:
 
 
 def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGenerator) -> None:
-    """A beam as wide as the catalogue: ranks by the sum of the codes' log-probabilities, item by item."""
+    """A beam as wide as the catalogue ranks items by the sum of their log-probabilities."""
     log, codes, model = trained.log, trained.codes, trained.model
     tokens = torch.from_numpy(codes.sids + np.array([0, 6]))
     ranks, ranks_unseen = [], []
@@ -195,7 +195,7 @@ def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
 
 
 def test_neither_the_test_nor_the_validation_is_trained_on() -> None:
-    """Other last two events: the same codes and, where nothing is chosen by them, the same weights."""
+    """Other last two events give the same codes and, without a choice by them, weights."""
     events = planted()
     log = build_log(events, [], "leave-one-out")
     held = np.concatenate(
@@ -216,7 +216,7 @@ def test_neither_the_test_nor_the_validation_is_trained_on() -> None:
 def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Validations that get worse after the second one: its weights are the result, two more end the training."""
+    """Validations that get worse after the second one end the training two later."""
     scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
     states: list[torch.Tensor] = []
 
@@ -272,7 +272,7 @@ def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_be
 
 
 def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> None:
-    """Every user's last item is one that no earlier event has: only the refitted generator can expect it."""
+    """Every user's last item is a new one, so only the refitted generator can predict it."""
     events = planted()
     last = len(events) - 1 - np.unique(events.users[::-1], return_index=True)[1]
     items = events.items.copy()

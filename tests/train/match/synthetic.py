@@ -1,4 +1,4 @@
-"""Two domains with a planted common taste: every user likes one group of items in both, the target is sparse."""
+"""Two domains with a planted taste: a user likes one group of items in both."""
 
 from __future__ import annotations
 

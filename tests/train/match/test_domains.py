@@ -1,4 +1,4 @@
-"""Readers of two domains: three formats of the same edges are the same, errors name the line, splits do not leak."""
+"""All formats read the same edges, errors name the line, and splits do not leak."""
 
 from __future__ import annotations
 

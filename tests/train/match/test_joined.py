@@ -49,7 +49,7 @@ def with_all_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> JoinedVectors
 
 def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, data, (_, svd), trained = made
-    degrees = data.whole().target.degrees()
+    degrees = data.with_validation().target.degrees()
     found = with_all_parts(made, monkeypatch)
     assert found.items.shape[1] == svd.model.num_values + 16 + 1
     users = torch.from_numpy(np.flatnonzero(degrees[0]))
@@ -78,7 +78,7 @@ def test_folding_is_the_trainings_formula(
     save(export(both, data, found, {}), tmp_path)
     folding = load(tmp_path).folding
     assert folding is not None
-    of_target, of_source = data.whole().target, data.source
+    of_target, of_source = data.with_validation().target, data.source
     for user in range(0, 160, 7):
         items, owned = (graph.items[graph.users == user] for graph in (of_target, of_source))
         if len(items):
@@ -110,15 +110,15 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
         return query.basis, answer.items.tolist()
 
     assert asked(name)[0] is Basis.SOURCE
-    stranger = UserKey("", "stranger")
-    assert asked(stranger)[0] is Basis.POPULARITY
+    unknown_user = UserKey("", "unknown_user")
+    assert asked(unknown_user)[0] is Basis.POPULARITY
     owned = both.source_ids[both.source.items[both.source.users == cold]]
-    basis, items = asked(stranger, *owned.tolist())
+    basis, items = asked(unknown_user, *owned.tolist())
     assert basis is Basis.FOLDED  # by source items alone
     assert items[:20] == asked(name)[1][:20]
-    degrees = data.whole().target.degrees()
+    degrees = data.with_validation().target.degrees()
     sold = both.target_ids[np.argmax(degrees[1])]
-    assert asked(stranger, int(sold))[0] is Basis.FOLDED
+    assert asked(unknown_user, int(sold))[0] is Basis.FOLDED
     other = next(user for user in range(160) if user != cold and degrees[0][user])
     assert asked(both.users[other])[0] is Basis.TARGET
     assert (
@@ -135,11 +135,11 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
     made: Made,
 ) -> None:
     _, data, svd, trained = made
-    whole = data.whole()
+    full = data.with_validation()
     pairs = {*zip(data.target.users, data.target.items, strict=True)}
-    added = {*zip(whole.target.users, whole.target.items, strict=True)} - pairs
+    added = {*zip(full.target.users, full.target.items, strict=True)} - pairs
     assert added == {*zip(*data.validation, strict=True)}
-    assert len(whole.target.users) == len(pairs) + len(added)
+    assert len(full.target.users) == len(pairs) + len(added)
     # An item that the validation alone asks for can be scored by what is served, not by what was
     # chosen.
     unknown = np.setdiff1d(data.validation.items, data.target.items)
@@ -162,14 +162,14 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
     assert smooth_hit(data.evaluate().ranks_by(again.scores)) == pytest.approx(trained.validation)
     changed = (trained.users != again.users).any(1).numpy()
     assert changed[data.validation.users].all()
-    assert trained.folding.degrees.tolist() == whole.target.degrees()[1].tolist()
+    assert trained.folding.degrees.tolist() == full.target.degrees()[1].tolist()
     user = int(data.validation.users[0])
-    items = whole.target.items[whole.target.users == user]
+    items = full.target.items[full.target.users == user]
     np.testing.assert_allclose(trained.folding.vector(user, items), trained.users[user], atol=1e-5)
 
 
 def test_the_prior_is_the_best_logit_that_knows_no_user() -> None:
-    """Of positives by P and k negatives by Q the cross-entropy is least at log(P / (k Q)): no step improves it."""
+    """The cross-entropy is least at log(P / (k Q)): no step from there improves it."""
     k = 4
     random = np.random.default_rng(0)
     graph = unique_edges(

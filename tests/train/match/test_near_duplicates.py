@@ -55,7 +55,7 @@ def test_pairs_are_the_definition(block: int, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_a_product_listed_twice_is_warned_of_and_asked_of_nobody(tmp_path: Path) -> None:
+def test_a_product_listed_twice_is_warned_of_and_not_tested(tmp_path: Path) -> None:
     """Item 1 of the source is item 101 of the target; user u0 has it in the source alone."""
     source = [(f"u{user}", 1) for user in range(6)] + [
         (f"u{user}", 2 + user % 3) for user in range(12)
@@ -72,10 +72,10 @@ def test_a_product_listed_twice_is_warned_of_and_asked_of_nobody(tmp_path: Path)
     assert words is not None
     assert words.startswith("WARNING: 1 pairs")
     assert "1 of 3 tested edges (33.3%)" in words
-    assert len(both.judge_with_near_duplicates().held_out.users) == 3
+    assert len(both.evaluate_with_near_duplicates().held_out.users) == 3
     evaluate = both.evaluate()
     assert [both.users[user].user for user in evaluate.held_out.users] == ["u7", "u8"]
-    # Nobody else is asked for it: nothing is hidden from u7 and u8 but what they have.
+    # no other user is tested on it: nothing is hidden from u7 and u8 but what they have
     assert len(evaluate.hidden_items) == 2
     data = split(both, 1.0, 100, 0)
     hidden = both.owned_near_duplicates

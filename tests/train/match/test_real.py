@@ -1,4 +1,4 @@
-"""The two domains of DisenCDR, where they are: NPU_GR_DISENCDR names the folder with sport_phone and phone_sport."""
+"""Train on the two domains of DisenCDR, if NPU_GR_DISENCDR names their folder."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
 
 def test_ranks_are_the_brute_force_ones(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    evaluate = both.judge_with_near_duplicates()
+    evaluate = both.evaluate_with_near_duplicates()
     random = np.random.default_rng(0)
     users = torch.from_numpy(random.integers(-2, 3, (both.target.num_users, 4)).astype(np.float32))
     items = torch.from_numpy(random.integers(-2, 3, (both.target.num_items, 4)).astype(np.float32))

@@ -15,7 +15,13 @@ from npu_gr.model.blend import WEIGHTS, ScoreBlend
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
 from npu_gr.train.rank.blend import ItemList, count_blend
-from npu_gr.train.rank.blend_choice import SOURCES, alone, better_alone, in_words, to_serve
+from npu_gr.train.rank.blend_choice import (
+    SOURCES,
+    alone,
+    better_alone,
+    better_source_warnings,
+    to_serve,
+)
 from tests.train.synthetic import NUM_ITEMS, planted
 
 NUM_USERS = 60
@@ -35,7 +41,7 @@ def order(log: InteractionLog) -> ScoreBlend:
 
 
 def term(item: int, history: list[int], place: int) -> F32:
-    """Scores of every item, under which one stands at a place among those that are not in the history."""
+    """Scores under which one item has a given rank among those outside the history."""
     others = [other for other in range(NUM_ITEMS) if other != item and other not in history]
     ranked = [*others[:place], item, *others[place:]]
     scores = np.full(NUM_ITEMS, -1.0, np.float32)
@@ -46,7 +52,7 @@ def term(item: int, history: list[int], place: int) -> F32:
 def lists(
     log: InteractionLog, places: dict[str, list[int]]
 ) -> tuple[list[ItemList], list[NextItem]]:
-    """Lists of the whole catalogue: term -> place of each user's next item; 0 by chance for terms that say nothing."""
+    """Lists of all items, from term -> rank of each user's next item; other terms are 0."""
     targets = list(log.next_items())
     found = []
     for row, (user, event) in enumerate(targets):
@@ -86,9 +92,9 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(
     }
     assert served.successors is order.successors
     words = f"NDCG@10 +0.5000 ({gap.low:+.4f} .. {gap.high:+.4f})"
-    assert in_words(better) == [
-        f"WARNING: neighbours alone, less the fitted order, on the validation: {words}; its order "
-        "is served"
+    assert better_source_warnings(better) == [
+        "WARNING: neighbours alone ranks the validation better than the fitted score blend: "
+        f"{words}; it is served instead"
     ]
     # the order that is served is that of the source among unseen items
     for one in found:
@@ -111,8 +117,9 @@ def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(
     assert gap.low < 0 < gap.high
     assert to_serve(order, better) is order
     words = f"NDCG@10 +0.0167 ({gap.low:+.4f} .. {gap.high:+.4f})"
-    assert in_words(better) == [
-        f"WARNING: transitions alone, less the fitted order, on the validation: {words}"
+    assert better_source_warnings(better) == [
+        f"WARNING: transitions alone ranks the validation better than the fitted score blend: "
+        f"{words}"
     ]
 
 
@@ -125,7 +132,7 @@ def test_an_order_that_beats_every_source_stays_without_words(
     better = better_alone(order, log, found, targets)
     assert better == {}
     assert to_serve(order, better) is order
-    assert in_words(better) == []
+    assert better_source_warnings(better) == []
 
 
 def test_a_tie_is_not_better(log: InteractionLog, order: ScoreBlend) -> None:
@@ -149,7 +156,10 @@ def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: ScoreBle
         "retrieval": Difference(0.2, 0.1, 0.3, 0.01),
     }
     assert to_serve(order, better).weights == alone(order, "retrieval").weights
-    assert [line.endswith("its order is served") for line in in_words(better)] == [False, True]
+    assert [line.endswith("it is served instead") for line in better_source_warnings(better)] == [
+        False,
+        True,
+    ]
 
 
 def test_items_that_a_list_lacks_stand_behind_it(log: InteractionLog, order: ScoreBlend) -> None:

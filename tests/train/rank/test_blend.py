@@ -1,4 +1,4 @@
-"""The order counts the transitions of its formula, and its weights make what was chosen most likely."""
+"""The blend counts transitions by its formula, and its weights maximise the likelihood."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
 
 
 def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionLog) -> None:
-    """They may be all that an order counts: what it shows to a user who has seen much has to be there."""
+    """Linear neighbours may be the whole blend, so a list needs enough unseen ones."""
     torch.manual_seed(0)
     model = new_model(
         log, [], (CLICK,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)

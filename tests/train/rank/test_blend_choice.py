@@ -1,4 +1,4 @@
-"""The order that is served is ItemKNN's where nothing else is shown to be better, and what is evaluated is served."""
+"""ItemKNN is served unless another blend is better; what is evaluated is served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = TrainOptions(split="leave-one-out", dim=16, qk_dim=8, v_dim=8, head_dim=
 
 @pytest.fixture(scope="module")
 def few() -> Interactions:
-    """A log of which six weights cannot be learnt: six events a user, of a group's items, a few of them popular."""
+    """A log too small to fit six weights: six events a user, of one group's items."""
     random = np.random.default_rng(3)
     likes = 1 / np.arange(1, 41)
     items = [
@@ -29,13 +29,13 @@ def few() -> Interactions:
     return log_of(items)
 
 
-def test_of_few_events_item_knn_is_served_and_judged_as_it_is(few: Interactions) -> None:
+def test_with_few_events_item_knn_is_served_and_evaluated_as_it_is(few: Interactions) -> None:
     checkpoint, found = train_rank(few, [], QUICK)
-    assert "so ItemKNN's is served: user exponent" in found.text()
-    beside = found.beside("ItemKNN")
-    assert beside is not None
+    assert "so ItemKNN is served: user exponent" in found.text()
+    comparison = found.compared_with("ItemKNN")
+    assert comparison is not None
     assert all(
-        gap.mean == pytest.approx(0, abs=1e-3) for gap in list(beside.differences.values())[:2]
+        gap.mean == pytest.approx(0, abs=1e-3) for gap in list(comparison.differences.values())[:2]
     )
     order = checkpoint.order
     assert order is not None
@@ -56,7 +56,7 @@ def test_without_item_knn_the_fitted_order_is_served(
 ) -> None:
     monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     checkpoint, found = train_rank(few, [], msgspec.structs.replace(QUICK, refit=False))
-    assert "ItemKNN's" not in found.fitting
+    assert "ItemKNN" not in found.fitting
     assert checkpoint.order is not None
     assert checkpoint.order.neighbours is not None
     assert not checkpoint.order.neighbours.is_linear

@@ -1,4 +1,4 @@
-"""A ranker with features of every kind: what is trained on is what the server computes of the same values."""
+"""A ranker trains on features of every kind as the server computes them."""
 
 from __future__ import annotations
 
@@ -272,7 +272,9 @@ def test_numbers_of_items_that_are_none_are_named() -> None:
         r"price, year",
     ):
         made(Feature(name="weight", of="item", kind="number"))
-    with pytest.raises(DataError, match=r"features\.genre: item \d+ has 'a', which is no number"):
+    with pytest.raises(
+        DataError, match=r"features\.genre: item \d+ has 'a', which is not a number"
+    ):
         made(Feature(name="genre", of="item", kind="number"))
     with pytest.raises(
         DataError, match="features of item: genre: row 1 has 2 values, the limit is 1"
@@ -378,13 +380,13 @@ def test_a_training_reads_columns_and_learns_from_them() -> None:
     random = np.random.default_rng(1)
     likes = random.random(len(log)) < 0.5
     says = np.where(likes, "yes", "no").astype(np.object_)
-    told = FeatureColumn(name="mood", of="request", values=says)
+    given = FeatureColumn(name="mood", of="request", values=says)
     log = dataclasses.replace(log, values=np.where(likes, 5.0, 1.0))
     options = msgspec.structs.replace(
         OPTIONS, epochs=6, dropout=0.0, learning_rate=1e-2, computed=("hour",)
     )
     blind = train_rank(log, [], options)[1].ranker.auc
-    checkpoint, found = train_rank(dataclasses.replace(log, columns=(told,)), [], options)
+    checkpoint, found = train_rank(dataclasses.replace(log, columns=(given,)), [], options)
     assert found.ranker.auc > 0.95 > blind + 0.2
     assert [feature.name for feature in checkpoint.model.config.features] == ["mood", "hour"]
 
@@ -503,8 +505,8 @@ def test_a_number_without_spread_is_dense() -> None:
 @pytest.mark.parametrize(
     ("computed", "message"),
     [
-        (("visits",), r"computed: 'visits' is none of events, .* or one of likes, hour, weekday"),
-        (("rate_by:maker",), r"no item feature 'maker'; there are genre"),
+        (("visits",), r"computed: 'visits' must be one of events, .* or one of likes, hour, week"),
+        (("rate_by:maker",), r"unknown item feature 'maker'; there are genre"),
     ],
 )
 def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: str) -> None:
@@ -516,7 +518,7 @@ def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: st
 def test_likes_need_a_task_that_says_which() -> None:
     for name in ("likes", "mf_score"):
         with pytest.raises(
-            ConfigError, match=f"computed {name}: no task says which events are likes"
+            ConfigError, match=f"computed {name}: needs a task with at_least or actions"
         ):
             choose_features(
                 build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,))
@@ -529,8 +531,8 @@ def test_a_column_without_a_value_and_one_that_does_not_fit_are_named() -> None:
     logged = build_log(dataclasses.replace(log, columns=(empty,)), [], "time")
     with pytest.raises(DataError, match="feature age of user: no value in the trained part"):
         choose_features(logged, [], (CLICK,), TrainOptions())
-    told = Feature(name="age", of="user", kind="number", borders=(1.0,))
+    given = Feature(name="age", of="user", kind="number", borders=(1.0,))
     texts = FeatureColumn(name="age", of="user", values=np.array(["x"] * 4, np.object_))
     logged = build_log(dataclasses.replace(log, columns=(texts,)), [], "time")
     with pytest.raises(DataError, match="features of user: age: row 0 is a text"):
-        LogInputs(logged, new_model(logged, [], (CLICK,), TrainOptions(), (told,)))
+        LogInputs(logged, new_model(logged, [], (CLICK,), TrainOptions(), (given,)))

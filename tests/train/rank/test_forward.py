@@ -1,4 +1,4 @@
-"""The batched training forward computes, at every moment of every user, exactly what the server computes."""
+"""The batched forward pass of training equals the server's at every event."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_training_and_serving_are_one_function(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_every_event_with_next_beside_its_own_item_is_what_is_served(
+def test_every_event_with_next_after_its_own_item_is_what_is_served(
     changes: dict[str, Any],
 ) -> None:
     model = tiny_model(torch.float64, retrieval=True, **changes)
@@ -109,10 +109,10 @@ def test_the_history_never_sees_candidates() -> None:
     encoded = EncodedHistories(model, histories)
     alone = encoded.rows(histories.items[..., None])
     encoded.rows(torch.randint(0, 300, (3, 57, 5)))
-    beside = encoded.rows(
+    together = encoded.rows(
         torch.stack([histories.items, torch.full_like(histories.items, NEXT)], dim=-1)
     )
-    torch.testing.assert_close(beside[:, :, :1], alone, atol=1e-12, rtol=0)
+    torch.testing.assert_close(together[:, :, :1], alone, atol=1e-12, rtol=0)
 
 
 def test_later_events_and_padding_do_not_reach_a_moment() -> None:

@@ -85,20 +85,20 @@ def test_what_is_served_is_not_below_the_strongest_baseline(
     history: History, term: str, strongest: set[str]
 ) -> None:
     checkpoint, found = train_rank(a_log(history), [], QUICK)
-    beside, markov = found.comparison(), found.beside(Markov.name)
-    assert beside is not None
+    comparison, markov = found.comparison(), found.compared_with(Markov.name)
+    assert comparison is not None
     assert markov is not None
-    assert beside.baseline in strongest
+    assert comparison.baseline in strongest
     # by which it is evaluated
-    assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])
+    assert all(gap.high >= 0 for gap in list(comparison.differences.values())[:2])
     words = ranker_words(found)
-    assert words[0].startswith(f"ranker against {beside.baseline}: ")
+    assert words[0].startswith(f"ranker against {comparison.baseline}: ")
     order = checkpoint.order
     assert order is not None
     assert max(order.weights, key=lambda name: order.weights[name]) == term
     if history is of_chains:
         # what it serves is what follows
-        assert beside.differences["NDCG@10 unseen"] == (0, 0, 0, 1)
+        assert comparison.differences["NDCG@10 unseen"] == (0, 0, 0, 1)
         assert len(words) == 1
     else:
         assert all(gap.low > 0 for gap in list(markov.differences.values())[:2])
@@ -107,4 +107,4 @@ def test_what_is_served_is_not_below_the_strongest_baseline(
 
 def test_of_a_baseline_that_is_not_there_nothing_is_said() -> None:
     _, found = train_rank(a_log(of_chains), [], msgspec.structs.replace(QUICK, epochs=1))
-    assert found.beside("the oracle") is None
+    assert found.compared_with("the oracle") is None

@@ -1,4 +1,4 @@
-"""The softmax of the next item is the plain one, a drawn catalogue stands for the whole, and draws count for all."""
+"""The next-item softmax is the plain one, and sampled items represent the catalogue."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def following(model: HSTU, batch: Batch) -> torch.Tensor:
 
 
 def others(batch: Batch, user: int, place: int) -> list[int]:
-    """Items that the softmax sets against the event's own: neither it, nor what the window had before."""
+    """Return the items of the softmax without the event's own and the earlier ones."""
     had = batch.items[user, : place + 1].tolist()
     return [item for item in range(NUM_ITEMS) if item not in had]
 

@@ -1,4 +1,4 @@
-"""Each kind of neighbours is its formula, and the kind that orders the validation better is chosen."""
+"""Each kind of neighbours equals its formula, and the validation chooses the best."""
 
 from __future__ import annotations
 
@@ -156,35 +156,35 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
     lists = lists_of(log, targets)
     found = choose_kind(counted, log, lists, targets)
     assert found.kind == NeighbourKind(1)
-    assert found.order.neighbours is counted[found.kind].neighbours
+    assert found.blend.neighbours is counted[found.kind].neighbours
     for kept, (user, event) in zip(found.lists, targets, strict=True):
         assert np.array_equal(
-            kept.neighbours, found.order.alike(log.items[log.starts[user] : event], EVERY)
+            kept.neighbours, found.blend.alike(log.items[log.starts[user] : event], EVERY)
         )
-    figures = ndcg_of_lists(found.order, log, found.lists, targets)
+    figures = ndcg_of_lists(found.blend, log, found.lists, targets)
     own = log.items[[event for _, event in targets]]
     for figure, kept, item in zip(figures, found.lists, own, strict=True):
         # most of the next items are repeats, so all items compete
-        scores = kept.scores(found.order)
+        scores = kept.scores(found.blend)
         # ties count half
         place = (scores > scores[item]).sum() + ((scores == scores[item]).sum() - 1) / 2
         assert figure == pytest.approx(1 / np.log2(place + 2) if place < 10 else 0)
 
-    likely = list_likelihood(found.order, log, found.lists, targets)
-    scores = np.stack([kept.scores(found.order) for kept in found.lists]).astype(np.float64)
+    likely = list_likelihood(found.blend, log, found.lists, targets)
+    scores = np.stack([kept.scores(found.blend) for kept in found.lists]).astype(np.float64)
     want = np.log(np.exp(scores)[np.arange(len(own)), own] / np.exp(scores).sum(1))
     np.testing.assert_allclose(likely, want, rtol=1e-6)
     without = [
         ItemList(*(column[kept.items != item] for column in kept))
         for kept, item in zip(lists, own, strict=True)
     ]
-    assert len(list_likelihood(found.order, log, without, targets)) == 0
+    assert len(list_likelihood(found.blend, log, without, targets)) == 0
 
 
-def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(
+def test_each_user_is_evaluated_by_weights_fitted_on_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each half of the users is told its next item by another term: what one has learnt helps the other nothing."""
+    """Each half of the users needs another term, so weights of one do not help the other."""
     monkeypatch.setattr(blend_choice, "FOLDS", 2)
     log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
     targets = log.next_items()
@@ -197,7 +197,7 @@ def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(
     order = count_transitions(log, "click")
     assert (ndcg_of_lists(fit_blend(order, log, lists, targets), log, lists, targets) == 1).all()
     assert not (ndcg_cross_fitted(order, log, lists, targets) == 1).any()
-    assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # nobody else is there
+    assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # there is no other user
 
 
 @pytest.mark.parametrize(

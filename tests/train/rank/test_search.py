@@ -1,4 +1,4 @@
-"""A search takes what the validation prefers by more than chance, gives up what falls behind, and minds its seconds."""
+"""A search keeps significant improvements, ends bad trials early, and keeps its budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKED = TrainOptions(epochs=4, budget_s=100.0)
 
 
 class Trainings:
-    """In the place of real trainings: ten seconds each, with a curve and a likelihood by their options."""
+    """Fake trainings: ten seconds each, with a curve and a likelihood by their options."""
 
     def __init__(self, gain: Callable[[TrainOptions], float], noise: float = 0.0) -> None:
         self.tried: list[TrainOptions] = []
@@ -154,7 +154,7 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
 
 def test_a_search_ends_in_a_ranker_that_says_what_it_tried() -> None:
     _, found = train_rank(planted(), [], msgspec.structs.replace(TINY, budget_s=1e-3))
-    assert "of 1 settings tried: what was asked for" in found.text()
+    assert "best of 1 settings tried: the given options" in found.text()
 
 
 def test_without_a_validation_there_is_nothing_to_search_on() -> None:

@@ -1,4 +1,4 @@
-"""The simple order scores what ItemKNN does, is served with the tables of an order, and gives way to what is better."""
+"""The ItemKNN fallback scores as ItemKNN does, and gives way to a better blend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.rank import blend_choice as module
 from npu_gr.train.rank import item_similarity
 from npu_gr.train.rank.blend import ItemList, count_transitions
-from npu_gr.train.rank.blend_choice import ItemKNNFallback, as_blend, beside_simple
+from npu_gr.train.rank.blend_choice import ItemKNNFallback, as_blend, compare_with_item_knn
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -93,7 +93,7 @@ def test_every_instruction_set_serves_it_and_a_file_keeps_it(
 def test_what_is_best_of_all_items_is_found(
     log: InteractionLog, knn: LinearBaseline, weight: float
 ) -> None:
-    """Of little weight the neighbours lead, of much the popular items, which nobody in the history has."""
+    """With a small weight neighbours lead, with a large one popular items outside the history."""
     baseline = replace(knn, tuned=replace(knn.tuned, weight=weight)).refitted(log)
     order = as_blend(baseline, log, "click", seen=0.0)
     assert order.neighbours is not None
@@ -119,7 +119,7 @@ def test_the_highest_weights_are_kept(
 ) -> None:
     whole = as_blend(knn, log, "click", 0.0).neighbours
     monkeypatch.setattr(item_similarity, "MAX_NEIGHBOURS", 2)
-    monkeypatch.setattr(item_similarity, "MAX_KEPT", 3 * NUM_ITEMS)
+    monkeypatch.setattr(item_similarity, "MAX_TABLE", 3 * NUM_ITEMS)
     monkeypatch.setattr(item_similarity, "BLOCK_ROWS", 7)
     kept = as_blend(knn, log, "click", 0.0).neighbours
     assert whole is not None
@@ -139,19 +139,19 @@ def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
     return found
 
 
-def beside(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[ItemKNNFallback, F64]:
-    """The comparison with an order whose NDCG@10 is that of the simple one and a gain, and the simple one's."""
+def compared(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[ItemKNNFallback, F64]:
+    """Compare a blend whose NDCG@10 is ItemKNN's plus a gain; return ItemKNN's too."""
     targets = log.next_items()
     lists = lists_of(log, targets)
     order = count_transitions(log, "click")
     nothing = np.zeros(len(targets))
-    first = beside_simple(knn, order, nothing, log, lists, targets)
+    first = compare_with_item_knn(knn, order, nothing, log, lists, targets)
     served = first.counted(log, "click")
     own = (log.items[log.starts[user] : event] for user, event in targets)
     rows = (scores(served, history).astype(np.float64) for history in own)
     figures = ndcg_of_each(rank_next_items(log, targets, rows).evaluated, 10)
     assert first.fitted_less_it.mean == pytest.approx(-figures.mean(), abs=1e-3)  # as it is served
-    return beside_simple(knn, order, figures + gain, log, lists, targets), figures
+    return compare_with_item_knn(knn, order, figures + gain, log, lists, targets), figures
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_it_is_served_where_the_fitted_order_is_not_shown_to_be_better(
     log: InteractionLog, knn: LinearBaseline, gain: list[float], is_served: bool
 ) -> None:
     short = replace(log, num_trained=np.where(np.arange(log.num_users) < 4, log.num_trained, 0))
-    found, _ = beside(knn.refitted(short), short, np.array(gain))
+    found, _ = compared(knn.refitted(short), short, np.array(gain))
     assert found.is_served == is_served
     assert found.fitted_less_it.mean == pytest.approx(np.mean(gain), abs=1e-3)
-    assert ("so ItemKNN's is served: user exponent" in found.text()) == is_served
-    assert found.text().startswith("the fitted order less ItemKNN's: NDCG@10 ")
+    assert ("so ItemKNN is served: user exponent" in found.text()) == is_served
+    assert found.text().startswith("the fitted score blend minus ItemKNN: NDCG@10 ")
 
 
 def test_what_was_seen_weighs_what_the_next_items_say(
@@ -185,7 +185,7 @@ def test_what_was_seen_weighs_what_the_next_items_say(
     for user, event in log.next_items():
         new[event] = np.setdiff1d(EVERY, log.items[log.starts[user] : event])[0]
     for changed, is_wanted in ((again, True), (replace(log, items=new), False)):
-        found, _ = beside(knn, changed, np.zeros(log.num_users))
+        found, _ = compared(knn, changed, np.zeros(log.num_users))
         assert (found.seen > 1) == is_wanted
         assert (found.seen < -1) != is_wanted
 
@@ -193,7 +193,7 @@ def test_what_was_seen_weighs_what_the_next_items_say(
 def test_it_is_counted_in_the_events_of_any_log_with_the_same_settings(
     log: InteractionLog, knn: LinearBaseline
 ) -> None:
-    found, _ = beside(knn, log, np.zeros(log.num_users))
+    found, _ = compared(knn, log, np.zeros(log.num_users))
     everything = log.all_trained()
     want = as_blend(knn.refitted(everything), everything, "click", found.seen)
     got, before = found.counted(everything, "click"), found.counted(log, "click")

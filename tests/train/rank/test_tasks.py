@@ -53,7 +53,7 @@ def test_one_action_is_the_next_item_alone() -> None:
 def test_another_scale_takes_its_median_and_says_so() -> None:
     chosen = choose_tasks(build_log(valued(1, 8, 9, 7, 10, 2, 8, 9, 5, 8), [], "user-time"))
     assert chosen.tasks == (CLICK, Task(name="like", at_least=8.0))
-    assert "at least 8, which is the median of 1 .. 10" in chosen.reason
+    assert "at least 8, the median of 1 .. 10" in chosen.reason
     codes = choose_tasks(build_log(valued(1, 1, 1, 2), [], "user-time"))
     assert codes.tasks[1].at_least == 2.0  # the median would give every event the same label
 
@@ -91,11 +91,11 @@ def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -
     assert 0 <= next(row for row in found.baselines if row.model == "user + item means").auc <= 1
 
 
-def test_tasks_can_be_told() -> None:
+def test_tasks_can_be_set() -> None:
     tasks = (CLICK, Task(name="buy", actions=("purchase", "cart")))
     checkpoint, found = train_rank(EVENTS, [], msgspec.structs.replace(TINY, tasks=tasks))
     assert checkpoint.model.config.tasks == ("click", "buy")
-    assert found.tasks == "as told"
+    assert found.tasks == "set by the option `tasks`"
     stars = (Task(name="five", actions=("5",)),)
     assert train_rank(planted(), [], msgspec.structs.replace(TINY, tasks=stars))[1].ranker.auc > 0
 
@@ -127,9 +127,9 @@ def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
         train_rank(dwell, [], msgspec.structs.replace(TINY, tasks=(CLICK,)))
 
 
-def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_told() -> None:
-    told = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
-    assert told.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
+def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_named() -> None:
+    options = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
+    assert options.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
     with pytest.raises(ConfigError, match=r"tasks\[0\]\.at_leas; did you mean at_least\?"):
         override(TINY, ["tasks=[{name: like, at_leas: 4}]"])
     with pytest.raises(ConfigError, match="task buy: has at_least or actions, not both"):

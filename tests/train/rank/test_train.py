@@ -1,4 +1,4 @@
-"""Training learns a planted rule and a user's taste, repeats bit for bit, and stops at a broken loss."""
+"""Training learns a planted rule and tastes, is deterministic, and stops at a NaN loss."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(
     served, found = train_rank(planted(), [], msgspec.structs.replace(TINY, refit=True))
     assert evaluated == [(60 * 28, 60)], "by the validation, not by the test"
     words = (
-        "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 "
-        "(+0.0500 .. +0.1500)"
+        "WARNING: neighbours alone ranks the validation better than the fitted score blend: "
+        "NDCG@10 +0.1000 (+0.0500 .. +0.1500)"
     )
     for said in (found.text(), warning_of_ranker(found)):
-        assert f"{words}; its order is served" in said.splitlines()
+        assert f"{words}; it is served instead" in said.splitlines()
     assert served.order is not None
     weights = dict(served.order.weights)
     assert weights.pop("seen") != 0
@@ -235,7 +235,7 @@ def test_some_users_stand_for_all_where_ranking_the_catalogue_would_take_too_lon
     assert len(found.ranker.ranks.overall) == len(found.baselines[0].ranks.unseen) == 7
 
 
-def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories() -> None:
+def test_evaluated_logits_are_what_the_server_answers_even_for_over_long_histories() -> None:
     options = msgspec.structs.replace(TINY, split="time", max_history_tokens=64)
     checkpoint, _ = train_rank(planted(), GENRES, options)
     log = build_log(planted(), GENRES, "time")

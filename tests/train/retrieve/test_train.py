@@ -1,4 +1,4 @@
-"""Vectors of one log find what follows, beat popularity, and are served exactly as they were evaluated."""
+"""Vectors of one log find what follows, beat popularity, and are served as evaluated."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_served_is_what_was_evaluated(evaluated: TrainedRetriever, tmp_p
             for name, sent in (
                 (f"u{user}", np.empty(0, np.int64)),
                 (f"u{user}", history),
-                ("stranger", history),
+                ("unknown", history),
             )
         ]
         assert [basis for basis, _ in answers] == [Basis.TARGET, Basis.TARGET, Basis.FOLDED]
@@ -86,7 +86,7 @@ def test_what_is_served_is_what_was_evaluated(evaluated: TrainedRetriever, tmp_p
 
 
 def test_a_new_event_moves_the_user_as_the_training_would_have(evaluated: TrainedRetriever) -> None:
-    """The vector folded in from trained and new events is the formula over all of them, whatever of them is sent."""
+    """A folded-in vector is the formula over trained and new events, however many are sent."""
     matcher = Matcher(evaluated.vectors, "exact", CPUBackend())
     log = build_log(planted(), [], "leave-one-out")
     own = log.items[log.starts[3] : log.starts[3] + log.num_trained[3]]
@@ -108,12 +108,12 @@ def test_a_new_event_moves_the_user_as_the_training_would_have(evaluated: Traine
     assert back.basis is Basis.FOLDED
 
 
-def test_an_item_that_nobody_used_is_no_history_and_nobody_knows_a_stranger(
+def test_an_unused_item_is_no_history_and_an_unknown_user_gets_popular_items(
     evaluated: TrainedRetriever,
 ) -> None:
     matcher = Matcher(evaluated.vectors, "exact", CPUBackend())
-    assert matched(matcher, "stranger", np.array([5]))[0] is Basis.POPULARITY
-    assert matched(matcher, "stranger", np.empty(0, np.int64))[0] is Basis.POPULARITY
+    assert matched(matcher, "unknown", np.array([5]))[0] is Basis.POPULARITY
+    assert matched(matcher, "unknown", np.empty(0, np.int64))[0] is Basis.POPULARITY
 
 
 def test_the_refitted_vectors_know_the_newest_events_and_repeat_bit_for_bit(
@@ -198,7 +198,7 @@ def test_the_command_writes_a_folder_that_a_service_starts_from(
 
 
 def test_short_histories_without_transitions_still_rank_by_popularity() -> None:
-    """Each of these users has two trained events, and one where a setting is chosen: there nothing follows anything."""
+    """Two trained events a user, and one in the validation, which has no transitions."""
     users = np.repeat(np.arange(50, dtype=np.int32), 3)
     items = np.tile([0, 1, 2], 50)
     items[::3] = np.arange(50) % 7 * 10

@@ -1,4 +1,4 @@
-"""What a site's cascade asks is chosen by what that cascade would answer, whatever its actions are called."""
+"""A site's cascade is chosen by its own answers, whatever the actions are called."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.train.synthetic import planted
 
 SOURCES: dict[SourceName, int] = {"shared_encoder": 8, "transitions": 4, "neighbours": 5}
 MAX_CANDIDATES = 9  # fewer than the sources find
-NUM_JUDGES = 12
+NUM_EVALUATORS = 12
 NUM_CHOOSERS = 10
 
 
 @pytest.fixture(scope="module")
 def log() -> Interactions:
     """Its actions are numbers that six digits cannot tell apart."""
-    log = planted(num_users=NUM_JUDGES + NUM_CHOOSERS, num_events=8)
+    log = planted(num_users=NUM_EVALUATORS + NUM_CHOOSERS, num_events=8)
     return dataclasses.replace(log, values=log.values + 1234567.0)
 
 
@@ -67,7 +67,7 @@ def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True)
 def few_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "JUDGED_USERS", NUM_JUDGES)
+    monkeypatch.setattr(choose, "EVALUATED_USERS", NUM_EVALUATORS)
     monkeypatch.setattr(choose, "LEAST_USERS", NUM_CHOOSERS // 2)
 
 
@@ -76,7 +76,7 @@ def test_of_too_few_users_nothing_is_chosen(log: Interactions, configuration: Pa
 
 
 @pytest.mark.parametrize("exclude_seen", [True, False])
-def test_every_way_is_judged_by_what_the_cascade_answers(
+def test_every_way_is_evaluated_by_what_the_cascade_answers(
     log: Interactions, configuration: Path, monkeypatch: pytest.MonkeyPatch, exclude_seen: bool
 ) -> None:
     evaluated: dict[CascadeWay, F64] = {}
@@ -91,7 +91,7 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
     assert choice is not None
     assert choice.num_users == NUM_CHOOSERS // 2
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluates = {case.user for case in next_events(log, known, NUM_JUDGES)}
+    evaluates = {case.user for case in next_events(log, known, NUM_EVALUATORS)}
     choosers = [case for case in next_events(log, known) if case.user not in evaluates]
     assert {way.order for way in evaluated} == {"retrieval", "blended", "rank", "fused"}
     for way, places in asyncio.run(

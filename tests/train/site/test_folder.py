@@ -1,4 +1,4 @@
-"""Whatever ends the making of a site, what was served stays whole, or the next run makes it whole."""
+"""A site in service stays complete, or the next run completes it, wherever a run is killed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,11 @@ def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")]
+    ("bad", "message"),
+    [
+        (fail, "no events"),
+        (die, "bad: .* was killed, probably because the machine ran out of memory"),
+    ],
 )
 def test_one_that_ends_badly_ends_all(
     tmp_path: Path, bad: Callable[..., tuple[str, int]], message: str

@@ -1,4 +1,4 @@
-"""`launches.py PREPROCESSED SOURCE STUB HEADERS`: launch functions of the entry points, and a header for each.
+"""`launches.py PREPROCESSED SOURCE STUB HEADERS`: write launch functions and their headers.
 
 Read from the preprocessed text, as CANN's own script reads them: name, arguments, and the kind of
 kernel.
@@ -24,10 +24,10 @@ BEFORE = """#include "{source}"
 #include "pretended.h"
 #include <unistd.h>
 namespace {{
-// What the machine is told to get wrong: PRETENDED_HANGS and PRETENDED_CRASHES name a kernel.
-bool is_told(const char *what, const char *name) {{
-  const char *told = std::getenv(what);
-  return told != nullptr && std::string(told) == name;
+// PRETENDED_HANGS and PRETENDED_CRASHES name the kernel that hangs or crashes.
+bool is_named(const char *what, const char *name) {{
+  const char *named = std::getenv(what);
+  return named != nullptr && std::string(named) == name;
 }}
 template <typename Kernel>
 uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t cores, Kernel kernel) {{
@@ -35,8 +35,8 @@ uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t core
     pretended_fault(name, "no stream");
     return 107003;
   }}
-  while (is_told("PRETENDED_HANGS", name)) sleep(1);
-  if (is_told("PRETENDED_CRASHES", name)) std::abort();
+  while (is_named("PRETENDED_HANGS", name)) sleep(1);
+  if (is_named("PRETENDED_CRASHES", name)) std::abort();
   AscendC::emulator::gm_is_live = pretended_is_live;
   AscendC::emulator::Report report;
   try {{

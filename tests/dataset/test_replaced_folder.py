@@ -1,4 +1,4 @@
-"""A run that is interrupted, killed, or out of disk leaves what stood there before, and nothing half-done."""
+"""An interrupted, killed or failed run leaves the previous dataset, and nothing half-done."""
 
 from __future__ import annotations
 
@@ -76,9 +76,8 @@ def test_an_interrupt_keeps_what_was_there(
 def test_what_a_killed_run_left_is_cleared_by_the_next(log: Path, out: Path) -> None:
     before = snapshot(out)
     code = (
-        "import os, signal, sys, npu_gr.dataset.build as build\n"
-        "build.write_users = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "build.prepare(sys.argv[1], sys.argv[2])\n"
+        "import os, signal, sys, npu_gr.dataset.build as build\nbuild.write_users = lambda *_: "
+        "os.kill(os.getpid(), signal.SIGKILL)\nbuild.prepare(sys.argv[1], sys.argv[2])\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(log), str(out)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -105,7 +104,7 @@ def test_two_runs_never_write_the_same_folder(log: Path, out: Path) -> None:
     descriptor = os.open(other, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another npu-gr prepare writes it"):
+        with pytest.raises(DataError, match="another npu-gr prepare is writing it"):
             prepare(log, out)
         assert (other / "half").exists()
     finally:
@@ -116,7 +115,7 @@ def test_two_runs_never_write_the_same_folder(log: Path, out: Path) -> None:
 def test_a_run_that_begins_as_another_ends_keeps_its_folder(
     log: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the rename and the end of a run the place of its folder is free, and another run may take it."""
+    """After a run has renamed its folder, another run may make one of the same name."""
     other = out.with_name(".data.new")
 
     def sync(path: Path) -> None:
@@ -133,13 +132,13 @@ def test_a_folder_of_something_else_is_never_replaced(log: Path, out: Path, tmp_
     (out / "notes.txt").touch()
     with pytest.raises(
         DataError,
-        match=r"holds notes\.txt, which is no part of a dataset; --out "
-        r"names a new folder",
+        match=r"holds notes\.txt, which is no file of a dataset; --out "
+        r"must name a new folder",
     ):
         prepare(log, out)
     with pytest.raises(DataError, match=r"holds log\.csv"):
         prepare(log, tmp_path)
-    with pytest.raises(DataError, match="a file; --out names a folder"):
+    with pytest.raises(DataError, match="a file; --out must name a folder"):
         prepare(log, log)
     (tmp_path / "events.parquet").touch()
     other = tmp_path / "other"

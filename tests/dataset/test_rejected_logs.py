@@ -114,10 +114,7 @@ def test_event_codes_are_ratings_of_few_values(tmp_path: Path) -> None:
 
 def test_recbole_with_asins(tmp_path: Path) -> None:
     (tmp_path / "amazon.inter").write_text(
-        "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-        "A1RLJLDMXI7A6M\tB00005N7P0\t5.0\t1405468800.0\n"
-        "A1RLJLDMXI7A6M\t0205616461\t3.0\t1405468801.0\n"
-        "A2EMF5AQT2JWIW\tB00005N7P0\t4.0\t1405468700.0\n"
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\nA1RLJLDMXI7A6M\tB00005N7P0\t5.0\t1405468800.0\nA1RLJLDMXI7A6M\t0205616461\t3.0\t1405468801.0\nA2EMF5AQT2JWIW\tB00005N7P0\t4.0\t1405468700.0\n"
     )
     (tmp_path / "amazon.item").write_text(
         "item_id:token\ttitle:token_seq\tcategories:token_seq\tprice:float\n"
@@ -185,7 +182,7 @@ def test_users_and_their_items_are_json(text: str, tmp_path: Path) -> None:
 
 
 def test_amazon_beauty(tmp_path: Path) -> None:
-    """The real file, where its data lie beside the checkout."""
+    """The real file, if its data are next to the checkout."""
     if not BEAUTY.exists():
         pytest.skip(f"{BEAUTY}: the data set is not there")
     manifest = prepare(BEAUTY, tmp_path / "data").manifest
