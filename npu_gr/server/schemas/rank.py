@@ -83,7 +83,7 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
         ),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
-        unknown_items=current(body.unknown_items),
+        unknown_items=body.unknown_items and current(body.unknown_items),
         model_version=body.model_version,
     )
 

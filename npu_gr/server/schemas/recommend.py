@@ -114,7 +114,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         context=body.context,
         request_features=parse_row(given.request, known.request.features, "features.request"),
         sources=None if body.sources is None else tuple(current(body.sources)),
-        order=current(body.order),
+        order=body.order and current(body.order),
         model_version=body.model_version,
     )
 
