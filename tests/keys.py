@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.kinds import Scope
-from npu_gr.server.auth.keys import ANY_TENANT, KeyEntry, KeyFile, hash_of, written
+from npu_gr.server.auth.keys import ANY_TENANT, KeyEntry, KeyFile, hash_of, to_yaml
 
 
 def secret(name: str) -> str:
@@ -34,5 +34,5 @@ def write_keys(path: Path, *entries: KeyEntry) -> str:
 
     Returns its path as the configuration has it.
     """
-    path.write_text(written(KeyFile(keys=list(entries or (entry(),)))))
+    path.write_text(to_yaml(KeyFile(keys=list(entries or (entry(),)))))
     return str(path)

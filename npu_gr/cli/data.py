@@ -1,4 +1,4 @@
-"""npu-gr load, consume, store and erase-check: the history store, filled, checked and searched."""
+"""npu-gr load, consume, store and erase-check: fill, check and search the history store."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ if TYPE_CHECKING:
     from npu_gr.history_store.load import Loaded
     from npu_gr.tools.erase_check import Searched
 
-PATIENCE_S = 60.0  # for a service that has no room, or restarts
-CALL_PATIENCE_S = 5.0  # of one call of a consumer, which tries a round again for ever
-SHOWN = 20  # lines about damage
+PATIENCE_S = 60.0  # retry a busy or restarting service for so long
+CALL_PATIENCE_S = 5.0  # the same for one call of a consumer, which repeats a batch until it is done
+SHOWN = 20  # lines about damage without --verbose
 
 
 @click.command(short_help="Load a log into the history store.")
 @click.option(
-    "--config", "config_path", type=FILE, help="YAML configuration: whose store is filled."
+    "--config",
+    "config_path",
+    type=FILE,
+    help="YAML configuration of the instance whose store is filled.",
 )
 @click.option("--url", help="Load through the service at this address instead.")
 @SET
 @click.argument("log", type=FILE)
-@click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
+@click.option("--tenant", default="", show_default=True, help="Tenant of all users in the log.")
 @click.option(
     "--replace",
     is_flag=True,
-    help="Each user of the log gets exactly the log's events; others stay.",
+    help="Replace all stored events of the log's users; other users stay.",
 )
 @VALUE_COLUMN
 @API_KEY
@@ -56,12 +59,12 @@ def load(
     value_column: str,
     api_key: str | None,
 ) -> None:
-    """Load an interaction LOG into the history store: what is there already is not added again.
+    """Load an interaction LOG into the history store; stored events are not added again.
 
-    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which
-    actions there are, and which features of events are loaded; events that are there already gain
-    those that they lack. If a service has the embedded store, the events go through it, at the
-    address of the configuration. What ends in the middle is completed by the same command.
+    LOG is a file (.inter, .jsonl, .json) or a folder of npu-gr prepare. The model defines the
+    actions and the features of events to load; stored events gain the features that they lack. If
+    a running service has the embedded store open, the events are sent to it, at the address of the
+    configuration. After an interruption, repeat the command.
     """
     from rich.console import Console
     from rich.progress import (
@@ -110,63 +113,66 @@ def load(
 
     with ExitStack() as stack:
         done = asyncio.run(work(stack))
-    told = (
-        (f"{done.num_replaced} replaced")
+    rest = (
+        f"{done.num_replaced} replaced"
         if replace
-        else f"{done.num_known} events were already there"
+        else f"{done.num_known} events were already stored"
     )
     if done.num_filled:
-        told += f", of which {done.num_filled} gained features"
-    click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")
+        rest += f", of which {done.num_filled} gained features"
+    click.echo(f"{done.num_users} users: {done.num_added} events added, {rest}")
 
 
 @click.command(
     "kafka-ingest", short_help="Write events from Kafka into the history store, each once."
 )
-@click.option("--brokers", required=True, help="Kafka's: host:port, separated by commas.")
-@click.option("--topic", "topics", required=True, multiple=True, help="Repeat it for several.")
+@click.option("--brokers", required=True, help="Brokers of Kafka, host:port, separated by commas.")
+@click.option("--topic", "topics", required=True, multiple=True, help="Topic to read; repeatable.")
 @click.option(
     "--group",
     default="npu_gr",
     show_default=True,
-    help="The consumer group: its members share the topics.",
+    help="Consumer group; its members share the partitions.",
 )
 @click.option(
-    "--config", "config_path", type=FILE, help="YAML configuration: whose store is filled."
+    "--config",
+    "config_path",
+    type=FILE,
+    help="YAML configuration of the instance whose store is filled.",
 )
 @click.option("--url", help="Write through the service at this address instead.")
 @SET
 @API_KEY
-@click.option("--tenant", default="", help="Of all users.")
+@click.option("--tenant", default="", help="Tenant of all users.")
 @click.option(
     "--user",
-    help="Field with the user, e.g. user_id or payload.user; by default guessed, as the "
-    "next three.",
+    help="Field with the user, e.g. user_id or payload.user; default of this and the next three: "
+    "guessed by name.",
 )
 @click.option("--item", help="Field with the item.")
-@click.option("--event", help="Field with what was done; needed unless the model has one action.")
-@click.option("--time", help="Field with the time; without one the broker's time counts.")
+@click.option("--event", help="Field with the action; required unless the model has one action.")
+@click.option("--time", help="Field with the time; default: the broker's time.")
 @click.option(
     "--feature",
     "features",
     multiple=True,
-    help="Feature of events, NAME or NAME=FIELD; repeat it for several.",
+    help="Feature of events, NAME or NAME=FIELD; repeatable.",
 )
 @click.option(
     "--dead-letters",
     default="dead-letters.jsonl",
     show_default=True,
     type=FILE,
-    help="For what is no event.",
+    help="File for messages that are not events.",
 )
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus here.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Port for Prometheus.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
 @click.option(
     "--security",
     default="PLAINTEXT",
     type=click.Choice(["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]),
     show_default=True,
-    help="SSL trusts as --ca, --cert and --cert-key say.",
+    help="Security protocol of Kafka; SSL uses --ca, --cert and --cert-key.",
 )
 @click.option(
     "--sasl-mechanism",
@@ -174,7 +180,7 @@ def load(
     type=click.Choice(["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]),
     show_default=True,
 )
-@click.option("--sasl-username", help="Its password comes from NPU_GR_KAFKA_PASSWORD.")
+@click.option("--sasl-username", help="User name; the password is read from NPU_GR_KAFKA_PASSWORD.")
 def kafka_ingest(
     config_path: Path | None,
     url: str | None,
@@ -185,9 +191,9 @@ def kafka_ingest(
 ) -> None:
     """Write events from topics of Kafka into the history store, each once, until SIGTERM.
 
-    A message is a JSON object of one event. Offsets are committed once the store has acknowledged;
-    a message that is read again counts once. What is no event goes to the dead letters. While the
-    store has no room it waits.
+    A message is a JSON object of one event. Offsets are committed after the store has acknowledged;
+    a message that is read twice is stored once. Messages that are not events go to the file of
+    --dead-letters. While the store is busy, the command waits.
     """
     from npu_gr.tools.consume_message import Fields
     from npu_gr.tools.ingest import open_target
@@ -195,7 +201,7 @@ def kafka_ingest(
 
     config = None if config_path is None else load_config(config_path, overrides)
     of_events = {
-        name: field or name for name, _, field in (told.partition("=") for told in features)
+        name: field or name for name, _, field in (text.partition("=") for text in features)
     }
     fields = Fields(
         **{name: kafka.pop(name) for name in ("user", "item", "event", "time")}, features=of_events
@@ -207,23 +213,23 @@ def kafka_ingest(
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
 
 
-@click.command(short_help="Find damage in a history store, and save what is whole.")
+@click.command(short_help="Find damage in a history store, and save the intact entries.")
 @click.argument("where")
 @click.option(
     "--repair",
     "out",
     type=FILE,
     metavar="NEW",
-    help="Save every whole entry into this file, a new one.",
+    help="Save every intact entry into this new file.",
 )
-@click.option("--verbose", is_flag=True, help="Name the users, and every place.")
+@click.option("--verbose", is_flag=True, help="Show user ids, and all lines.")
 def store(where: str, out: Path | None, verbose: bool) -> None:
-    """Read every entry of WHERE, a file or redis://..., and compare it with its checksum.
+    """Compare every entry of WHERE, a file or redis://..., with its checksum.
 
-    An embedded store must not be in use. With --repair its whole entries are saved into a new file,
-    and WHERE is only read: a user who lost events keeps the others, and idempotency keys are not
-    saved. Exit code: 0 = no damage, 1 = damage, 2 = cannot be read at all. Users are named by a
-    hash, or with --verbose.
+    An embedded store must not be in use. With --repair the intact entries are saved into a new file
+    and WHERE is not changed; a user with damaged events keeps the others, and idempotency keys are
+    not saved. Exit code: 0 = no damage, 1 = damage, 2 = the store cannot be read. Users are shown
+    by a hash, or with --verbose by their ids.
     """
     from npu_gr.core.calling import calling_files
     from npu_gr.history_store.embedded_check import check, repair
@@ -232,11 +238,11 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
         if is_url:
-            raise click.UsageError("--repair: of a file; Redis has its own replicas and backups")
+            raise click.UsageError("--repair takes a file; for Redis restore a replica or a backup")
         done = repair(Path(where), out)
         click.echo(
-            f"saved {done.num_users} users with {done.num_events} events into {out}; lost "
-            f"{done.num_lost} events"
+            f"saved {done.num_users} users with {done.num_events} events into {out}; "
+            f"{done.num_lost} events are lost"
         )
         _show(done.bad_users, done.damage, verbose)
         sys.exit(1 if done.num_lost or done.bad_users or done.damage else 0)
@@ -244,9 +250,8 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
         run_async(lambda: check_redis(where, calling_files())) if is_url else check(Path(where))
     )
     click.echo(
-        f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} "
-        "events; "
-        f"{found.num_unchecked} entries are older than the checksums"
+        f"{found.num_entries} entries: {found.num_users} users are intact, with "
+        f"{found.num_events} events; {found.num_unchecked} entries have no checksum (older version)"
     )
     _show(found.bad_users, found.damage, verbose)
     sys.exit(1 if found.num_damaged else 0)
@@ -274,13 +279,13 @@ def _user(key: bytes) -> list[str]:
     ]
 
 
-@click.command("erase-check", short_help="Search everywhere for a user who was erased.")
+@click.command("erase-check", short_help="Search all stores for an erased user.")
 @click.argument("user")
-@click.option("--tenant", default="", help="Of the user.")
+@click.option("--tenant", default="", help="Tenant of the user.")
 @CONFIG
 @SET
-@click.option("--logs", multiple=True, type=FILE, help="A file with log lines; repeat it.")
-@click.option("--url", "urls", multiple=True, help="Admin address of an instance; repeat it.")
+@click.option("--logs", multiple=True, type=FILE, help="File with log lines; repeatable.")
+@click.option("--url", "urls", multiple=True, help="Admin URL of an instance; repeatable.")
 @AS_JSON
 @API_KEY
 def erase_check(
@@ -293,10 +298,11 @@ def erase_check(
     as_json: bool,
     api_key: str | None,
 ) -> None:
-    """Search the files of an instance, logs, and the memory of processes for USER, who was erased.
+    """Search an instance's files, logs and processes for data of USER, who was erased.
 
-    Run it where the files are. It says where something is left, never what. Exit code: 0 = nothing
-    was found, 1 = something was, 2 = nothing was found, but a place could not be searched.
+    Run it on the machine with the files. It prints where data is left, never the data. Exit code:
+    0 = nothing was found, 1 = something was found, 2 = nothing was found, but a place could not be
+    searched.
     """
     import msgspec
 

@@ -1,4 +1,4 @@
-"""npu-gr fleet: what must reach every instance, and instances on a Ray cluster."""
+"""npu-gr fleet: changes at every instance of a router, and instances on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from npu_gr.route.fan_out import Answered, Change
 
 _TENANT = click.option(
-    "--tenant", default="", help="Of the user, where the key is for every tenant."
+    "--tenant", default="", help="Tenant of the user, if the key is for all tenants."
 )
 _RELOADS = {
     "models": "/v1/models/reload",
@@ -32,7 +32,7 @@ _ROUTER = click.option(
 
 @click.group()
 def fleet() -> None:
-    """Change every instance of a router, or run some on Ray."""
+    """Change every instance of a router, or run instances on Ray."""
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,40 +48,43 @@ def erase(
 ) -> None:
     """Erase USER at every instance.
 
-    Exit code 1: an instance has not done it, and is named; ask again.
+    Exit code 1: an instance did not do it; its name is printed; repeat the command.
     """
     from npu_gr.core.kinds import ERASE
 
     query = f"?{urlencode({'tenant': tenant})}" if tenant else ""
     path = ERASE.path.replace("{user_id}", quote(user, safe="").replace(".", "%2E"))
-    _tell_all(config_path, overrides, api_key, ERASE.method, path + query)
+    _change_all(config_path, overrides, api_key, ERASE.method, path + query)
 
 
 @fleet.command(short_help="Change items of the catalogue at every instance.")
 @click.argument("file", type=FILE)
 @_shared
 def items(file: Path, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
-    """Change items of the catalogue at every instance: FILE is the body of POST /v1/catalog/items."""
-    _tell_all(config_path, overrides, api_key, "POST", "/v1/catalog/items", file.read_bytes())
+    """Change items of the catalogue at every instance.
+
+    FILE is the body of POST /v1/catalog/items.
+    """
+    _change_all(config_path, overrides, api_key, "POST", "/v1/catalog/items", file.read_bytes())
 
 
-@fleet.command(short_help="Let every instance read something again.")
+@fleet.command(short_help="Reload models, catalogue or vectors at every instance.")
 @click.argument("what", type=click.Choice(list(_RELOADS)))
 @_shared
 def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
-    """Let every instance read its models, its catalogue or its vectors again."""
-    _tell_all(config_path, overrides, api_key, "POST", _RELOADS[what])
+    """Reload the models, the catalogue or the vectors at every instance."""
+    _change_all(config_path, overrides, api_key, "POST", _RELOADS[what])
 
 
-@fleet.command(short_help="Let every instance go back to what was before.")
+@fleet.command(short_help="Roll back catalogue or vectors at every instance.")
 @click.argument("what", type=click.Choice(list(_ROLLBACKS)))
 @_shared
 def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
-    """Let every instance go back to the catalogue or the vectors before."""
-    _tell_all(config_path, overrides, api_key, "POST", _ROLLBACKS[what])
+    """Serve the previous version of the catalogue or the vectors at every instance."""
+    _change_all(config_path, overrides, api_key, "POST", _ROLLBACKS[what])
 
 
-def _tell_all(
+def _change_all(
     config_path: Path,
     overrides: tuple[str, ...],
     api_key: str | None,
@@ -89,7 +92,7 @@ def _tell_all(
     target: str,
     body: bytes = b"",
 ) -> None:
-    """Send a change to every instance, and print what each answered."""
+    """Send a change to every instance, and print the answers."""
     from npu_gr.core.calling import calling_headers
     from npu_gr.route.fan_out import Change, missing
 
@@ -100,7 +103,7 @@ def _tell_all(
         click.echo(f"{name}  {answer.status or '-'}  {answer.text.strip()[:200]}")
     left = missing(answers)
     if left or not answers:
-        click.echo(f"not done at {', '.join(left) or 'any instance'}; ask again", err=True)
+        click.echo(f"not done at {', '.join(left) or 'any instance'}; repeat the command", err=True)
         sys.exit(1)
 
 
@@ -109,19 +112,26 @@ async def _ask(
 ) -> dict[str, Answered]:
     from npu_gr.route.config import load
     from npu_gr.route.discovery import find
-    from npu_gr.route.fan_out import Way, ask_all
+    from npu_gr.route.fan_out import InstanceCalls, ask_all
 
     config = load(config_path, overrides)
-    return await ask_all(Way(config), await find(config.discovery), change, config.max_budget_s / 3)
+    return await ask_all(
+        InstanceCalls(config), await find(config.discovery), change, config.max_budget_s / 3
+    )
 
 
 @fleet.command("ray", short_help="Run instances on a Ray cluster.")
 @CONFIG
 @SET
 @click.option(
-    "--instances", required=True, type=click.IntRange(1), help="At least so many, one a device."
+    "--instances",
+    required=True,
+    type=click.IntRange(1),
+    help="Smallest number of instances; each takes one device.",
 )
-@click.option("--max-instances", type=click.IntRange(1), help="Autoscale up to so many.")
+@click.option(
+    "--max-instances", type=click.IntRange(1), help="Largest number of instances, for autoscaling."
+)
 @click.option(
     "--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"])
 )
@@ -138,7 +148,7 @@ def ray(
 ) -> None:
     """Run instances on a Ray cluster until stopped, and route requests by user.
 
-    The cluster is that of RAY_ADDRESS; without it, a local one is started.
+    RAY_ADDRESS names the cluster; without it, a local one is started.
     """
     from npu_gr.route.ray_serve import RayOptions, deploy
 

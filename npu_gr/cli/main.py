@@ -1,6 +1,6 @@
 """npu-gr: the group of all commands.
 
-One module a command group; commands import what they need, late.
+Each command group has a module; commands import what they need when they run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npu_gr.core.errors import NpuGrError
 from npu_gr.core.logs import close_logs, set_up_logs
 from npu_gr.core.process import set_up_process
 
-# Commands that went -> what takes their place; docs/upgrading.md has the same rows.
+# Removed commands -> what replaces them; docs/upgrading.md has the same rows.
 GONE = {
     "bench": "python -m benchmarks NAME, from a checkout",
     "bundle": "curl -o bundle.tar.gz ADMIN/debug/bundle",
@@ -50,14 +50,14 @@ GONE = {
 
 
 class _Group(click.Group):
-    """Turns an error of ours, and a part that is not installed, into one line and exit code 2."""
+    """Turns NpuGrError, and a missing torch, into one line on stderr and exit code 2."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; one that went is an error that names what takes its place.
+        """Find a command; a removed one is an error that names its replacement.
 
-        An old name works with a warning.
+        An old name of a command works with a warning.
         """
         if (new := renamed.COMMANDS.get(args[0])) is not None:
             click.echo(
@@ -68,14 +68,14 @@ class _Group(click.Group):
             args = [new, *args[1:]]
         for name in (" ".join(args[:3]), " ".join(args[:2]), args[0]):
             if name in GONE:
-                raise click.UsageError(f"npu-gr {name} went: {GONE[name]}", ctx)
+                raise click.UsageError(f"npu-gr {name} was removed; use: {GONE[name]}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except NpuGrError as error:
-            close_logs()  # what was logged before the error stands before it
+            close_logs()  # flush, so that earlier log lines come before the error
             click.echo(f"npu-gr: {error}", err=True)
             sys.exit(2)
         except ModuleNotFoundError as error:

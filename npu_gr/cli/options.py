@@ -1,7 +1,6 @@
-"""What several command groups share: options, argument types, and how a command loads and runs things.
+"""Options, argument types and helpers that several command groups share.
 
-Nothing here imports torch, numpy or aiohttp: `npu-gr --help` must be quick. Commands import what
-they need, late.
+Nothing here imports torch, numpy or aiohttp, so that `npu-gr --help` is fast.
 """
 
 from __future__ import annotations
@@ -22,7 +21,11 @@ T = TypeVar("T")
 FILE = click.Path(path_type=Path)
 THREAD_COUNT = click.IntRange(1)
 
-API_KEY = click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
+API_KEY = click.option(
+    "--api-key",
+    envvar="NPU_GR_API_KEY",
+    help="API key; default: environment variable NPU_GR_API_KEY.",
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 CONFIG = click.option(
     "--config", "config_path", required=True, type=FILE, help="YAML configuration."
@@ -38,27 +41,30 @@ _CALLING_TLS = (
     (
         "--ca",
         "NPU_GR_CA",
-        "PEM: whom calls to https and rediss trust; by default whom the system trusts.",
+        "PEM file of trusted certificate authorities for https and rediss; default: the system's.",
     ),
-    ("--cert", "NPU_GR_CERT", "PEM: the certificate that they show."),
-    ("--cert-key", "NPU_GR_CERT_KEY", "PEM: its key."),
+    ("--cert", "NPU_GR_CERT", "PEM file of the client certificate."),
+    ("--cert-key", "NPU_GR_CERT_KEY", "PEM file of the client certificate's key."),
 )
 VALUE_COLUMN = click.option(
-    "--value-column", default="rating", show_default=True, help="Column with the action's value."
+    "--value-column",
+    default="rating",
+    show_default=True,
+    help="Column with the value of the action.",
 )
 
 
-def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (an option, as the others are)
-    """Add the options of commands that call an instance at https; `npu_gr.core.calling` reads them."""
+def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (an option like the others)
+    """Add the TLS options of commands that call an instance; `npu_gr.core.calling` reads them."""
     for name, variable, text in reversed(_CALLING_TLS):
         command = click.option(
-            name, variable.lower(), type=click.Path(), help=f"{text} Also from {variable}."
+            name, variable.lower(), type=click.Path(), help=f"{text} Also: {variable}."
         )(command)
     return command
 
 
 def names_of(_: click.Context, __: click.Parameter, given: str | None) -> tuple[str, ...] | None:
-    """Split the value of an option at commas; None = it is not given."""
+    """Split the value of an option at commas; None = the option is not given."""
     return (
         None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
     )
@@ -75,7 +81,7 @@ class RunByDefault(click.Group):
 
 
 def wide_console(least: int = 110) -> Console:
-    """A console for tables, which are not squeezed where the width is unknown."""
+    """Make a console for tables of at least `least` columns, also where the width is unknown."""
     from rich.console import Console
 
     return Console(width=max(least, Console().width))
@@ -92,7 +98,7 @@ def load_config(config_path: Path, overrides: tuple[str, ...]) -> Config:
     """Read an instance's configuration.
 
     Raises:
-        ConfigError: names the file, the field and the limit.
+        ConfigError: The file or a field is invalid; the message names the field and the limit.
     """
     from npu_gr.service.config import load
 

@@ -1,4 +1,4 @@
-"""npu-gr prepare: a company's log into a dataset."""
+"""npu-gr prepare: convert your log to a dataset."""
 
 from __future__ import annotations
 
@@ -11,122 +11,148 @@ import click
 from npu_gr.cli.options import FILE, names_of
 
 
-@click.command(short_help="Make a dataset of a company's log.")
+@click.command(short_help="Convert your log to a dataset.")
 @click.argument("log", type=FILE)
 @click.option(
     "--out",
     required=True,
     type=FILE,
-    help="Folder of the dataset; one that is there is replaced at the end.",
+    help="Folder of the dataset; an existing dataset is replaced at the end.",
 )
-@click.option("--user", default="", metavar="COLUMN", help="Who did it; guessed by its name.")
-@click.option("--item", default="", metavar="COLUMN", help="With which item; guessed by its name.")
 @click.option(
-    "--time", default="", metavar="COLUMN", help="When; guessed by its name, or by its type."
+    "--user", default="", metavar="COLUMN", help="Column with the user; default: guessed by name."
+)
+@click.option(
+    "--item", default="", metavar="COLUMN", help="Column with the item; default: guessed by name."
+)
+@click.option(
+    "--time",
+    default="",
+    metavar="COLUMN",
+    help="Column with the time; default: guessed by name or type.",
 )
 @click.option(
     "--event",
     default="",
     metavar="COLUMN",
-    help="What was done (view, purchase); guessed, or `none`.",
+    help="Column with the action (view, purchase), or `none`; default: guessed.",
 )
 @click.option(
     "--value",
     default="",
     metavar="COLUMN",
-    help="How much (rating, dwell time); guessed, or `none`.",
+    help="Column with a rating or dwell time, or `none`; default: guessed.",
 )
 @click.option(
-    "--items", type=FILE, help="File with titles and features of items, in any of the formats."
+    "--items", type=FILE, help="File with titles and features of items, in any format of LOG."
 )
 @click.option(
-    "--items-key", default="", metavar="COLUMN", help="Its column with the item; guessed."
+    "--items-key",
+    default="",
+    metavar="COLUMN",
+    help="Column of --items with the item; default: guessed.",
 )
 @click.option(
-    "--title", default="", metavar="COLUMN", help="Its column with the title; guessed, or `none`."
+    "--title",
+    default="",
+    metavar="COLUMN",
+    help="Column of --items with the title, or `none`; default: guessed.",
 )
 @click.option(
     "--features",
     callback=names_of,
     metavar="COLUMNS",
-    help="Its features, comma-separated; else all.",
+    help="Columns of --items to use as features, comma-separated; default: all.",
 )
-@click.option("--users", type=FILE, help="File with features of users, in any of the formats.")
+@click.option("--users", type=FILE, help="File with features of users, in any format of LOG.")
 @click.option(
-    "--users-key", default="", metavar="COLUMN", help="Its column with the user; guessed."
+    "--users-key",
+    default="",
+    metavar="COLUMN",
+    help="Column of --users with the user; default: guessed.",
 )
 @click.option(
     "--user-features",
     callback=names_of,
     metavar="COLUMNS",
-    help="Its features, comma-separated; else all.",
+    help="Columns of --users to use as features, comma-separated; default: all.",
 )
 @click.option(
     "--event-features",
     callback=names_of,
     metavar="COLUMNS",
-    help="Of LOG: what happened, as watch_time.",
+    help="Columns of LOG known after the event, such as watch_time.",
 )
 @click.option(
     "--request-features",
     callback=names_of,
     metavar="COLUMNS",
-    help="Of LOG: known when it asks, as device.",
+    help="Columns of LOG known at the request, such as device.",
 )
 @click.option(
     "--cross-features",
     callback=names_of,
     metavar="COLUMNS",
-    help="Of LOG: of user and item, as affinity.",
+    help="Columns of LOG about a user-item pair, such as affinity.",
 )
 @click.option(
     "--format",
     type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")),
-    help="Of LOG.",
+    help="Format of LOG; default: by its name.",
 )
 @click.option(
-    "--columns", callback=names_of, metavar="COLUMNS", help="Of a CSV or TSV without a header."
+    "--columns",
+    callback=names_of,
+    metavar="COLUMNS",
+    help="Names of the columns of a CSV or TSV without a header.",
 )
 @click.option(
-    "--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise."
+    "--time-unit",
+    type=click.Choice(("s", "ms", "us", "ns", "iso")),
+    help="Unit of the times; default: recognised.",
 )
 @click.option(
-    "--time-format", default="", metavar="FORMAT", help="As strptime has it, e.g. '%d.%m.%Y %H:%M'."
+    "--time-format",
+    default="",
+    metavar="FORMAT",
+    help="Format of the times for strptime, e.g. '%d.%m.%Y %H:%M'.",
 )
-@click.option("--no-time", is_flag=True, help="No column says when; rows are in time order.")
+@click.option("--no-time", is_flag=True, help="LOG has no times; its rows are in time order.")
 @click.option(
     "--buckets",
     "num_buckets",
     default=10,
     show_default=True,
     type=click.IntRange(2, 100),
-    help="Of a continuous value.",
+    help="Number of buckets of a continuous value.",
 )
-@click.option("--keep-duplicates", is_flag=True, help="Keep rows that are equal in everything.")
+@click.option(
+    "--keep-duplicates", is_flag=True, help="Keep rows that are equal in all columns used."
+)
 @click.option(
     "--max-rejected",
     "max_rejected_ratio",
     default=0.5,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="Most rows that may be unusable.",
+    help="Fail if more than this fraction of the rows is rejected.",
 )
 @click.option(
     "--memory",
     "memory_mb",
     type=click.IntRange(min=100),
     metavar="MB",
-    help="For DuckDB; else 100 to 512 by LOG's size.",
+    help="Memory limit of DuckDB; default: 100 to 512 by LOG's size.",
 )
 def prepare(
-    log: Path, out: Path, items: Path | None, users: Path | None, no_time: bool, **told: Any
+    log: Path, out: Path, items: Path | None, users: Path | None, no_time: bool, **settings: Any
 ) -> None:
-    """Make a dataset of a LOG of events, for `train all` and `load`.
+    """Convert a LOG of events to a dataset for `train all` and `load`.
 
     LOG is CSV, TSV, Parquet, JSON (lines, a list, or {"user": [item, ...]}) or a RecBole atomic
-    file, also packed (.gz, .zst, .bz2). Columns and times are guessed, and what was guessed is
-    printed. A feature is a column's name, or name:kind with one of the kinds category, hashed and
-    number.
+    file, optionally compressed (.gz, .zst, .bz2). Columns and the format of times are guessed, and
+    the guesses are printed. A feature is a column's name, or name:kind, where kind is category,
+    hashed or number.
     """
     from rich.console import Console
     from rich.progress import (
@@ -142,7 +168,7 @@ def prepare(
     from npu_gr.dataset.build import summary
     from npu_gr.dataset.options import PrepareOptions
 
-    given = {name: value for name, value in told.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     options = PrepareOptions(has_time=not no_time, **given)
     console = Console(stderr=True)
     bar_columns = (

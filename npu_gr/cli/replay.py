@@ -1,6 +1,6 @@
 """npu-gr replay [run | compare | convert] and npu-gr record.
 
-Commands import what they need, late.
+Commands import what they need when they run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=RunByDefault, short_help="Replay a query log, compare runs, convert logs.")
 def replay() -> None:
-    """Replay a query LOG (`run`, which may be left out), compare two runs, or make logs from other data."""
+    """Replay a query LOG (`run`, the default command), compare two runs, or convert logs."""
 
 
 @replay.command("run", short_help="Replay a query log open loop.")
@@ -36,14 +36,14 @@ def replay() -> None:
     "speeds",
     multiple=True,
     type=float,
-    help="Log seconds a second; repeat it for a sweep.  [1]",
+    help="Seconds of the log per second; repeatable, for a sweep.  [1]",
 )
 @click.option(
     "--rate",
     "rates",
     multiple=True,
     type=float,
-    help="Ranks a second instead of the log's times; repeat it for a sweep.",
+    help="Ranks a second instead of the log's times; repeatable, for a sweep.",
 )
 @click.option(
     "--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"])
@@ -51,48 +51,52 @@ def replay() -> None:
 @click.option(
     "--closed",
     type=int,
-    help="Keep so many requests in flight, the next when one is over; no arrivals.",
+    help="Closed loop: keep this number of requests in flight, without arrival times.",
 )
 @click.option(
     "--signal-lead-ms",
     type=float,
-    help="Signal so long before a rank whose signal the log lacks.  [50]",
+    help="Time between a signal and its rank, where the log has no signal.  [50]",
 )
 @click.option(
-    "--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median)."
+    "--rank-delay-ms",
+    type=float,
+    help="Signal at the log's time, and rank after this delay (median).",
 )
-@click.option("--rank-delay-p99-ms", type=float, help="P99 of that delay, log-normal.")
-@click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
+@click.option("--rank-delay-p99-ms", type=float, help="P99 of --rank-delay-ms, log-normal.")
+@click.option("--no-signals", is_flag=True, help="Send only the signals in the log.")
 @click.option(
     "--histories",
     default="logged",
     show_default=True,
     type=click.Choice(["logged", "whole", "delta"]),
 )
-@click.option("--start", "start_s", default=0.0, help="Log seconds to leave out at the start.")
-@click.option("--limit", type=click.IntRange(1), help="Replay so many records, oldest first.")
+@click.option("--start", "start_s", default=0.0, help="Skip the first seconds of the log.")
 @click.option(
-    "--sample-users", default=1.0, show_default=True, help="Replay this share of the users."
+    "--limit", type=click.IntRange(1), help="Replay this number of records, oldest first."
 )
-@click.option("--duration", "duration_s", type=float, help="Send for so many seconds.")
+@click.option(
+    "--sample-users", default=1.0, show_default=True, help="Replay this fraction of the users."
+)
+@click.option("--duration", "duration_s", type=float, help="Send for this number of seconds.")
 @click.option(
     "--warmup",
     "warmup_s",
     default=0.0,
     show_default=True,
-    help="Leave the first seconds of sending out of the report.",
+    help="Leave the first seconds out of the report.",
 )
 @click.option("--timeout-ms", default=1000.0, show_default=True)
 @click.option("--slo-ms", default=50.0, show_default=True)
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 @API_KEY
 def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> None:
-    """Replay a query LOG open loop; latency counts from the time each request was due.
+    """Replay a query LOG open loop; latency counts from the intended time of each request.
 
-    Ctrl-C reports what there is.
+    Ctrl-C ends the run and prints the report.
     """
     from rich.console import Console
 
@@ -128,7 +132,7 @@ def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> Non
 
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
-    """The options of each run, from those of the command line."""
+    """Make the options of each run from those of the command line."""
     from npu_gr.replay.plan import ReplayOptions
 
     speeds = given.pop("speeds")
@@ -140,7 +144,7 @@ def _options(given: dict[str, Any]) -> list[ReplayOptions]:
     if lead_ms is None and delay_ms is None and not no_signals:
         lead_ms = 50.0
     if speeds and rates:
-        raise ConfigError("--speed together with --rate; give one of them")
+        raise ConfigError("--speed and --rate exclude each other; give one of them")
 
     def seconds(ms: float | None) -> float | None:
         return None if ms is None else ms * 1e-3
@@ -169,7 +173,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar over the log on stderr."""
+    """Show a progress bar of the log on stderr while the block runs."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -183,30 +187,32 @@ def _progress() -> Iterator[Any]:
     with Bars(*columns, console=Console(file=sys.stderr), transient=True) as bars:
 
         class ShowProgress:
-            """Moves a bar at every call; `begin` starts a new bar."""
+            """Updates the bar at every call; `begin` starts a new bar."""
 
             def begin(self, name: str) -> None:
                 self._task = bars.add_task(name, total=1.0, text="")
 
             def __call__(self, progress: ReplayProgress) -> None:
-                text = f"{progress.num_done} answered, {progress.num_good} ranks in time"
+                text = f"{progress.num_done} answered, {progress.num_good} ranks within the SLO"
                 bars.update(self._task, completed=progress.read_ratio, text=text)
 
         yield ShowProgress()
 
 
-@replay.command("compare", short_help="Compare two runs of one log, score by score.")
+@replay.command("compare", short_help="Compare two runs of a log, score by score.")
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option(
     "--max-drift",
     type=float,
-    help="Exit 1 if a score differs by more, in standard deviations of its request.",
+    help="Exit 1 if a score differs by more than this, in standard deviations of its request.",
 )
 @click.option(
-    "--max-p99-ratio", type=float, help="Exit 1 if P99 of B / A is surely (95 %) over this."
+    "--max-p99-ratio",
+    type=float,
+    help="Exit 1 if P99 of B / P99 of A is significantly (95 %) above this.",
 )
 @AS_JSON
 def compare_command(
@@ -218,7 +224,7 @@ def compare_command(
     max_p99_ratio: float | None,
     as_json: bool,
 ) -> None:
-    """Compare runs A and B of one log: folders of `replay --out`, files of answers, or recorded logs."""
+    """Compare runs A and B of a log: folders of `replay --out`, answer files, or recorded logs."""
     import msgspec
     from rich.console import Console
 
@@ -232,32 +238,39 @@ def compare_command(
     drift = found.drift
     p99 = next(row for row in found.ratios if row.name == "P99 ms")
     if max_drift is not None and not (drift.num_with_values and drift.max_drift <= max_drift):
-        click.echo(f"npu-gr: drift {drift.max_drift:.3e} is not within {max_drift:g}", err=True)
+        click.echo(
+            f"npu-gr: drift {drift.max_drift:.3e} is above --max-drift {max_drift:g}", err=True
+        )
         sys.exit(1)
     if max_p99_ratio is not None and not p99.low <= max_p99_ratio:
         click.echo(
-            f"npu-gr: P99 ratio {p99.ratio:.3f} ({p99.low:.3f} at least) is over {max_p99_ratio:g}",
+            f"npu-gr: P99 ratio {p99.ratio:.3f} (at least {p99.low:.3f}) is above "
+            f"--max-p99-ratio {max_p99_ratio:g}",
             err=True,
         )
         sys.exit(1)
 
 
-@replay.group("convert", short_help="Make query logs of other data.")
+@replay.group("convert", short_help="Make query logs from other data.")
 def convert() -> None:
-    """Make query logs by a query of any log."""
+    """Make query logs from other data."""
 
 
-@convert.command("sql", short_help="Records of any file, by a query for DuckDB.")
+@convert.command("sql", short_help="Make a query log with a SQL query for DuckDB.")
 @click.argument("query", type=FILE)
-@click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
 @click.option(
-    "--checkpoint", type=FILE, help="The model's actions, where histories have them by name."
+    "--out", required=True, type=FILE, help="Query log to write: .jsonl, .jsonl.gz or .jsonl.zst."
+)
+@click.option(
+    "--checkpoint",
+    type=FILE,
+    help="Checkpoint of the ranker; needed if histories name their actions.",
 )
 def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
-    """Make a query log of the rows of QUERY, a file with SQL for DuckDB.
+    """Make a query log from the rows of QUERY, a file with SQL for DuckDB.
 
-    It reads access logs, JSON lines, CSV, Parquet and databases; a row is a request, its columns
-    the fields of a record. docs/own-data.md has queries for nginx and Envoy.
+    DuckDB reads access logs, JSON lines, CSV, Parquet and databases. Each row is a request, and its
+    columns are the fields of a record. docs/own-data.md has queries for nginx and Envoy.
     """
     from npu_gr.replay.convert import SqlSource
     from npu_gr.replay.files import in_time_order, write
@@ -287,7 +300,7 @@ def _actions(checkpoint: Path) -> ActionNames:
     "--url",
     default="http://127.0.0.1:8081",
     show_default=True,
-    help="Admin address of an instance.",
+    help="Admin URL of an instance.",
 )
 @click.option(
     "--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True)
@@ -297,30 +310,28 @@ def _actions(checkpoint: Path) -> ActionNames:
     default=1.0,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Of the users.",
+    help="Fraction of the users to record.",
 )
 @click.option("--status", is_flag=True, help="Only show the recorder's status.")
 @click.option(
     "--purge",
     "folder",
     type=FILE,
-    help="Instead remove erased users' records from this folder, now.",
+    help="Instead remove the records of erased users from this folder.",
 )
 @API_KEY
 def record(
     url: str, seconds: float, sample: float, status: bool, folder: Path | None, api_key: str | None
 ) -> None:
-    """Record a running service's requests into its `record.folder`.
+    """Record the requests of a running service into its `record.folder`; Ctrl-C stops early.
 
-    Ctrl-C ends the recording early.
-
-    The service's configuration needs a section `record`, which also says whether identities are
+    The service needs a section `record` in its configuration, which also sets whether user ids are
     hashed.
 
-    With --purge, an instance may be writing in the folder: readers leave the records of an erased
-    user out at once, and an instance removes them by itself within some hours. Exit code: 0 = all
-    are removed, 1 = a file could not be written anew, 2 = nothing could be done, 3 = a file that is
-    being written may hold some.
+    --purge may run while an instance writes into the folder. It is optional: readers skip the
+    records of erased users at once, and instances remove them within hours. Exit code: 0 = all are
+    removed, 1 = a file could not be rewritten, 2 = nothing could be done, 3 = a file that is being
+    written may still hold some.
     """
     from npu_gr.replay.remote import record_for, show_status
     from npu_gr.replay.run import stop_on_interrupt
@@ -328,7 +339,7 @@ def record(
     if folder is not None:
         _purge(folder)
 
-    def tell(found: dict[str, Any]) -> None:
+    def show(found: dict[str, Any]) -> None:
         counts = ", ".join(f"{found[name]} {name}" for name in ("written", "dropped", "failed"))
         click.echo(f"{'recording' if found['recording'] else 'not recording'}: {counts}", err=True)
 
@@ -336,10 +347,10 @@ def record(
         if status:
             return await show_status(url, api_key)
         with stop_on_interrupt() as stop:
-            return await record_for(url, api_key, seconds, sample, stop, tell)
+            return await record_for(url, api_key, seconds, sample, stop, show)
 
     found = run_async(work)
-    tell(found)
+    show(found)
     for file in found["files"]:
         click.echo(file)
 
@@ -352,9 +363,8 @@ def _purge(folder: Path) -> NoReturn:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
     click.echo(
-        f"{done.num_files} files read, {done.num_rewritten} written anew: {done.num_removed} "
-        "records removed, "
-        f"{done.num_unreadable} lines that were no records; {done.num_left} names are left"
+        f"{done.num_files} files read, {done.num_rewritten} rewritten: {done.num_removed} "
+        f"records removed, {done.num_unreadable} invalid lines; {done.num_left} users are left"
     )
     for message in done.failed:
         click.echo(message, err=True)

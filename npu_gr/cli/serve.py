@@ -1,4 +1,4 @@
-"""npu-gr serve, route, check-config and config: the two kinds of processes, and the configuration of one."""
+"""npu-gr serve, route, check-config and config: instances, routers and their configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from npu_gr.cli.options import CONFIG, SET, load_config, run_async
 @CONFIG
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
-    """Start one instance. SIGTERM drains and stops it, SIGHUP reads the configuration again, SIGUSR1 logs stacks."""
+    """Start an instance.
+
+    SIGTERM drains and stops it, SIGHUP reloads the configuration, SIGUSR1 logs stacks.
+    """
     from npu_gr.server.access_log import lines_to_stdout
     from npu_gr.service.app import run
 
@@ -30,35 +33,35 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 @CONFIG
 @SET
 @click.option(
-    "--print", "prints", is_flag=True, help="Print HAProxy's file as it would be written, and end."
+    "--print", "prints", is_flag=True, help="Print the configuration for HAProxy, and exit."
 )
 def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
-    """Run HAProxy in front of the instances: by user, a rank where its signal went.
+    """Run HAProxy in front of the instances; it routes by user, so ranks follow their signals.
 
     SIGTERM drains and stops it.
     """
-    from npu_gr.route.process import run, shown
+    from npu_gr.route.process import rendered, run
 
     if prints:
-        click.echo(asyncio.run(shown(config_path, overrides)), nl=False)
+        click.echo(asyncio.run(rendered(config_path, overrides)), nl=False)
         return
     _serve(lambda: run(config_path, overrides))
 
 
-@click.command("check-config", short_help="Check a configuration and all that it names.")
+@click.command("check-config", short_help="Check a configuration and the files it names.")
 @CONFIG
 @SET
 @click.option(
     "--syntax-only",
     is_flag=True,
-    help="Open nothing that it names: for machines without the files.",
+    help="Do not open the files it names.",
 )
 def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: bool) -> None:
-    """Check the configuration of an instance or a router, and everything that it names.
+    """Check the configuration of an instance or a router, and the files and addresses it names.
 
-    Prints it whole, defaults included, and where each other value came from; then, on standard
-    error, what was found. Exit code 0, or 1: a start would reject something that it names, or 2:
-    the configuration itself is wrong.
+    Prints all values, defaults included, with the source of each value that is no default; then, on
+    standard error, the findings. Exit code: 0 = correct, 1 = something it names cannot be used, 2 =
+    the configuration itself is invalid.
     """
     from npu_gr.tools.check_config import examine, is_well, read, shown, table
 
@@ -69,25 +72,25 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     found = examine(config)
     click.echo(table(found), err=True)
     if not is_well(found):
-        click.echo(f"relative paths begin at {Path.cwd()}", err=True)
+        click.echo(f"relative paths are relative to {Path.cwd()}", err=True)
         sys.exit(1)
 
 
-@click.command(short_help="Print a configuration to begin with, or its schema.")
+@click.command(short_help="Print an example configuration, or its schema.")
 @click.argument("kind", default="instance", type=click.Choice(["instance", "router", "simulation"]))
 @click.option(
     "--schema",
     "what",
     flag_value="schema",
-    help="Print its JSON Schema instead, for editors and for CI.",
+    help="Print the JSON Schema instead, for editors and CI.",
 )
 @click.option(
     "--reference", "what", flag_value="reference", help="Print docs/configuration.md instead."
 )
 def config(kind: str, what: str | None) -> None:
-    """Print a configuration of KIND with every key and its meaning: npu-gr config > serve.yaml.
+    """Print an example configuration with every key and its meaning: npu-gr config > serve.yaml.
 
-    Its first line names the schema, by which editors complete and check it.
+    Its first line names the schema, so that editors complete and check it.
     """
     from npu_gr.tools import config_docs
 
@@ -101,16 +104,16 @@ def config(kind: str, what: str | None) -> None:
 
 
 def _serve(work: Callable[[], Any]) -> None:
-    """Run the coroutine of a process that serves: its imports frozen, its stacks logged at SIGUSR1."""
+    """Run a server's coroutine, with frozen imports, and its stacks logged at SIGUSR1."""
     from npu_gr.core.process import freeze_imports
     from npu_gr.server.debug.stacks import logged_on_signal
 
     loops: list[asyncio.AbstractEventLoop] = []
 
-    async def known() -> None:
+    async def main() -> None:
         loops.append(asyncio.get_running_loop())
         await work()
 
     freeze_imports()
     with logged_on_signal(loops):
-        run_async(known)
+        run_async(main)

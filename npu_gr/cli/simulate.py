@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=RunByDefault, short_help="Predict a fleet on a virtual clock.")
 def simulate() -> None:
-    """Predict a fleet on a virtual clock (`run`, the default command), or measure what a prediction needs."""
+    """Predict a fleet on a virtual clock (`run`, the default command), or fit its models."""
 
 
 @simulate.command("run", short_help="Simulate instances behind the router.")
@@ -36,7 +36,7 @@ def simulate() -> None:
     "config_path",
     required=True,
     type=FILE,
-    help="Settings, as in configs/simulate.yaml.",
+    help="YAML settings; see configs/simulate.yaml.",
 )
 @click.option(
     "--set",
@@ -46,19 +46,21 @@ def simulate() -> None:
     help="Override one setting, e.g. qps=2000.",
 )
 @click.option(
-    "--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users."
+    "--log",
+    type=FILE,
+    help="Simulate the traffic of a query log instead of that of the user model.",
 )
 @click.option(
     "--signal-lead-ms",
     default=50.0,
     show_default=True,
-    help="With --log: how long a signal precedes its rank, if the log has no signals.",
+    help="With --log: time between a signal and its rank, if the log has no signals.",
 )
 @click.option(
-    "--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG."
+    "--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs in --config."
 )
 @click.option(
-    "--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate."
+    "--capacity", is_flag=True, help="Find the smallest number of instances that meets the SLO."
 )
 @click.option("--out", type=FILE, help="Write simulation.json into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -72,7 +74,7 @@ def run_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Simulate N instances behind the router: hits, SLO attainment, wasted pre-infers, capacity."""
+    """Simulate instances behind a router: cache hits, SLO attainment, wasted prefills, capacity."""
     import msgspec
 
     from npu_gr.core.settings import load
@@ -124,7 +126,7 @@ def _traffic(
         )
         return lambda: iter(requests_of(QueryLog(log), options))
     if config.users is None:
-        raise ConfigError("users: needed where --log names no query log")
+        raise ConfigError("users: is required without --log")
     users = _section(config.users, UsersConfig)
     return lambda: signals_and_ranks(
         visits(users, config.qps, config.duration_s, config.seed), users.candidates
@@ -138,18 +140,18 @@ def _section(given: S | str, kind: type[S]) -> S:
     return load(Path(given), kind) if isinstance(given, str) else given
 
 
-@simulate.command("fit-users", short_help="Fit the model of users to a query log.")
+@simulate.command("fit-users", short_help="Fit the user model to a query log.")
 @click.argument("log", type=FILE)
 @click.option(
     "--num-users",
     type=click.IntRange(1),
-    help="Size of the whole population; default: the users of the LOG.",
+    help="Size of the population; default: the number of users in LOG.",
 )
 @click.option(
     "--out", required=True, type=FILE, help="Write YAML for the key `users` into this file."
 )
 def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
-    """Fit the model of users to a query LOG: popularity, returns, lengths and growth of histories."""
+    """Fit the user model to a query LOG: popularity, return times, history lengths and growth."""
     from npu_gr.replay.files import QueryLog
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_users
@@ -165,42 +167,45 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     "base_url",
     default="http://127.0.0.1:8080",
     show_default=True,
-    help="A running instance that does nothing else.",
+    help="An instance without other traffic.",
 )
 @click.option(
     "--rate",
     default=10.0,
     show_default=True,
-    help="Ranks a second; low enough that each rank has the device to itself.",
+    help="Ranks a second; so low that ranks do not overlap on the device.",
 )
 @click.option(
     "--limit",
     default=1000,
     show_default=True,
     type=click.IntRange(60),
-    help="Replay at most so many records of the LOG.",
+    help="Replay at most this number of records.",
 )
 @click.option(
     "--warmup",
     "warmup_s",
     default=3.0,
     show_default=True,
-    help="Seconds at the start that do not count.",
+    help="Leave the first seconds out of the fit.",
 )
 @click.option(
     "--kv-token-bytes",
     required=True,
     type=click.IntRange(2),
-    help="Bytes of keys and values of one token, all layers.",
+    help="KV bytes per token, all layers.",
 )
 @click.option(
     "--copy-bytes-per-s",
     required=True,
     type=float,
-    help="Bandwidth from DRAM to HBM; the service logs it at its start.",
+    help="Bandwidth from DRAM to HBM in bytes/s; the service logs it at its start.",
 )
 @click.option(
-    "--max-history-tokens", default=16_384, show_default=True, help="Longest history of the model."
+    "--max-history-tokens",
+    default=16_384,
+    show_default=True,
+    help="Longest history that the model reads.",
 )
 @click.option(
     "--out", required=True, type=FILE, help="Write YAML for the key `device` into this file."
@@ -214,7 +219,7 @@ def fit_device_command(
     max_history_tokens: int,
     **played: Any,
 ) -> None:
-    """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
+    """Replay a query LOG slowly against an instance, and fit its device profile to the answers."""
     import uvloop
 
     from npu_gr.replay.files import QueryLog
@@ -232,4 +237,4 @@ def fit_device_command(
         max_history_tokens=max_history_tokens,
     )
     write(profile, out)
-    click.echo(f"{len(ranks)} ranks; {out}")
+    click.echo(f"fitted to {len(ranks)} ranks; written to {out}")

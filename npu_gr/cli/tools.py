@@ -24,12 +24,14 @@ from npu_gr.cli.options import (
 PORT = click.IntRange(1, 65535)
 
 
-@click.command(short_help="Measure what the trigger must know of this machine.")
+@click.command(short_help="Measure this machine for the prefill trigger.")
 @CONFIG
 @SET
-@click.option("--log", type=FILE, help="A query log: lengths of histories, and time until a rank.")
-@click.option("--seconds", default=5.0, show_default=True, help="Measure pre-infers for so long.")
-@click.option("--out", type=FILE, help="The file to write; by default CONFIG.calibration.yaml.")
+@click.option(
+    "--log", type=FILE, help="Query log with typical history lengths and delays of ranks."
+)
+@click.option("--seconds", default=5.0, show_default=True, help="Time to measure prefills.")
+@click.option("--out", type=FILE, help="File to write; default: CONFIG.calibration.yaml.")
 def calibrate(
     config_path: Path,
     overrides: tuple[str, ...],
@@ -37,9 +39,9 @@ def calibrate(
     seconds: float,
     out: Path | None,
 ) -> None:
-    """Measure what the trigger must know about this machine, which should be idle.
+    """Measure the costs of prefills and copies on this machine, which should be idle.
 
-    `serve` reads the file if it lies beside its CONFIG.
+    `serve` reads the file if it is in the same folder as its configuration.
     """
     import msgspec
     import torch
@@ -58,44 +60,45 @@ def calibrate(
     text = yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False)
     path = out or calibration_path(config_path)
     path.write_text(text)
-    click.echo(f"{text}in {path}")
+    click.echo(f"{text}written to {path}")
 
 
-@click.command(short_help="Say which of our ops work on this machine.")
+@click.command(short_help="Check which kernels work on this machine.")
 @AS_JSON
-@click.option(
-    "--backend", default=None, help="The backend that must work; by default whatever is there."
-)
+@click.option("--backend", default=None, help="Backend that must work; default: the one found.")
 @click.option(
     "--hstu-library",
     type=FILE,
-    help="Huawei's paged attention, to check it too: the setting of that name.",
+    help="Also check this library of Huawei's paged attention (setting hstu_library).",
 )
 @click.option(
     "--acceptance",
     is_flag=True,
-    help="Run every operator and whole requests too, a process each, and time.",
+    help="Also run and time every operator and whole requests, each in its own process.",
 )
-@click.option(
-    "--quick", is_flag=True, help="For --acceptance: small shapes in place of a service's."
-)
+@click.option("--quick", is_flag=True, help="With --acceptance: use small shapes.")
 @click.option(
     "--timeout-s",
     default=300.0,
     show_default=True,
-    help="For --acceptance: of a step, which is then named.",
+    help="With --acceptance: time limit of each step.",
 )
 @click.option(
     "--bundle",
     default="npu_gr-acceptance.tar.gz",
     show_default=True,
     type=FILE,
-    help="What to send us.",
+    help="With --acceptance: archive of the results, for a bug report.",
 )
 @click.option("--step", hidden=True, help="Run one step of the acceptance in this process.")
-@click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
 @click.option(
-    "--config", "config_path", type=FILE, help="For --security: of an instance, or of a router."
+    "--security", is_flag=True, help="Instead list who can reach what with this configuration."
+)
+@click.option(
+    "--config",
+    "config_path",
+    type=FILE,
+    help="With --security: configuration of an instance or a router.",
 )
 @SET
 def doctor(
@@ -111,9 +114,9 @@ def doctor(
     config_path: Path | None,
     overrides: tuple[str, ...],
 ) -> None:
-    """Say which of our ops work on this machine, and what to do about those that do not.
+    """Check which kernels work on this machine, and print what to do about the others.
 
-    Exit code 0 or 1.
+    Exit code: 0 = all work, 1 = some do not.
     """
     if security:
         _doctor_security(as_json, config_path, overrides)
@@ -126,11 +129,11 @@ def doctor(
         return
     if acceptance:
 
-        def tell(begun: str) -> None:
-            click.echo(f"{begun} ...", err=True)
+        def show(step: str) -> None:
+            click.echo(f"{step} ...", err=True)
 
-        done = steps.run(name, bundle, timeout_s, quick, tell)
-        click.echo(f"in {bundle}", err=True)
+        done = steps.run(name, bundle, timeout_s, quick, show)
+        click.echo(f"results in {bundle}", err=True)
     else:
         done = steps.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
     click.echo(json.dumps(done.as_dict()) if as_json else done.as_text())
@@ -157,16 +160,19 @@ def _doctor_security(
 
 @click.command()
 @click.option(
-    "--config", "config_path", type=FILE, help="Take its objectives; by default the defaults."
+    "--config",
+    "config_path",
+    type=FILE,
+    help="Configuration with the objectives; default: the default objectives.",
 )
 @click.option(
-    "--out", default="dashboards", show_default=True, type=FILE, help="Folder to write into."
+    "--out", default="dashboards", show_default=True, type=FILE, help="Folder to write to."
 )
 @click.option(
     "--runbooks",
     default="docs/runbooks",
     show_default=True,
-    help="Path or URL of the runbooks' pages.",
+    help="Path or URL of the runbooks, for links.",
 )
 def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
     """Write the Grafana dashboards and the Prometheus rules."""
@@ -185,34 +191,41 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
     "--cpu",
     "device",
     flag_value="cpu",
-    help="With g++ or clang++, where pip install found no compiler.",
+    help="Build for the CPU with g++ or clang++, if pip install found no compiler.",
 )
-@click.option("--ascend", "device", flag_value="ascend", help="On a machine with CANN.")
+@click.option("--ascend", "device", flag_value="ascend", help="Build for Ascend; needs CANN.")
 @click.option(
-    "--soc", help="The chip, e.g. ascend910b1; also from SOC_VERSION. npu-smi info names it."
+    "--soc",
+    help="Chip, e.g. ascend910b1 (see npu-smi info); default: environment variable SOC_VERSION.",
 )
 @click.option(
-    "--out", type=FILE, help="Folder of the library; by default where the backend looks for it."
+    "--out", type=FILE, help="Folder of the library; default: where the backend looks for it."
 )
 def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
-    """Build the kernels from the sources that ship with this installation. --cpu or --ascend says for what."""
+    """Build the native kernels from the installed sources, for --cpu or --ascend."""
     from npu_gr.tools.build_ops import build_ascend, build_cpu
 
     if device is None:
-        raise click.UsageError("say --cpu or --ascend")
+        raise click.UsageError("give --cpu or --ascend")
     click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
 
 
 @click.command(short_help="Evaluate a running service on users' last events.")
 @click.option(
-    "--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade."
+    "--url",
+    default="http://127.0.0.1:8080",
+    show_default=True,
+    help="URL of a service with a cascade.",
 )
 @click.option(
-    "--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address."
+    "--admin-url",
+    default="http://127.0.0.1:8081",
+    show_default=True,
+    help="Admin URL of the service.",
 )
 @click.argument("log", required=False, type=FILE)
 @click.option(
-    "--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random."
+    "--users", type=click.IntRange(1), help="Use this number of users only, drawn at random."
 )
 @API_KEY
 @AS_JSON
@@ -224,9 +237,10 @@ def evaluate(
     api_key: str | None,
     as_json: bool,
 ) -> None:
-    """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
+    """Evaluate a running service: predict the last event of each user in LOG.
 
-    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
+    Measures the cascade and each stage alone. The models must have been trained without those
+    events (split leave-one-out). Without LOG: MovieLens-100K.
     """
     import numpy as np
     from rich.console import Console
@@ -251,27 +265,33 @@ def evaluate(
 
 @click.command(short_help="Train, serve and replay MovieLens-100K, and report.")
 @click.option(
-    "--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes."
+    "--folder",
+    default=".demo",
+    show_default=True,
+    type=FILE,
+    help="Folder for data, models and reports.",
 )
-@click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
+@click.option(
+    "--threads", default=2, show_default=True, type=THREAD_COUNT, help="Threads for training."
+)
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override one option, as train all does.",
+    help="Override an option of train all.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
+@click.option("--limit", type=click.IntRange(1), help="Replay this number of records only.")
 @click.option(
     "--longest",
     type=click.IntRange(1),
-    help="Replay only so many users, those with the longest histories.",
+    help="Replay only this number of users, those with the longest histories.",
 )
 @click.option(
     "--monitor",
     "is_monitored",
     is_flag=True,
-    help="Replay until Ctrl-C, beside Prometheus and dashboards.",
+    help="Replay until Ctrl-C, and run Prometheus and dashboards.",
 )
 @click.option("--port", default=8080, show_default=True, type=PORT, help="With --monitor.")
 @click.option("--admin-port", default=8081, show_default=True, type=PORT, help="With --monitor.")
@@ -287,11 +307,11 @@ def demo(
     is_monitored: bool,
     **ports: int,
 ) -> None:
-    """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
+    """Run prepare, train all and serve on MovieLens-100K, replay its traffic, recommend films."""
     from npu_gr.tools.demo import make, run
     from npu_gr.tools.monitor import check_machine, monitor
 
-    if is_monitored:  # before anything is trained
+    if is_monitored:  # fail before the training
         check_machine({f"--{name.replace('_', '-')}": port for name, port in ports.items()})
     console = wide_console()
     made = make(folder.resolve() if is_monitored else folder, console, overrides, threads)

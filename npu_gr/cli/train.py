@@ -1,4 +1,4 @@
-"""npu-gr train and import: one command for each model that an instance can serve, and models of other projects."""
+"""npu-gr train and import: train each model that an instance serves, or convert a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
     Presets = Mapping[str, msgspec.Struct]
 
-# of npu_gr.model.convert.families, which loads torch
+# a copy of the names in npu_gr.model.convert.families, which loads torch
 FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
 ITEM_FEATURES = click.option(
-    "--item-features", default="", callback=names_of, help="Its columns, comma-separated."
+    "--item-features",
+    default="",
+    callback=names_of,
+    help="Columns of --items to use, comma-separated.",
 )
 THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT)
 
@@ -35,7 +38,7 @@ THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_CO
 def _override(
     presets: Callable[[], Mapping[str, msgspec.Struct]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add `--set KEY=VALUE`; `--set help` lists the keys, whatever else the command lacks."""
+    """Add `--set KEY=VALUE`; `--set help` lists the keys, also without required arguments."""
 
     def show(context: click.Context, _: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
         if "help" in given:
@@ -52,7 +55,7 @@ def _override(
         metavar="KEY=VALUE",
         is_eager=True,
         callback=show,
-        help="Override one training option; `--set help` lists them.",
+        help="Override a training option; `--set help` lists them.",
     )
 
 
@@ -91,9 +94,9 @@ def train() -> None:
     """Train a model from interaction logs."""
 
 
-@train.command("all", epilog=LISTED, short_help="Train every model of a dataset: a site to serve.")
+@train.command("all", epilog=LISTED, short_help="Train every model of a dataset, ready to serve.")
 @click.argument("data", type=FILE)
-@click.option("--out", required=True, type=FILE, help="Folder of the site.")
+@click.option("--out", required=True, type=FILE, help="Folder for the models and serve.yaml.")
 @click.option("--preset", default="full", show_default=True, type=click.Choice(["full", "quick"]))
 @_override(_site_presets)
 @THREADS
@@ -106,11 +109,11 @@ def train_all(
     overrides: tuple[str, ...],
     threads: int,
 ) -> None:
-    """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
+    """Train every model from DATA, a folder of npu-gr prepare, for npu-gr serve.
 
-    Models are trained side by side. What was made from the same data and options before is not made
-    again, so after an interruption the same command goes on; until it ends, what was served stays.
-    At the end DATA is loaded into the history store, as npu-gr load does.
+    Models are trained in parallel. Finished models are reused if data and options are unchanged, so
+    the same command continues after an interruption. The served models are replaced at the end.
+    Then DATA is loaded into the history store, as npu-gr load does.
     """
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
@@ -119,7 +122,8 @@ def train_all(
         train_site(data, out, overrides, threads, wide_console(), preset)
     except KeyboardInterrupt:
         click.echo(
-            "\nwhat is finished is kept, and the same command goes on; what was served stays",
+            "\ninterrupted: finished models are kept; repeat the command to continue. "
+            "The served models are unchanged.",
             err=True,
         )
         raise
@@ -135,14 +139,14 @@ def train_all(
 @click.option(
     "--codes",
     type=FILE,
-    help="Semantic IDs of the generator beside it: new items are scored by theirs.",
+    help="Semantic IDs of the generator, by which the ranker scores new items.",
 )
 @click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick"]))
 @click.option(
     "--budget-s",
     default=0.0,
     type=click.FloatRange(min=0),
-    help="Seconds of a search for better settings on the validation; the option budget_s.",
+    help="Seconds to search for better settings on validation data; the option budget_s.",
 )
 @_override(_rank_presets)
 @VALUE_COLUMN
@@ -159,10 +163,9 @@ def train_rank(
     value_column: str,
     threads: int,
 ) -> None:
-    """Train an HSTU ranker on a LOG, which also retrieves, and print its figures beside the baselines'.
+    """Train an HSTU ranker, which also retrieves, on LOG, and compare it with baselines.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl
-    or .json.
+    LOG is a folder of npu-gr prepare, or a file: .inter, .jsonl or .json.
     """
     import torch
     from rich.console import Console
@@ -187,7 +190,7 @@ def train_rank(
         checkpoint, evaluation = work(data.interactions, data.features, options, show, codes=given)
     console.print(evaluation.table())
     click.echo(evaluation.text())
-    click.echo(f"checkpoint {publish(checkpoint, data.names, out)} in {out}")
+    click.echo(f"wrote checkpoint {publish(checkpoint, data.names, out)} to {out}")
     found = example(log_of_items, data.names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
@@ -195,8 +198,10 @@ def train_rank(
 
 @train.command("generate", epilog=LISTED, short_help="Train a semantic-ID generator.")
 @click.argument("log", required=False, type=FILE)
-@click.option("--out", required=True, type=FILE, help="Folder that the service starts from.")
-@click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
+@click.option("--out", required=True, type=FILE, help="Folder for the model and its configuration.")
+@click.option(
+    "--codes", type=FILE, help='Use these codes: a catalogue, or JSON {"item": [code, ...]}.'
+)
 @ITEMS
 @ITEM_FEATURES
 @click.option(
@@ -219,10 +224,10 @@ def train_generate(
     value_column: str,
     threads: int,
 ) -> None:
-    """Train a semantic-ID generator on an interaction LOG, and print its figures beside the baselines'.
+    """Train a semantic-ID generator on LOG, and compare it with baselines.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl,
-    or .json {"user": [item, ...]}. Without it: MovieLens-100K of the package recbole.
+    LOG is a folder of npu-gr prepare, or a file: .inter, .jsonl, or .json {"user": [item, ...]}.
+    Without LOG: MovieLens-100K of the package recbole.
     """
     import torch
     from rich.console import Console
@@ -254,17 +259,16 @@ def train_generate(
 @click.argument("log", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
 @_override(_retrieve_presets)
-@click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
+@click.option("--tenant", default="", show_default=True, help="Tenant of all users in the log.")
 @VALUE_COLUMN
 @THREADS
 def train_retrieve(
     log: Path, out: Path, overrides: tuple[str, ...], tenant: str, value_column: str, threads: int
 ) -> None:
-    """Make vectors for /v1/match of one LOG, and print their figures.
+    """Train vectors for /v1/match on one LOG, and print their quality.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl
-    or .json. An item's vector says what leads to it; a user's says what the newest events lead to.
-    `train match` is for two logs of users in common.
+    LOG is a folder of npu-gr prepare, or a file: .inter, .jsonl or .json. The vectors are those of
+    item-to-item transitions. For two logs with common users, use `train match`.
     """
     import torch
     from rich.console import Console
@@ -284,7 +288,7 @@ def train_retrieve(
     console.print(trained.report.table())
     click.echo(trained.report.text())
     data.names.save(out)
-    click.echo(f"vectors {save(trained.vectors, out)} in {out}")
+    click.echo(f"wrote vectors {save(trained.vectors, out)} to {out}")
     click.echo(how_to_match(out, data.interactions.user_names[0]))
 
 
@@ -294,20 +298,23 @@ def train_retrieve(
 @click.option(
     "--test",
     type=FILE,
-    help="Test edges of the target; without it, one edge of each user is held out.",
+    help="File with test edges of the target; default: one edge of each user is held out.",
 )
 @click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
 @_override(_match_presets)
 @click.option(
-    "--density", default=1.0, show_default=True, help="Share of the target's edges to train on."
+    "--density", default=1.0, show_default=True, help="Fraction of the target's edges to train on."
 )
 @click.option(
-    "--num-validation", default=2000, show_default=True, help="Validate on at most so many users."
+    "--num-validation",
+    default=2000,
+    show_default=True,
+    help="Largest number of users to validate on.",
 )
 @click.option("--user-column", default="user_id", show_default=True)
 @click.option("--item-column", default="item_id", show_default=True)
-@click.option("--tenant", default="", show_default=True, help="Of all users in the files.")
-@click.option("--tenant-column", help="Column with the tenant of each line's user, instead.")
+@click.option("--tenant", default="", show_default=True, help="Tenant of all users in the files.")
+@click.option("--tenant-column", help="Column with the tenant of each row, instead of --tenant.")
 @THREADS
 def train_match(
     source: Path,
@@ -320,7 +327,7 @@ def train_match(
     threads: int,
     **columns: Any,
 ) -> None:
-    """Train SCCDR from the interactions of a SOURCE and a TARGET domain that share users.
+    """Train SCCDR vectors on the interactions of a SOURCE and a TARGET domain that share users.
 
     Files are TSV (user, item), RecBole atomic files or JSONL.
     """
@@ -344,7 +351,7 @@ def _settings(
     for one in given:
         key, equals, value = one.partition("=")
         if not equals:
-            raise click.BadParameter(f"{one!r}: must be KEY=VALUE")
+            raise click.BadParameter(f"{one!r} must have the form KEY=VALUE")
         try:
             found[key.strip()] = ast.literal_eval(value.strip())
         except (SyntaxError, ValueError):
@@ -355,14 +362,14 @@ def _settings(
 @click.command("import", short_help="Convert a checkpoint that another project trained.")
 @click.argument("folder", type=FILE)
 @click.option(
-    "--from", "family", required=True, type=click.Choice(FAMILIES), help="Whose code trained it."
+    "--from", "family", required=True, type=click.Choice(FAMILIES), help="Project that trained it."
 )
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
-@click.option("--name", default="", help="Of the model; else the folder's.")
+@click.option("--name", default="", help="Name of the model; default: that of the folder.")
 @click.option(
     "--item-ids",
     type=FILE,
-    help="Ids of the items in the order of their rows, one a line; else numbers.",
+    help="File with the ids of the items in the order of rows, one per line; default: 0, 1, ...",
 )
 @click.option(
     "--actions",
@@ -384,12 +391,12 @@ def _settings(
     callback=_settings,
     multiple=True,
     metavar="KEY=VALUE",
-    help="A setting that FOLDER lacks.",
+    help="Setting that FOLDER lacks.",
 )
 @click.option(
     "--trusted",
     is_flag=True,
-    help="Read a distributed checkpoint, which may run its author's code.",
+    help="Read a distributed checkpoint, although it can execute code; only if you trust it.",
 )
 def import_(
     folder: Path,
@@ -400,9 +407,9 @@ def import_(
     trusted: bool,
     **given: Any,
 ) -> None:
-    """Convert FOLDER, with one HSTU checkpoint and its configuration, into a checkpoint that `serve` reads.
+    """Convert FOLDER, with an HSTU checkpoint and its configuration, to a checkpoint for `serve`.
 
-    What does not convert is named, and nothing is written then.
+    If a part cannot be converted, the command names it and writes nothing.
     """
     import numpy as np
 
@@ -416,10 +423,10 @@ def import_(
             ids = np.array(item_ids.read_text().split(), np.int64)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"--item-ids {item_ids}: must be whole numbers, one a line: {error}"
+                f"--item-ids {item_ids}: must have one whole number per line: {error}"
             ) from error
         if len(np.unique(ids)) != len(ids) or (ids < 0).any():
-            raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
+            raise ConfigError(f"--item-ids {item_ids}: ids must be distinct and not negative")
     made = convert(
         family,
         folder,

@@ -1,4 +1,7 @@
-"""Call a service from Python, without torch: `Client` for threads, `AsyncClient` for coroutines. docs/client.md."""
+"""Python client, without torch: `Client` for threads, `AsyncClient` for coroutines.
+
+See docs/client.md.
+"""
 
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.blocking import Client, RelayCall

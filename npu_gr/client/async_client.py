@@ -1,4 +1,4 @@
-"""`AsyncClient`: what a service does, as coroutines of a program that calls it."""
+"""`AsyncClient`: the asyncio client of the HTTP API."""
 
 from __future__ import annotations
 
@@ -64,10 +64,12 @@ from npu_gr.server.schemas.recommend import RecommendBody, RecommendOut
 from npu_gr.server.schemas.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
-MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
-MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
-_LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
-_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is rejected it does without
+MAX_USERS_BYTES = (
+    INGEST_BYTES - 1_024
+)  # users of one ingest request; the rest is for tenant and mode
+MAX_QUERY = 6_000  # characters; proxies may limit the whole request line to 8,192
+_LEAST_S = 1e-3  # time limit of a further request of a call whose time is over
+_SIGNAL_AGAIN = AGAIN - {429}  # no retry of a rejected signal: it is only an optimisation
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class _Calls:
-    """How calls are sent: to whom, with which defaults, by when."""
+    """Sends requests with the client's defaults."""
 
     def __init__(
         self,
@@ -89,22 +91,22 @@ class _Calls:
         max_connections: int = 100,
         max_attempts: int = 3,
     ) -> None:
-        """Read the files; connect to nobody yet.
+        """Read the files; connections are opened by the first calls.
 
         Args:
-            base_url: of an instance, a router or a gateway.
-            api_key: that calls show. Without it and without a file: of the environment,
+            base_url: Base URL of an instance, a router or a gateway, with http:// or https://.
+            api_key: API key to send. Default without `api_key_file`: environment variable
                 NPU_GR_API_KEY.
-            api_key_file: holds the key, and is read again when the key is rejected.
-            tls: for https. None = what NPU_GR_CA, NPU_GR_CERT and NPU_GR_CERT_KEY name, or whom the
-                system trusts.
-            tenant: of all users, where the key does not say it.
-            timeout_s: of a call.
-            max_connections: at once.
-            max_attempts: of a call.
+            api_key_file: File with the key; it is read again when the key is rejected.
+            tls: Certificates for https. None = the files that NPU_GR_CA, NPU_GR_CERT and
+                NPU_GR_CERT_KEY name, or else the system's certificate authorities.
+            tenant: Default tenant of all calls; "" = the key decides it.
+            timeout_s: Default time limit of a call, retries included.
+            max_connections: Largest number of open connections.
+            max_attempts: Largest number of attempts per call.
 
         Raises:
-            ConfigError: names what cannot be used.
+            ConfigError: An argument or a file cannot be used; the message names it.
         """
         if api_key is None and api_key_file is None:
             api_key = os.environ.get(API_KEY) or None
@@ -135,7 +137,7 @@ class _Calls:
         headers: Mapping[str, str] | None = None,
         again: frozenset[int] = AGAIN,
     ) -> Reply:
-        """Send a request about one user; what was not given is left out of its body."""
+        """Send a request about one user; fields with default values are left out of its body."""
         named = placing_headers(str(body.user_id), body.tenant)
         call = SafeCall(
             path=path,
@@ -147,7 +149,7 @@ class _Calls:
         return await self._channel.send(call, self._time(timeout_s))
 
     async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
-        """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""
+        """Send one of several requests of a call; `until_at` is on the loop's clock."""
         return await self._channel.send(
             call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S)
         )
@@ -162,14 +164,14 @@ class _Calls:
 class AsyncClient(_Calls):
     """Calls one service: `async with AsyncClient("http://...") as client`.
 
-    Belongs to the event loop that opens it.
+    A client belongs to the event loop that opens it.
 
-    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every
-    method raises the errors of `npu_gr.core.errors`: RequestError and what is below it (the
-    caller's fault; `error.field` names the field), Overloaded (`error.retry_after_s`), Unavailable
-    and Unreachable, DeadlineExceeded, BadAnswer.
+    `timeout_s` is the time limit of a call in seconds, retries included; None = the client's.
+    `tenant` may be set with a key for all tenants, or without keys; None = the client's.
 
-    `tenant` is only for a key of every tenant, or a service without keys; None = the client's.
+    Every method raises errors of `npu_gr.core.errors`: RequestError and its subclasses where the
+    request is invalid (`error.field` names the field), Overloaded (`error.retry_after_s`),
+    Unavailable, Unreachable, DeadlineExceeded, BadAnswer.
     """
 
     async def rank(
@@ -191,17 +193,17 @@ class AsyncClient(_Calls):
         """Score candidates for a user.
 
         Args:
-            user: as the company knows the user.
-            candidates: [c] items.
-            history: the user's behaviours; None = the history store has them.
-            base: the fingerprint of an earlier answer, which `history` continues.
-            timestamp: when the candidates are shown; None = now.
-            top_k: answer the best so many, too.
-            unknown_items: candidates that the ranker does not know have no score, or the rank
-                fails; None = as the instance has it.
-            features: of the user, the request and the candidates; None = all are missing.
-            fields: what to say of them beside their names: "title".
-            model_version: None = the current one.
+            user: Your id of the user.
+            candidates: Items, as names or ids, [c].
+            history: The user's behaviours; None = read the history store.
+            base: Fingerprint in an earlier answer; `history` then has the events after it only.
+            timestamp: Time at which the candidates are shown; None = now.
+            top_k: Also return the best `top_k` candidates.
+            unknown_items: "ignore" = candidates that the ranker does not know have no score, or
+                the call fails with Unprocessable; None = as the instance is configured.
+            features: Features of the user, the request and the candidates; None = all missing.
+            fields: Item fields to return for the best candidates: "title".
+            model_version: Version of the ranker; None = the current one.
         """
         names = listed(candidates, "candidates")
         ids = ids_of(candidates, "candidates")
@@ -239,18 +241,17 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> FoundItems[GenerateOut]:
-        """Find the best items after a history, by semantic-ID beam search.
+        """Generate the best next items by semantic-ID beam search; scores are log-probabilities.
 
         Args:
-            user, history, base, fields, model_version: as of `rank`.
-            num_items: at most.
-            beam_width, normalise, temperature: of the search; None = the service's; scores are
-                log-probabilities.
-            exclude_seen: leave out the items of the history; None = as the service is configured.
-            allow_items: only these; None = all.
-            deny_items: none of these.
-            attributes: name -> values of which an item has one.
-            catalogue_version: None = the current one.
+            user, history, base, fields, model_version: See `rank`.
+            num_items: Largest number of items.
+            beam_width, normalise, temperature: Settings of the search; None = as configured.
+            exclude_seen: Leave out the items of the history; None = as configured.
+            allow_items: Items to choose from; None = all.
+            deny_items: Items to leave out.
+            attributes: Attribute -> accepted values; an item must have one of them.
+            catalogue_version: Version of the catalogue; None = the current one.
         """
         body = GenerateBody(
             **self._user(user, tenant),
@@ -284,14 +285,14 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> FoundItems[MatchOut]:
-        """Find the best items for a user, by vectors.
+        """Retrieve the best items for a user by vectors.
 
         Args:
-            user, allow_items, deny_items, fields: as of `generate`.
-            history: in the target domain; None = the history store has it.
-            num_items: at most.
-            exclude_seen: leave out the items of the history, and of the training data.
-            vectors_version: None = the current one.
+            user, allow_items, deny_items, fields: See `generate`.
+            history: The user's behaviours in the target domain; None = read the history store.
+            num_items: Largest number of items.
+            exclude_seen: Leave out the user's items, those of the training data included.
+            vectors_version: Version of the vectors; None = the current one.
         """
         body = MatchBody(
             **self._user(user, tenant),
@@ -326,20 +327,20 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> FoundItems[RecommendOut]:
-        """Find what to show a user: retrieval and rank in one.
+        """Recommend items: retrieval and rank in one call.
 
         Args:
-            user, history, base, timestamp, fields, model_version: as of `rank`.
-            num_items: at most.
-            num_candidates: ranked at most; None = as the service is configured.
-            exclude_seen: leave out the items of the history; None = as the service is configured.
-            unknown_items: that the ranker does not know come last, without a score, or are dropped;
-                None = as the service is configured.
-            deny_items: none of these.
-            context: for the service's hook.
-            sources: only these of the configured ones; None = all.
-            features: of the user and the request; None = all are missing.
-            order: blended, rank, fused or retrieval (nothing is ranked); None = as the service is
+            user, history, base, timestamp, fields, model_version: See `rank`.
+            num_items: Largest number of items.
+            num_candidates: Largest number of ranked candidates; None = as configured.
+            exclude_seen: Leave out the items of the history; None = as configured.
+            unknown_items: Items that the ranker does not know: "last" = after all others, without
+                a score; "drop" = left out; None = as configured.
+            deny_items: Items to leave out.
+            context: Values for the service's hook.
+            sources: Subset of the configured sources; None = all.
+            features: Features of the user and the request; None = all missing.
+            order: "blended", "rank", "fused" or "retrieval" (without ranking); None = as
                 configured.
         """
         body = RecommendBody(
@@ -373,12 +374,14 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> SignalOut:
-        """Say that a rank for the user will come. `relay` does this, and ranks.
+        """Announce a rank, so that the service computes the history's prefix ahead of it.
+
+        `relay` sends the signal and the rank.
 
         Args:
-            user, history, base, model_version: as of `rank`.
-            num_candidates: of that rank; None = as the service is configured.
-            features: of the user.
+            user, history, base, model_version: See `rank`.
+            num_candidates: Number of candidates of that rank; None = as configured.
+            features: Features of the user; others are rejected.
         """
         body = SignalBody(
             **self._user(user, tenant),
@@ -401,11 +404,11 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRelayCall:
-        """Signal at once, and rank when retrieval is done: `async with client.relay(user) as relay`.
+        """Signal at once, and rank after retrieval: `async with client.relay(user) as relay`.
 
         Args:
-            user, history, num_candidates, features, model_version: as of `signal`.
-            timeout_s: of the signal.
+            user, history, num_candidates, features, model_version: See `signal`.
+            timeout_s: Time limit of the signal.
         """
         of_both: dict[str, Any] = {"model_version": model_version, "tenant": tenant}
         signal = partial(
@@ -433,10 +436,10 @@ class AsyncClient(_Calls):
         """Append behaviours of one user to the history store; they are durable when this returns.
 
         Args:
-            user: as the company knows the user.
-            events: oldest first.
-            idempotency_key: events that come with one key of a user are appended once; None = a key
-                of this call, so that its own retries append once.
+            user: Your id of the user.
+            events: The new behaviours, oldest first.
+            idempotency_key: Repeated calls for a user with the same key append once; None = a new
+                key, so that the retries of this call append once.
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
         key = {IDEMPOTENCY_KEY: checked_key(idempotency_key)}
@@ -451,22 +454,22 @@ class AsyncClient(_Calls):
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[Name, UserWritten]:
-        """Write behaviours of many users, in as few requests as they fit in.
+        """Write behaviours of many users, in as few requests as possible.
 
         Args:
-            events: user -> events, oldest first.
-            mode: append them; merge: add only those that are not there, in time order; replace all
-                that is there.
-            idempotency_key: for append, as of `events`. With one, the same call may be made again
-                after it failed.
+            events: User -> events, oldest first.
+            mode: "append"; "merge" = add the events that the store lacks, in time order; "replace"
+                = replace all events of these users.
+            idempotency_key: Key for `mode="append"`, see `events`. With a key, a failed call may be
+                repeated.
 
         Returns:
-            User -> how many events the store keeps now, or why nothing was written.
+            User -> number of stored events, or the error of this user.
 
         Raises:
-            TooLarge: the events of one user do not fit into a request; nothing was sent.
-            Unprocessable: beside what `events` rejects, one user under two names: 7 and "7";
-                nothing was sent.
+            TooLarge: The events of one user do not fit into a request; nothing was sent.
+            Unprocessable: As for `events`; also if a user appears twice, as 7 and "7". Nothing was
+                sent.
         """
         if mode == "append" or idempotency_key is not None:
             idempotency_key = checked_key(idempotency_key)
@@ -479,19 +482,19 @@ class AsyncClient(_Calls):
             call = SafeCall(path=INGEST.path, body=body, headers={"Content-Type": MSGPACK})
             results += read(await self._send_until(call, until_at), IngestOut).users
         if len(results) != len(events):
-            raise BadAnswer(f"the answers tell of {len(results)} users of {len(events)}")
+            raise BadAnswer(f"the answers have {len(results)} users, the call has {len(events)}")
         return dict(zip(events, results, strict=True))
 
     async def erase(
         self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None
     ) -> tuple[str, ...]:
-        """Forget a user.
+        """Erase all data of a user.
 
         Returns:
-            Places that still hold something of the user for a while; mostly none.
+            Stores that still hold data and erase it later; usually empty.
         """
         tenant = self.tenant if tenant is None else tenant
-        # a user called ".." must not become a step in the path
+        # encode dots: the user id ".." must not become a path segment
         path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
         query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
         call = SafeCall(
@@ -503,14 +506,14 @@ class AsyncClient(_Calls):
     async def items(
         self, names: Names = (), *, ids: Sequence[int] | I64 = (), timeout_s: float | None = None
     ) -> list[ItemOut]:
-        """Ask for the ids, names and titles of items, by ids or by names.
+        """Look up ids, names and titles of items.
 
         Args:
-            names: as the company writes them.
-            ids: as raw columns have them.
+            names: Your names of items.
+            ids: Ids of items, as raw columns have them.
 
         Returns:
-            Of each id, then of each name.
+            The items of `ids`, then those of `names`.
         """
         asked = [f"ids={one}" for one in ids] + [
             f"name={quote(str(one), safe='')}" for one in listed(names, "names")
@@ -523,14 +526,14 @@ class AsyncClient(_Calls):
         return found
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
-        """List the models in service, and those that drain."""
+        """List the served models, and those that drain."""
         reply = await self._channel.send(
             SafeCall(method="GET", path="/v1/models"), self._time(timeout_s)
         )
         return read(reply, _Models).models
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the service takes requests now. Raises Unreachable where there is none."""
+        """Whether the service accepts requests. Raises Unreachable where nothing answers."""
         call = SafeCall(method="GET", path="/readyz", again=frozenset())
         try:
             await self._channel.send(call, self._time(timeout_s))
@@ -543,5 +546,5 @@ class AsyncClient(_Calls):
 
 def _checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s < math.inf:
-        raise Unprocessable(f"timeout_s: {timeout_s}: a finite time over 0")
+        raise Unprocessable(f"timeout_s: {timeout_s} is not a finite number of seconds above 0")
     return timeout_s

@@ -1,10 +1,8 @@
 """`Client`: `AsyncClient` for programs without an event loop.
 
-One thread of its own runs the loop of all calls.
-
-So there is one implementation, any number of threads may share a client and its connections, and a
-signal is on its way while the program does something else. A call costs two hand-overs between
-threads.
+A background thread runs the event loop of all calls. So there is one implementation, any number of
+threads may share a client and its connections, and a signal is sent while the program does
+something else. A call costs two switches between threads.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class Loop:
-    """An event loop in a thread, until closed. Any thread may run coroutines in it."""
+    """An event loop in a background thread; any thread may run coroutines in it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # nothing is handed over to a loop that ends
+        self._lock = threading.Lock()  # no coroutine is submitted while the loop ends
         self._is_closed = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="npu_gr client", daemon=True)
@@ -46,15 +44,15 @@ class Loop:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for it; an interrupt of the waiting thread cancels it.
+        """Run a coroutine and wait for its result; an exception in the waiting thread cancels it.
 
         Raises:
-            RuntimeError: the loop is closed, or it was made before this process was forked.
+            RuntimeError: The loop is closed, or belongs to the process before a fork.
         """
         if self._process != os.getpid():
             work.close()
             raise RuntimeError(
-                "a client does not survive a fork: make it in the process that uses it"
+                "the client was made before this process was forked; make it after the fork"
             )
         with self._lock:
             if self._is_closed:
@@ -70,7 +68,7 @@ class Loop:
             raise
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel what runs, run `last`, and end the thread. In a fork there is nothing to close."""
+        """Cancel all calls, run `last`, and end the thread. Does nothing in a forked process."""
         if self._process != os.getpid():
             return
         with self._lock:
@@ -78,7 +76,7 @@ class Loop:
                 return
             self._is_closed = True
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
-        # which may be the one that collects a forgotten client
+        # the garbage collector may call this from the loop's own thread
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -94,7 +92,7 @@ class Loop:
 
 
 class Waits(Protocol[A_co]):
-    """A class whose methods wait for those of `A`."""
+    """A class whose methods block on the coroutines of `A`."""
 
     @property
     def _loop(self) -> Loop: ...
@@ -106,7 +104,7 @@ class Waits(Protocol[A_co]):
 def waiting(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Waits[A], P], T]:
-    """Make a method that runs a coroutine of the inner object, with its arguments, documentation and types."""
+    """Make a blocking method of a coroutine method, with its signature and docstring."""
 
     @wraps(method)
     def call(self: Waits[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,7 +116,7 @@ def waiting(
 def like(
     method: Callable[Concatenate[Any, P], Any],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
-    """Make a method that takes the arguments of another one."""
+    """Give a method the signature of another one."""
 
     def named(call: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
         mine = inspect.signature(call, eval_str=False)
@@ -130,25 +128,25 @@ def like(
 
 
 class Client:
-    """Calls one service, from any number of threads: `with Client("http://...") as client`, or `close()` at the end.
+    """Calls one service, from any number of threads: `with Client("http://...") as client`.
 
-    `AsyncClient` says what the methods do and raise.
+    Without `with`, call `close()` at the end. The methods are those of `AsyncClient`.
     """
 
     @like(AsyncClient.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Read the files and start the thread; connect to nobody yet.
+        """Read the files and start the thread; connections are opened by the first calls.
 
         The arguments are those of `AsyncClient`.
         """
         self._inner = AsyncClient(*args, **kwargs)
         self._loop = Loop()
         self._loop.run(self._inner.__aenter__())
-        # also when the program forgets it, and at the end of the process
+        # runs also when the client is garbage-collected, and at the exit of the process
         self._finalizer = weakref.finalize(self, self._loop.close, self._inner.__aexit__)
 
     def close(self) -> None:
-        """Close every connection and end the thread. Calls in flight raise RuntimeError."""
+        """Close all connections and end the thread; calls in flight raise RuntimeError."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -171,29 +169,29 @@ class Client:
 
     @like(AsyncClient.relay)
     def relay(self, *args: Any, **kwargs: Any) -> RelayCall:
-        """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`.
+        """Signal at once, and rank after retrieval: `with client.relay(user) as relay`.
 
-        See `AsyncClient`.
+        See `AsyncClient.relay`.
         """
         return RelayCall(self, self._inner.relay(*args, **kwargs))
 
 
 class RelayCall:
-    """One user's signal and ranks, as `AsyncRelayCall`."""
+    """Blocking form of `AsyncRelayCall`: a user's signal and ranks."""
 
     def __init__(self, client: Client, inner: AsyncRelayCall) -> None:
-        self._client = client  # kept: a forgotten client closes itself
+        self._client = client  # a reference, since a garbage-collected client closes itself
         self._loop = client._loop
         self._inner = inner
 
     @property
     def signalled(self) -> SignalOut | None:
-        """The answer of the signal; None = there is none yet, or it failed."""
+        """The answer to the signal; None = it has not arrived, or the signal failed."""
         return self._inner.signalled
 
     @property
     def failure(self) -> NpuGrError | None:
-        """The failure of the signal."""
+        """The error of the signal; None = it has not failed."""
         return self._inner.failure
 
     def __enter__(self) -> Self:

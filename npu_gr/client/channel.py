@@ -1,11 +1,12 @@
-"""Calls of one service over HTTP: connections, the API key, attempts and their deadline.
+"""The client's HTTP channel: connections, API key, retries, deadlines.
 
-    again       what is safe to send twice, and every call of ours is: reads; erasures; events, by their idempotency key
-    in all      at most `max_attempts`, and within the call's own `timeout_s`; nothing is begun that could not end in it
-    back-off    what Retry-After says, or else a random time that doubles; over the client, one retry in five calls
+    retries     every call is idempotent (reads, erasures, events with their idempotency key), so
+                all calls may be retried
+    limits      `max_attempts` per call, all within its `timeout_s`; no wait that would exceed it
+    back-off    Retry-After, or else a random time whose upper bound doubles per attempt
+    budget      over the client's life, one retry per five calls
 
-aiohttp does the rest: pooled connections that are kept open, and cancellation that closes the one
-in use.
+aiohttp pools the connections; cancelling a call closes the connection in use.
 """
 
 from __future__ import annotations
@@ -50,26 +51,27 @@ from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
 from npu_gr.server.http import REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
 from npu_gr.server.schemas.media import JSON
 
-MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
-BACK_OFF_S = 0.05  # the first wait is at most this long
-IDLE_S = 30.0  # connections are closed after it; a service waits longer
-RETRIES_PER_CALL = 0.2  # in the long run, so that callers do not keep down what is overloaded
-RETRIES_AT_ONCE = 10.0
-# statuses after which the same call may be answered; 503: Unreachable, too
+MAX_ANSWER_BYTES = 67_108_864  # a longer answer is BadAnswer
+BACK_OFF_S = 0.05  # upper bound of the first wait
+IDLE_S = 30.0  # idle connections are closed after it, before the service closes them
+# Long-term ratio of retries to calls, so that retries do not keep an overloaded service overloaded.
+RETRIES_PER_CALL = 0.2
+RETRIES_AT_ONCE = 10.0  # burst of retries
+# Statuses after which a call is retried; 503 is also the status of Unreachable.
 AGAIN = frozenset({408, 429, 502, 503})
 
 
 class ApiKey:
-    """The key that calls show: a text, or the content of a file."""
+    """The API key to send: a text, or the content of a file."""
 
     def __init__(self, text: str | None, file: Path | None) -> None:
         """Read the key.
 
         Raises:
-            ConfigError: the file cannot be read, or what is given is no key, or both are given.
+            ConfigError: The file cannot be read, the text is not a key, or both are given.
         """
         if text is not None and file is not None:
-            raise ConfigError("api_key, api_key_file: give one of them")
+            raise ConfigError("api_key, api_key_file: set one of them, not both")
         self._file = file
         self.text = (
             None
@@ -78,10 +80,7 @@ class ApiKey:
         )
 
     def differs_from(self, rejected: str | None) -> bool:
-        """Read the file again.
-
-        Returns whether it has another key than the rejected one; an unreadable file has none.
-        """
+        """Read the file again, and return whether it has another key than the rejected one."""
         try:
             self.text = self._checked(self._read())
         except ConfigError:
@@ -90,7 +89,7 @@ class ApiKey:
 
     @property
     def is_of_file(self) -> bool:
-        """Whether it may change."""
+        """Whether the key comes from a file, and so may change."""
         return self._file is not None
 
     def _read(self) -> str:
@@ -103,26 +102,26 @@ class ApiKey:
     def _checked(self, text: str) -> str:
         if not (text and text.isascii() and text.isprintable()):
             raise ConfigError(
-                f"{'api_key' if self._file is None else f'api_key_file: {self._file}'}: holds "
-                "no key"
+                f"{'api_key' if self._file is None else f'api_key_file: {self._file}'}: "
+                "is not a key: one line of printable ASCII"
             )
         return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafeCall:
-    """One request, which is sent once or more often."""
+    """An idempotent request, which may be sent several times."""
 
     method: str = "POST"
-    path: str  # with its query, encoded
+    path: str  # path and query, percent-encoded
     body: bytes | None = None  # msgpack
     accept: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
-    again: frozenset[int] = AGAIN  # statuses after which it is sent again
+    again: frozenset[int] = AGAIN  # statuses after which it is retried
 
 
 class Reply(NamedTuple):
-    """A good answer."""
+    """A successful answer."""
 
     status: int
     media: str
@@ -130,7 +129,7 @@ class Reply(NamedTuple):
 
 
 class Channel:
-    """The connections to one address. Belongs to one event loop, from `open` to `close`."""
+    """The connections to one base URL. Belongs to one event loop, from `open` to `close`."""
 
     def __init__(
         self,
@@ -140,17 +139,17 @@ class Channel:
         max_connections: int,
         max_attempts: int,
     ) -> None:
-        """Connect to nobody yet.
+        """Check the arguments; `open` makes the connection pool.
 
         Args:
-            base_url: http or https, a host, and perhaps a path that a gateway wants.
-            key: shown by every call.
-            tls: for https; its files are followed.
-            max_connections: at once; calls over it wait within their deadline.
-            max_attempts: of a call.
+            base_url: URL with http or https, a host, and optionally a path, e.g. of a gateway.
+            key: API key that every call sends.
+            tls: Certificates for https; changed files are read again.
+            max_connections: Largest number of connections; further calls wait for one.
+            max_attempts: Largest number of attempts per call.
 
         Raises:
-            ConfigError: the address is none, a number is below 1, or a file cannot be used.
+            ConfigError: The URL is invalid, a number is below 1, or a file cannot be used.
         """
         try:
             url = URL(base_url)
@@ -167,18 +166,18 @@ class Channel:
             )
         for name, number in (("max_connections", max_connections), ("max_attempts", max_attempts)):
             if number < 1:
-                raise ConfigError(f"{name}: {number}: at least 1")
+                raise ConfigError(f"{name}: {number} is below 1")
         self.url = base_url.rstrip("/")
         self._key = key
         self._max_connections = max_connections
         self._max_attempts = max_attempts
         self._tls = ClientTls(tls, "tls") if url.scheme == "https" else None
-        self._retries = RETRIES_AT_ONCE  # left
+        self._retries = RETRIES_AT_ONCE  # retries left in the budget
         self._stack = AsyncExitStack()
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Begin to follow the files of TLS; connections are made by calls."""
+        """Make the connection pool, and watch the TLS files; calls open the connections."""
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=IDLE_S)
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(
@@ -187,28 +186,29 @@ class Channel:
                     total=None, connect=None, sock_read=None, sock_connect=None
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # nothing of ours is compressed, and a bomb stays small
+                auto_decompress=False,  # the service does not compress; protects against zip bombs
                 headers={"Accept-Encoding": "identity", "User-Agent": "npu_gr"},
             )
         )
         await self._stack.enter_async_context(following(self._tls))
 
     async def close(self) -> None:
-        """Close every connection. Calls in flight fail."""
+        """Close all connections; calls in flight fail."""
         self._http = None
         await self._stack.aclose()
 
     async def send(self, call: SafeCall, timeout_s: float) -> Reply:
-        """Send a call until it is answered, or not again.
+        """Send a call, with retries, and return its successful answer.
 
         Args:
-            call: safe to send twice.
-            timeout_s: for all of it.
+            call: The request.
+            timeout_s: Time limit of all attempts together.
 
         Raises:
-            NpuGrError: what the service answered last. Unreachable: nobody answered. BadAnswer:
-                somebody else did.
-            DeadlineExceeded: the time is over, here or at the service.
+            NpuGrError: The last error that the service answered.
+            Unreachable: The last attempt got no answer.
+            BadAnswer: The answer is not one of an npu_gr service.
+            DeadlineExceeded: The time limit passed, here or at the service.
         """
         loop = asyncio.get_running_loop()
         until_at = loop.time() + timeout_s
@@ -229,17 +229,16 @@ class Channel:
                         failure = error
                     if not await self._is_worth_another(call, failure, attempt, key):
                         raise failure
-                    # S311: spread, so that callers who were rejected together do not come back
-                    # together
+                    # random, so that clients rejected together do not retry together (S311)
                     spread_s = random.uniform(0, BACK_OFF_S * 2 ** (attempt - 1))  # noqa: S311
                     wait_s = max(failure.retry_after_s or 0.0, spread_s)
                     if loop.time() + wait_s >= until_at:
                         raise failure
-                    if failure.status in call.again:  # a key that was read anew is no retry
+                    if failure.status in call.again:  # an attempt with a new key is no retry
                         self._retries -= 1
                     await asyncio.sleep(wait_s)
         except TimeoutError:
-            before = "" if failure is None else f"; before that: {failure}"
+            before = "" if failure is None else f"; the last error: {failure}"
             raise DeadlineExceeded(
                 f"{self.url}{call.path}: no answer within {timeout_s:g} s{before}"
             ) from failure
@@ -253,7 +252,7 @@ class Channel:
 
     async def _attempt(self, call: SafeCall, headers: dict[str, str], left_s: float) -> Reply:
         if self._http is None:
-            raise RuntimeError("the client is not open: use it within `async with`")
+            raise RuntimeError("the client is not open; use it within `async with`")
         if left_s <= 0:
             raise TimeoutError
         try:
@@ -262,7 +261,7 @@ class Channel:
                 URL(self.url + call.path, encoded=True),
                 data=call.body,
                 headers={**headers, TIMEOUT_MS: f"{left_s * 1e3:.3f}"},
-                allow_redirects=False,  # a key is for this address
+                allow_redirects=False,  # the key must not be sent to another host
                 ssl=True if self._tls is None else self._tls.context,
                 server_hostname=None if self._tls is None else self._tls.server_name,
             ) as response:
@@ -279,8 +278,8 @@ class Channel:
             return Reply(status, media, body)
         if status < 400:
             raise BadAnswer(
-                f"{self.url}{call.path}: the answer was {status}, to "
-                f"{cut(answered.get('Location', ''))!r}"
+                f"{self.url}{call.path}: the answer was {status}, a redirect to "
+                f"{cut(answered.get('Location', ''))!r}, which the client does not follow"
             )
         raise from_answer(status, answered, body)
 
@@ -290,11 +289,13 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for piece in response.content.iter_any():
         body += piece
         if len(body) > MAX_ANSWER_BYTES:
-            raise BadAnswer(f"{response.url.path}: over {MAX_ANSWER_BYTES} bytes")
+            raise BadAnswer(
+                f"{response.url.path}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes"
+            )
     return bytes(body)
 
 
-# ---- what went wrong, as one tree of errors for a service in this process and one far away
+# ---- errors: the same classes as those of a service within this process
 
 _BY_STATUS: dict[int, type[NpuGrError]] = {
     one.status: one
@@ -313,7 +314,7 @@ _BY_STATUS: dict[int, type[NpuGrError]] = {
     )
 }
 _MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?")
-_FIELDS = (  # as our messages name one
+_FIELDS = (  # the forms in which messages of the service name a field
     re.compile(r"unknown field ([^;\s]+)"),
     re.compile(r"Object missing required field `([^`]+)`"),
     re.compile(r"([A-Za-z_](?:[\w.-]|\[[^\]]*\])*): "),
@@ -321,7 +322,7 @@ _FIELDS = (  # as our messages name one
 
 
 class _Problem(msgspec.Struct, frozen=True):
-    """The parts of RFC 9457 problem details that we read."""
+    """The used fields of problem details (RFC 9457)."""
 
     title: str
     detail: str
@@ -329,12 +330,12 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 def from_answer(status: int, headers: Mapping[str, str], body: bytes) -> NpuGrError:
-    """Make the error that an answer tells of.
+    """Make the exception of an error response.
 
     Args:
-        status: of HTTP, not 2xx.
-        headers: by any spelling of their names.
-        body: problem details, or whatever a proxy writes.
+        status: HTTP status, not 2xx.
+        headers: Headers of the response; names in any case.
+        body: Problem details, or any text of a proxy.
     """
     try:
         problem = msgspec.json.decode(body, type=_Problem)
@@ -354,7 +355,7 @@ def from_answer(status: int, headers: Mapping[str, str], body: bytes) -> NpuGrEr
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return how long the service asks to wait: milliseconds where it says them, or seconds, or until a date."""
+    """Return the wait in seconds of Retry-After-Ms, or of Retry-After (seconds or a date)."""
     try:
         if _MILLISECONDS.fullmatch(text := headers.get(RETRY_AFTER_MS, "")):
             return float(text) * 1e-3
@@ -363,7 +364,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
             return float(text)
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, OverflowError):
-        return 0.0  # unreadable, as if it were not there
+        return 0.0  # malformed: as if it were absent
 
 
 def _field(detail: str) -> str | None:

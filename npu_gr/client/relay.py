@@ -1,8 +1,9 @@
-"""Signal ahead: say at once that a rank will come, and rank against the same history when retrieval is done.
+"""Relay calls: signal at once, and rank against the same history after retrieval.
 
-the signal has answered   the rank names its fingerprint as the base, and sends no history again
-it has not, or it failed  the rank sends the history whole; nothing waits for a signal, and none fails a rank
-the base is not known     (another instance, or forgotten) the same
+signal answered             the rank names the signal's fingerprint as `base`, without a history
+no answer yet, or an error  the rank sends the whole history; it never waits for the signal
+base unknown (another       the rank is sent again with the whole history
+instance, or evicted)
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ class AsyncRelayCall:
         features: Features | None,
         timeout_s: float,
     ) -> None:
-        """Send nothing yet.
+        """Prepare; `async with` sends the signal.
 
         Args:
-            signal: sends the signal.
-            rank: `AsyncClient.rank` of the same user.
-            history: of both; None = the history store has it.
-            features: of the user.
-            timeout_s: of a rank that names none.
+            signal: Coroutine function that sends the signal.
+            rank: `AsyncClient.rank` for the same user.
+            history: History of both requests; None = read the history store.
+            features: Features of the user.
+            timeout_s: Default time limit of a rank.
         """
-        # the signal's answer; None = none yet, or it failed
+        # the answer to the signal; None = it has not arrived, or the signal failed
         self.signalled: SignalOut | None = None
-        self.failure: NpuGrError | None = None  # of the signal
+        self.failure: NpuGrError | None = None  # error of the signal
         self._send_signal = signal
         self._rank = rank
         self._history = history
         self._user_features = None if features is None else features.user
         self._timeout_s = timeout_s
         self._signal: asyncio.Task[None] | None = None
-        self._is_base_known = True  # until a rank hears otherwise
+        self._is_base_known = True  # until a rank gets UnknownPrefix
 
     async def __aenter__(self) -> Self:
         self._signal = asyncio.create_task(self._try_signal())
@@ -58,7 +59,7 @@ class AsyncRelayCall:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._signal is not None
-        self._signal.cancel()  # nobody ranks any more
+        self._signal.cancel()  # no rank will follow
         await asyncio.gather(self._signal, return_exceptions=True)
 
     async def rank(
@@ -71,10 +72,10 @@ class AsyncRelayCall:
         fields: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Ranked:
-        """Score candidates against the history and the user's features of the signal, as `AsyncClient.rank` does.
+        """Score candidates with the signal's history and user features; see `AsyncClient.rank`.
 
         Args:
-            features: of the request and the candidates; those of the user stay the signal's.
+            features: Features of the request and the candidates; those of the user are ignored.
         """
         loop = asyncio.get_running_loop()
         left_s = self._timeout_s if timeout_s is None else timeout_s
@@ -97,4 +98,4 @@ class AsyncRelayCall:
             self.signalled = await self._send_signal()
         except NpuGrError as error:
             self.failure = error
-            log.debug("a signal failed; its ranks do without: %s", error)
+            log.debug("the signal failed; ranks send the whole history: %s", error)

@@ -1,9 +1,9 @@
-"""What a caller has as the bodies of the wire, and answers as what a caller wants to see.
+"""Converts Python values to bodies of the wire, and answers to Python values.
 
-items       raw int64 ids, computed here by `item_ids`: the service need not hash a name on its event loop
-actions     a list of names: only the model that answers knows their indices
+items       raw int64 ids, computed here by `item_ids`, which saves the service the hashing
+actions     a list of names: their indices depend on the model that answers
 timestamps  raw int64 unix seconds
-answers     names and scores in front, and `answer`, all that the service wrote
+answers     names and scores, and `answer` with all fields of the service
 """
 
 from __future__ import annotations
@@ -39,34 +39,31 @@ Name = str | int
 Names = Sequence[Name] | npt.NDArray[Any]
 Cell = bool | int | float | str | Sequence[str | int] | None  # None = missing
 Column = Sequence[Cell] | npt.NDArray[Any]
-Time = datetime | float  # with a zone; or unix seconds
+Time = datetime | float  # datetime with a time zone, or unix seconds
 Times = Sequence[Time] | npt.NDArray[Any]
 L = TypeVar("L", str, bytes)
 F = TypeVar("F", SignalFeatures, RequestFeatures, RankFeatures)
 Out = TypeVar("Out", GenerateOut, MatchOut, RecommendOut)
 S = TypeVar("S")
 _MOST_S = 2**62
-_TIME = "unix seconds, or a datetime with a zone"
+_TIME = "unix seconds, or a datetime with a time zone"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behaviours:
-    """Behaviours of a user, oldest first, as columns of one length, with the names that the company has for them."""
+    """Behaviours of a user, oldest first, as columns of equal length, with your own names."""
 
-    items: Names  # "SKU-0042-C" or 42; an array of int64 may hold ids
-    # "purchase"; 5 or 4.5 where ratings are the actions
+    items: Names  # names such as "SKU-0042-C" or 42; an int64 array may hold ids
+    # names such as "purchase"; numbers where ratings are the actions
     actions: Sequence[str | float] | npt.NDArray[Any]
-    timestamps: Times  # with a zone, or unix seconds; datetime64 is UTC
-    features: Mapping[str, Column] = field(default_factory=dict)  # of each event
+    timestamps: Times  # datetimes with a time zone, or unix seconds; datetime64 is UTC
+    features: Mapping[str, Column] = field(default_factory=dict)  # feature -> value of each event
 
     def on_the_wire(self, field: str) -> fields.History:
-        """Make the columns of a body.
-
-        Args:
-            field: its name in messages.
+        """Convert the columns for a body; `field` is their name in error messages.
 
         Raises:
-            Unprocessable: names the field, the place and what is wrong with it.
+            Unprocessable: A value is invalid; the message names the field and the index.
         """
         return fields.History(
             items=item_column(self.items, f"{field}.items"),
@@ -78,29 +75,29 @@ class Behaviours:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Features:
-    """What a ranker reads of a user, a request and its candidates; `models()` says what it knows.
+    """Features of a user, a request and its candidates; absent ones are missing values.
 
-    Absent = missing.
+    `models()` lists the features that the ranker knows.
     """
 
-    # a part of the history; None = those of the base, if there is one
+    # part of the prefix; None = those of the base, if there is one
     user: Mapping[str, Cell] | None = None
-    request: Mapping[str, Cell] = field(default_factory=dict)  # hour, page, device
-    cross: Mapping[str, Column] = field(default_factory=dict)  # name -> a value for each candidate
+    request: Mapping[str, Cell] = field(default_factory=dict)  # such as hour, page, device
+    cross: Mapping[str, Column] = field(default_factory=dict)  # feature -> value of each candidate
 
 
 def feature_columns(columns: Mapping[str, Column], field: str) -> dict[str, Any]:
-    """Make columns of a body: an array of floats becomes raw float32, in which NaN is missing.
+    """Convert feature columns for a body: float arrays to raw float32 (NaN = missing).
 
-    All else a list.
+    All others become lists.
 
     Raises:
-        Unprocessable: names the feature and what is wrong with it.
+        Unprocessable: A column is invalid; the message names the feature.
     """
     made: dict[str, Any] = {}
     for name, values in columns.items():
         if isinstance(values, str):
-            raise Unprocessable(f"{field}.{name}: one text, where a value for each row belongs")
+            raise Unprocessable(f"{field}.{name}: is one text; give a list with one value per row")
         if not isinstance(values, np.ndarray):
             made[name] = [cell_of(value) for value in values]
         elif _flat(values, f"{field}.{name}").dtype.kind == "f":
@@ -111,32 +108,32 @@ def feature_columns(columns: Mapping[str, Column], field: str) -> dict[str, Any]
 
 
 def feature_row(row: Mapping[str, Cell]) -> dict[str, Any]:
-    """Make the features of one user or request."""
+    """Convert the features of one user or request for a body."""
     return {name: cell_of(value) for name, value in row.items()}
 
 
 def cell_of(value: Any) -> Any:
-    """Make a value of numpy, or several, plain."""
+    """Convert a NumPy scalar or a collection to plain Python values."""
     if isinstance(value, np.generic):
         return value.item()
     return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
 def item_column(names: Names, field: str) -> bytes:
-    """Return the raw ids of names. Raises Unprocessable, with the field and the place."""
+    """Return ids as raw bytes. Raises Unprocessable with the field and the index."""
     return _raw(ids_of(names, field))
 
 
 def ids_of(names: Names, field: str) -> I64:
-    """Return the ids of names: [n] -> int64 [n].
+    """Return the ids of names, [n] -> int64 [n].
 
-    Raises Unprocessable, with the field and the place.
+    Raises Unprocessable with the field and the index.
     """
     if isinstance(names, np.ndarray) and names.dtype.kind in "iu":
         _flat(names, field)
         if names.size and not 0 <= int(names.min()) <= int(names.max()) < 2**63:
             raise Unprocessable(
-                f"{field}: an id is 0 to 2^63 - 1, got {names.min()} to {names.max()}"
+                f"{field}: ids are 0 to 2^63 - 1, got {names.min()} to {names.max()}"
             )
         return names.astype(np.int64, copy=False)
     try:
@@ -148,10 +145,10 @@ def ids_of(names: Names, field: str) -> I64:
 def listed(names: Names, field: str) -> list[Name]:
     """Return names as a list of texts and integers.
 
-    Raises Unprocessable, with the field and the place.
+    Raises Unprocessable with the field and the index.
     """
     if isinstance(names, str):
-        raise Unprocessable(f"{field}: one text, where a list of names belongs")
+        raise Unprocessable(f"{field}: is one text; give a list of names")
     items: list[Any] = (
         _flat(names, field).tolist() if isinstance(names, np.ndarray) else list(names)
     )
@@ -162,14 +159,14 @@ def listed(names: Names, field: str) -> list[Name]:
             items[place] = name.item()
         else:
             raise Unprocessable(
-                f"{field}: index {place}: {quoted(name)} is no name: it is a text or an integer"
+                f"{field}: index {place}: {quoted(name)} is not a name (a text or an integer)"
             )
     return items
 
 
 def _action_names(actions: Sequence[str | float] | npt.NDArray[Any], field: str) -> list[Any]:
     if isinstance(actions, str):
-        raise Unprocessable(f"{field}: one text, where a list of names belongs")
+        raise Unprocessable(f"{field}: is one text; give a list of names")
     names: list[Any] = list(_flat(actions, field) if isinstance(actions, np.ndarray) else actions)
     for place, name in enumerate(names):
         if type(name) is str or type(name) is int:
@@ -177,41 +174,41 @@ def _action_names(actions: Sequence[str | float] | npt.NDArray[Any], field: str)
         if isinstance(name, np.integer | np.str_):
             names[place] = name.item()
         elif isinstance(name, float | np.floating):
-            names[place] = value_name(float(str(name)))  # of a float32, too, what it was written as
+            names[place] = value_name(float(str(name)))  # a float32 4.1 must become "4.1"
         else:
-            raise Unprocessable(f"{field}: index {place}: {quoted(name)} is no name of an action")
+            raise Unprocessable(
+                f"{field}: index {place}: {quoted(name)} is not an action (a text or a number)"
+            )
     return names
 
 
 def second(moment: Time, field: str) -> int:
-    """Return one time as unix seconds. Raises Unprocessable, with the field."""
+    """Return one time as unix seconds. Raises Unprocessable with the field."""
     return int(seconds([moment], field)[0])
 
 
 def seconds(times: Times, field: str) -> I64:
-    """Return times as whole unix seconds, rounded down: [n] -> int64 [n].
+    """Return times as unix seconds, rounded down: [n] -> int64 [n].
 
-    Raises Unprocessable, with the field.
+    Raises Unprocessable with the field.
     """
     try:
         found = times if isinstance(times, np.ndarray) else np.array(list(times))
     except ValueError as error:
-        raise Unprocessable(
-            f"{field}: a list within the list, where a column has times alone"
-        ) from error
+        raise Unprocessable(f"{field}: contains a list; give a list of times") from error
     if not _flat(found, field).size:
         return np.empty(0, np.int64)
     match found.dtype.kind:
         case "i":
             return found.astype(np.int64, copy=False)
         case "u" | "f":
-            if not (np.abs(found) < _MOST_S).all():  # not a number is not either
-                raise Unprocessable(f"{field}: unix seconds are finite and below 2^62")
+            if not (np.abs(found) < _MOST_S).all():  # also rejects NaN
+                raise Unprocessable(f"{field}: unix seconds must be finite and below 2^62")
             return np.floor(found).astype(np.int64)
         case "M":
             if np.isnat(found).any():
                 raise Unprocessable(
-                    f"{field}: index {int(np.isnat(found).argmax())}: no time (NaT)"
+                    f"{field}: index {int(np.isnat(found).argmax())}: is NaT, not a time"
                 )
             return found.astype("datetime64[s]").astype(np.int64)
         case "O":
@@ -219,31 +216,28 @@ def seconds(times: Times, field: str) -> I64:
                 [_unix(moment, place, field) for place, moment in enumerate(found)], np.int64
             )
         case _:
-            raise Unprocessable(
-                f"{field}: {quoted(found[0].item())} is no time: unix seconds, or a datetime with "
-                "a zone"
-            )
+            raise Unprocessable(f"{field}: {quoted(found[0].item())} is not a time: give {_TIME}")
 
 
 def _unix(moment: object, place: int, field: str) -> int:
     if isinstance(moment, datetime):
         if moment.utcoffset() is None:
             raise Unprocessable(
-                f"{field}: index {place}: {moment.isoformat()} has no time zone; e.g. tzinfo=UTC"
+                f"{field}: index {place}: {moment.isoformat()} has no time zone; add tzinfo=UTC"
             )
         return int(moment.timestamp() // 1)
     if isinstance(moment, int | float) and not isinstance(moment, bool):
         if not abs(moment) < _MOST_S:
-            raise Unprocessable(f"{field}: index {place}: unix seconds are finite and below 2^62")
+            raise Unprocessable(
+                f"{field}: index {place}: unix seconds must be finite and below 2^62"
+            )
         return math.floor(moment)
-    raise Unprocessable(f"{field}: index {place}: {quoted(moment)} is no time: {_TIME}")
+    raise Unprocessable(f"{field}: index {place}: {quoted(moment)} is not a time: give {_TIME}")
 
 
 def _flat(values: npt.NDArray[Any], field: str) -> npt.NDArray[Any]:
     if values.ndim != 1:
-        raise Unprocessable(
-            f"{field}: an array of {values.ndim} dimensions, where a column has one"
-        )
+        raise Unprocessable(f"{field}: is an array of {values.ndim} dimensions; give one dimension")
     return values
 
 
@@ -255,9 +249,9 @@ def _raw(values: I64) -> bytes:
 
 
 def parts(pieces: Sequence[L], most: int, most_long: int) -> Iterator[list[L]]:
-    """Cut pieces into parts: of so many pieces, and so long together, at most.
+    """Split pieces into batches of at most `most` pieces and `most_long` characters or bytes.
 
-    A longer piece is alone.
+    A longer piece is a batch of its own.
     """
     part: list[L] = []
     length = 0
@@ -272,20 +266,21 @@ def parts(pieces: Sequence[L], most: int, most_long: int) -> Iterator[list[L]]:
 
 
 def checked_key(idempotency_key: str | None) -> str:
-    """Check a key, or make one."""
+    """Return the idempotency key after a check; None = a new one."""
     if idempotency_key is None:
         return uuid.uuid4().hex
     if not re.fullmatch(PRINTABLE, idempotency_key):
         raise Unprocessable(
-            f"idempotency_key: {quoted(idempotency_key)}: 1 to {MAX_KEY} printable ASCII characters"
+            f"idempotency_key: {quoted(idempotency_key)} is not 1 to {MAX_KEY} printable ASCII "
+            "characters"
         )
     return idempotency_key
 
 
 def feature_body(features: Features | None, cls: type[F]) -> F | msgspec.UnsetType:
-    """Make the part of a body.
+    """Convert features for a body of class `cls`.
 
-    Raises Unprocessable where the call has no place for some of them.
+    Raises Unprocessable where the call does not take a group of features.
     """
     if features is None:
         return msgspec.UNSET
@@ -297,23 +292,23 @@ def feature_body(features: Features | None, cls: type[F]) -> F | msgspec.UnsetTy
     for name in body:
         if name not in cls.__struct_fields__:
             raise Unprocessable(
-                f"features.{name}: this call takes {', '.join(cls.__struct_fields__)} alone"
+                f"features.{name}: this call takes only {', '.join(cls.__struct_fields__)}"
             )
     return cls(**body)
 
 
 def history_body(history: Behaviours | None) -> Any:
-    """Make the part of a body; None = the history store has it."""
+    """Convert a history for a body; None = the service reads the history store."""
     return None if history is None else history.on_the_wire("history")
 
 
 def optional_items(names: Names | None, field: str) -> bytes | None:
-    """Make a column of items that the caller may leave out."""
+    """Convert a column of items that may be absent."""
     return None if names is None else item_column(names, field)
 
 
 def given(body: msgspec.Struct) -> dict[str, Any]:
-    """Leave out what was not given, so that an older service knows every field."""
+    """Return the fields without default values, so that older services accept the body."""
     found = {
         name: value
         for name, value in msgspec.structs.asdict(body).items()
@@ -327,16 +322,17 @@ def given(body: msgspec.Struct) -> dict[str, Any]:
 def packed_users(
     events: Mapping[Name, Behaviours], idempotency_key: str | None, most_bytes: int
 ) -> list[bytes]:
-    """Make what an ingest says of each user, packed.
+    """Encode each user's part of an ingest as msgpack.
 
     Raises:
-        TooLarge: one is over `most_bytes`. Unprocessable: one user has two names: 7 and "7".
+        TooLarge: A part is over `most_bytes`.
+        Unprocessable: A user appears twice, as 7 and "7".
     """
     users: dict[str, bytes] = {}
     for place, (user, columns) in enumerate(events.items()):
         if (name := str(user)) in users:
             raise Unprocessable(
-                f"events: index {place}: user {quoted(name)} stands there twice, as number and text"
+                f"events: index {place}: user {quoted(name)} appears twice, as number and text"
             )
         one = UserEvents(
             user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key
@@ -344,9 +340,8 @@ def packed_users(
         packed = msgspec.msgpack.encode(given(one))
         if len(packed) > most_bytes:
             raise TooLarge(
-                f"events: index {place}: {len(packed)} bytes of one user, a request takes "
-                f"{most_bytes}; "
-                "send them in parts, or by `events`"
+                f"events: index {place}: the events of this user have {len(packed)} bytes, the "
+                f"limit is {most_bytes}; send them in parts, or by `events`"
             )
         users[name] = packed
     return list(users.values())
@@ -360,29 +355,29 @@ class Item(NamedTuple):
 
     name: Name
     score: float  # NaN = unknown to the model, or not ranked
-    title: str | None = None  # None = it has none, or was not asked for
+    title: str | None = None  # None = it has none, or titles were not requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranked:
-    """Scores of candidates, and how they came to be."""
+    """Scores of candidates, and the whole answer."""
 
-    names: list[Name]  # [c] the candidates, as the caller wrote them
+    names: list[Name]  # [c] the candidates, as they were passed
     scores: dict[str, F32]  # task -> [c] logits; NaN = the catalogue lacks the item
-    top: list[Item]  # the best `top_k`, by the first task; of equals the earlier candidate
+    top: list[Item]  # the best `top_k` by the first task; equal scores: the earlier candidate
     answer: RankOut
 
     @property
     def outcome(self) -> str:
-        """How the prefix was found: hbm_hit, joined, dram_hit, miss_full or degraded."""
+        """Outcome of the prefix cache: hbm_hit, joined, dram_hit, miss_full or degraded."""
         return self.answer.outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundItems(Generic[Out]):
-    """Items, best first, and how they came to be. It is a sequence of `Item`."""
+    """A sequence of `Item`, best first, and the whole answer."""
 
-    names: list[Name]  # [n] as the company knows them
+    names: list[Name]  # [n]
     scores: F32  # [n]
     titles: list[str | None]  # [n]
     answer: Out
@@ -401,7 +396,7 @@ def read(reply: Reply, cls: type[S]) -> S:
     """Decode an answer.
 
     Raises:
-        BadAnswer: it is neither JSON nor msgpack, or not of this form.
+        BadAnswer: The answer is neither JSON nor msgpack, or not a `cls`.
     """
     try:
         if reply.media == MSGPACK:
@@ -409,23 +404,23 @@ def read(reply: Reply, cls: type[S]) -> S:
         if reply.media == JSON:
             return msgspec.json.decode(reply.body, type=cls)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswer(f"the answer is no {cls.__name__}: {error}") from error
+        raise BadAnswer(f"the answer is not a {cls.__name__}: {error}") from error
     raise BadAnswer(f"the answer is {reply.media}, neither {JSON} nor {MSGPACK}")
 
 
 def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
-    """Read the answer of a rank, of these candidates.
+    """Decode the answer of a rank of these candidates.
 
     Raises:
-        BadAnswer: it is none, or of other candidates.
+        BadAnswer: The answer is malformed, or does not match the candidates.
     """
     answer = read(reply, RankOut)
     scores = {task: _floats(column) for task, column in answer.scores.items()}
     if not scores:
         raise BadAnswer("the answer has no scores")
     if any(len(column) != len(names) for column in scores.values()):
-        raise BadAnswer(f"the answer has not one score for each of {len(names)} candidates")
-    places: dict[str | int, int] = {}  # by id: raw candidates are answered as they were sent
+        raise BadAnswer(f"the answer does not have one score per candidate, {len(names)}")
+    places: dict[str | int, int] = {}  # id -> index: in msgpack `top` has ids
     for place, one in enumerate(ids.tolist()):
         places.setdefault(one, place)
     best = answer.top or []
@@ -434,7 +429,7 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
     try:
         found = [places[one] for one in best]
     except KeyError as error:
-        raise BadAnswer(f"the answer's top has {error}, which was no candidate") from None
+        raise BadAnswer(f"the answer's top has {error}, which is not a candidate") from None
     top = [
         Item(names[place], float(first[place]), title)
         for place, title in zip(found, titles, strict=True)
@@ -443,14 +438,14 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
 
 
 def found(reply: Reply, cls: type[Out]) -> FoundItems[Out]:
-    """Read the answer of a kind that chooses items, as JSON: it has their names.
+    """Decode the JSON answer of a kind that chooses items.
 
     Raises:
-        BadAnswer: it is none.
+        BadAnswer: The answer is malformed.
     """
     answer = read(reply, cls)
     if isinstance(answer.items, bytes):
-        raise BadAnswer("the answer has raw items, where names were asked for")
+        raise BadAnswer("the answer has raw items instead of names")
     scores = _floats(answer.scores)
     if len(scores) != len(answer.items):
         raise BadAnswer(f"the answer has {len(answer.items)} items and {len(scores)} scores")
@@ -469,6 +464,6 @@ def _titles(titles: fields.Titles, num_items: int) -> list[str | None]:
 def _floats(column: list[float | None] | list[float] | bytes) -> F32:
     if isinstance(column, bytes):
         if len(column) % 4:
-            raise BadAnswer(f"a column of {len(column)} bytes is not of whole float32 values")
+            raise BadAnswer(f"a column of {len(column)} bytes is not whole float32 values")
         return np.frombuffer(column, "<f4")
     return np.array([np.nan if one is None else one for one in column], np.float32)

@@ -16,7 +16,7 @@ A_co = TypeVar("A_co", bound=Answer, covariant=True)
 class HeldSlot(Protocol):
     """The permit of a request, as its handler sees it."""
 
-    def outside(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Release the permit while the block waits for something other than this instance."""
         ...
 
@@ -43,14 +43,14 @@ class ObservedWork(Protocol):
         ...
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Count the requests of a kind by state: waiting, inside (active), outside (suspended)."""
+        """Count the requests of a kind by state: waiting, active, suspended."""
         ...
 
     def service_time_s(self, kind: str) -> float:
         """Return the estimated service time of a kind, in seconds."""
         ...
 
-    def window(self, kind: str) -> int:
+    def concurrency_limit(self, kind: str) -> int:
         """Return the concurrency limit of a kind while no other kind is active."""
         ...
 
@@ -89,7 +89,7 @@ class AdmissionControl(Protocol):
 class NoSlot:
     """The permit of a request without admission: within a cascade, or one that must finish."""
 
-    def outside(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Do nothing, since there is no permit."""
         return nullcontext()
 

@@ -176,7 +176,7 @@ class Generation:
             )
             allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
             async with self.relay.lease(
-                request.user, prompt, width, call.deadline_at, call.slot.outside
+                request.user, prompt, width, call.deadline_at, call.slot.suspended
             ) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:

@@ -189,7 +189,7 @@ class MatchJob:
 
     async def run(self, request: MatchRequest, call: Call) -> MatchAnswer:
         """Read the history, and search."""
-        with call.slot.outside():
+        with call.slot.suspended():
             history = await self._histories.read_items(
                 request.user, request.history, self.config.max_history_events
             )

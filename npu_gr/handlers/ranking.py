@@ -267,7 +267,7 @@ class Ranking:
         late = self.late.of_rank(request, tokens, rows, known, shown_at)
         work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=late)
         taken: AbstractAsyncContextManager[Lease] = (
-            self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside)
+            self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.suspended)
             if lease is None
             else nullcontext(lease)
         )

@@ -133,7 +133,7 @@ class RecommendJob:
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.outside, reads
+                request.user, request.history, self._versions.max_events, call.slot.suspended, reads
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)

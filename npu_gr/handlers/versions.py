@@ -370,7 +370,7 @@ class SignalJob(_ModelJob):
                     used.enter_context(model.use)
             reads = None if ranking is None else ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, versions.max_events, call.slot.outside, reads
+                request.user, request.history, versions.max_events, call.slot.suspended, reads
             )
             read_at = time.monotonic()
             if ranking is not None:
@@ -411,7 +411,7 @@ class RankJob(_ModelJob):
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.outside, reads
+                request.user, request.history, self._versions.max_events, call.slot.suspended, reads
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
@@ -428,7 +428,7 @@ class GenerateJob(_ModelJob):
         generation = self._versions.generator(request.model_version)
         with generation.use:
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.outside
+                request.user, request.history, self._versions.max_events, call.slot.suspended
             )
             events = history.events
             # else the empty prompt would be a client error (422)

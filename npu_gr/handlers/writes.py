@@ -38,7 +38,7 @@ class EventsJob:
         events = request.events
         if self._histories.store is not None:
             check_actions(self._versions, events)
-        with call.slot.outside():
+        with call.slot.suspended():
             num_events = await self._histories.append(request.user, events, request.idempotency_key)
         return EventsAnswer(
             num_events=num_events,
@@ -86,7 +86,7 @@ class IngestJob:
                 good[place] = self._checked(one, replaced)
             except RequestError as error:
                 results[place] = error
-        with call.slot.outside():
+        with call.slot.suspended():
             written = await self._histories.write_many(list(good.values()))
         for place, result in zip(good, written, strict=True):
             results[place] = result

@@ -14,7 +14,7 @@ from npu_gr.route.config import DiscoveryConfig, DNSConfig, InstanceConfig, chec
 
 
 class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a file of instances."""
+    """The content of the file `discovery.file`."""
 
     instances: list[InstanceConfig]
 
@@ -26,7 +26,7 @@ async def find(config: DiscoveryConfig) -> list[InstanceConfig]:
     """Read the current list of instances.
 
     Raises:
-        ConfigError: the file cannot be read or is wrong, or the DNS name has no address.
+        ConfigError: The file cannot be read or is invalid, or the DNS name has no address.
     """
     if config.file is not None:
         return (await asyncio.to_thread(settings.load, Path(config.file), InstancesFile)).instances
@@ -56,15 +56,15 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
 
 
 async def addresses(instances: list[InstanceConfig], before: dict[str, str]) -> dict[str, str]:
-    """Look up the host of every instance, as this machine does: also what stands in its own files of names.
+    """Resolve the host of every instance with the system's resolver (/etc/hosts included).
 
     Args:
-        instances: all of them.
-        before: what this returned last. A host that cannot be looked up keeps its address: that may
-            be a fault of DNS.
+        instances: Instances to resolve.
+        before: Previous result. A host that cannot be resolved keeps its address, since DNS may
+            have failed.
 
     Returns:
-        The IP address of each instance by its name; one that never had an address is not in it.
+        Name of the instance -> IP address; without instances that never had an address.
     """
     hosts = {one.host.strip("[]") for one in instances}
     found = dict(zip(hosts, await asyncio.gather(*map(_look_up, hosts)), strict=True))

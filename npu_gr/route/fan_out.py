@@ -1,13 +1,11 @@
-"""What must reach every instance: erasures, and changes of models and catalogue.
+"""Sends erasures and changes of models or catalogue to every instance.
 
-An instance that had a user before the fleet changed may still keep their prefix KV, and one that
-misses a change of the catalogue scores other items than the others. So these are sent to all, again
-where there was no answer, and the answer names the instances that have not done it. Doing any of it
-twice does no harm.
+An instance that owned a user before the fleet changed may still have the user's prefix KV, and an
+instance that misses a change of the catalogue serves other items. So these requests go to all
+instances, with retries, and the answer names the instances that failed. They are idempotent.
 
-`npu-gr fleet` calls `ask_all` itself; what callers send through the router, HAProxy passes to
-`FanOut` on a socket that nobody else reaches. The key of the caller goes along: each instance
-checks it.
+`npu-gr fleet` calls `ask_all`. Requests of clients to the router are forwarded by HAProxy to
+`fan_out_app` on a private socket, with the client's key, which each instance checks.
 """
 
 from __future__ import annotations
@@ -32,44 +30,42 @@ from npu_gr.route.haproxy import certified
 from npu_gr.server.http import from_error, problem
 
 TRIES = 3
-PAUSE_S = 0.2  # before the second try, and twice that before the third
-UNREACHABLE = "unreachable"  # nobody listens: the instance has lost its memory, though not its disk
+PAUSE_S = 0.2  # wait before the second try, doubled before the third
+# Connection refused: the process has ended, so its memory is gone, but not its files.
+UNREACHABLE = "unreachable"
 _PASSED_ON = ("authorization", "content-type", "idempotency-key", "x-request-id", "x-tenant-id")
-_MOST_BYTES = 64 << 20  # of a body: items of a catalogue
+_MOST_BYTES = 64 << 20  # largest body: items of a catalogue
 
 
 class Answered(NamedTuple):
-    """What one instance answered."""
+    """The answer of one instance."""
 
-    status: int  # 0 = there was no answer
-    text: str  # the answer's body, or why there is none
+    status: int  # 0 = no answer
+    text: str  # body of the answer, or the reason why there is none
 
 
 class Change(NamedTuple):
     """A request for every instance."""
 
     method: str
-    target: str  # path and query, as they came
+    target: str  # path and query, percent-encoded
     headers: Mapping[str, str]
     body: bytes = b""
 
     @property
     def is_erasure(self) -> bool:
-        """Whether it erases a user.
-
-        All else changes what the instances serve, on their admin addresses.
-        """
+        """Whether it erases a user; all other changes go to the admin addresses."""
         return self.method == ERASE.method
 
 
-class Way:
-    """How the instances are called: in clear, or over TLS."""
+class InstanceCalls:
+    """How to call the instances: URLs and TLS."""
 
     def __init__(self, config: RouterConfig) -> None:
         """Read the certificates.
 
         Raises:
-            OSError: they cannot be used.
+            OSError: A certificate cannot be used.
         """
         tls = config.instances_tls
         self._scheme = "https" if tls else "http"
@@ -79,13 +75,13 @@ class Way:
     def options(
         self, one: InstanceConfig, target: str, *, is_admin: bool = False
     ) -> dict[str, Any]:
-        """Return the arguments of a request to an instance: where it goes, and whom it believes."""
+        """Return aiohttp's arguments of a request to an instance: URL and TLS."""
         port = one.admin_port if is_admin else one.port
         url = URL(f"{self._scheme}://{joined(one.host, port)}{target}", encoded=True)
         return {"url": url, "ssl": self._trusts, "server_hostname": certified(self._config, one)}
 
     async def ready(self, instances: list[InstanceConfig], timeout_s: float) -> set[str]:
-        """Ask instances whether they are ready. Returns the names of those that are."""
+        """Return the names of the instances that are ready."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
 
             async def ask(one: InstanceConfig) -> bool:
@@ -99,35 +95,40 @@ class Way:
 
 
 async def ask_all(
-    way: Way, instances: list[InstanceConfig], change: Change, timeout_s: float
+    calls: InstanceCalls, instances: list[InstanceConfig], change: Change, timeout_s: float
 ) -> dict[str, Answered]:
-    """Send a change to all instances at the same time, again where there was no answer or a failure.
+    """Send a change to all instances in parallel, and retry after 5xx and missing answers.
 
     Args:
-        way: to the instances.
-        instances: all of them.
-        change: what they are to do.
-        timeout_s: for one try at one instance.
+        calls: How to call the instances.
+        instances: All instances.
+        change: Request to send.
+        timeout_s: Time limit of one try at one instance.
+
+    Returns:
+        Name of the instance -> its last answer.
     """
 
-    async def tell(one: InstanceConfig) -> Answered:
-        answer = Answered(0, "it has no admin_port")
+    async def ask(one: InstanceConfig) -> Answered:
+        answer = Answered(0, "its admin_port is not configured")
         if not (one.admin_port or change.is_erasure):
             return answer
         for attempt in range(TRIES):
             await asyncio.sleep(attempt * PAUSE_S)
-            answer = await _ask(way, one, change, timeout_s)
+            answer = await _ask(calls, one, change, timeout_s)
             if 0 < answer.status < 500:
                 break
         return answer
 
-    answers = await asyncio.gather(*map(tell, instances))
+    answers = await asyncio.gather(*map(ask, instances))
     return {one.name: answer for one, answer in zip(instances, answers, strict=True)}
 
 
-async def _ask(way: Way, one: InstanceConfig, change: Change, timeout_s: float) -> Answered:
+async def _ask(
+    calls: InstanceCalls, one: InstanceConfig, change: Change, timeout_s: float
+) -> Answered:
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    where = way.options(one, change.target, is_admin=not change.is_erasure)
+    where = calls.options(one, change.target, is_admin=not change.is_erasure)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
@@ -137,17 +138,17 @@ async def _ask(way: Way, one: InstanceConfig, change: Change, timeout_s: float) 
         ):
             return Answered(answer.status, await answer.text())
     except TimeoutError:
-        return Answered(0, "no answer in time")
-    except aiohttp.ClientSSLError:  # somebody listens there
+        return Answered(0, f"no answer within {timeout_s:g} s")
+    except aiohttp.ClientSSLError:  # a subclass of ClientConnectorError
         return Answered(0, "TLS failed")
     except aiohttp.ClientConnectorError:
         return Answered(0, UNREACHABLE)
     except aiohttp.ClientError:
-        return Answered(0, "broke off")
+        return Answered(0, "the connection broke")
 
 
 def missing(answers: Mapping[str, Answered]) -> dict[str, str]:
-    """Name the instances that have not done it, each with the reason."""
+    """Map the instances that did not do it to the reason."""
     return {
         name: answer.text if not answer.status else f"{answer.status}"
         for name, answer in sorted(answers.items())
@@ -155,26 +156,26 @@ def missing(answers: Mapping[str, Answered]) -> dict[str, str]:
     }
 
 
-def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
-    """Decide on the answer to the caller.
+def combined_answer(change: Change, answers: Mapping[str, Answered]) -> web.Response:
+    """Combine the answers of all instances to one for the client.
 
     Returns:
-        Of an erasure 204; 202 where an instance has yet to overwrite files; 200 where one could not
-        be reached, whose disk may still hold the user. Of another change 200 with each instance's
-        answer. A rejection that all agree on.
+        Erasure: 204; 202 if an instance still has to overwrite files; 200 if one was unreachable,
+        whose files may still hold data of the user. Other changes: 200 with each instance's answer.
+        If all instances reject the request with the same 4xx: that status.
 
     Raises:
-        Unavailable: an instance has not done it; it is named.
+        Unavailable: An instance did not do it; the message names it.
     """
     left = missing(answers)
     done = sorted(set(answers) - set(left))
     statuses = {answer.status for answer in answers.values()}
     if len(statuses) == 1 and 400 <= (status := next(iter(statuses))) < 500:
-        return problem(status, "rejected", "every instance rejected", random_id(128))
+        return problem(status, "rejected", "every instance rejected the request", random_id(128))
     unreachable = [name for name, why in left.items() if why == UNREACHABLE and change.is_erasure]
     if not done or len(unreachable) < len(left):
         named = ", ".join(f"{name} ({why})" for name, why in left.items())
-        raise Unavailable(f"not done at {named or 'any instance'}; ask again")
+        raise Unavailable(f"not done at {named or 'any instance'}; repeat the request")
     if not change.is_erasure:
         return _json(200, {name: _parsed(answer.text) for name, answer in answers.items()})
     pending = sorted(name for name, answer in answers.items() if answer.status == 202)
@@ -200,16 +201,18 @@ def _parsed(text: str) -> object:
 
 
 def fan_out_app(
-    way: Callable[[], Way], instances: Callable[[], list[InstanceConfig]], timeout_s: float
+    calls: Callable[[], InstanceCalls],
+    instances: Callable[[], list[InstanceConfig]],
+    timeout_s: float,
 ) -> web.Application:
     """Make the application behind HAProxy's backend `everywhere`.
 
-    What may be asked, HAProxy has decided.
+    HAProxy has checked the method, the path and the key.
 
     Args:
-        way: to the instances, now.
-        instances: all of them, now.
-        timeout_s: for one try at one instance.
+        calls: Returns the current way to call the instances.
+        instances: Returns the current instances.
+        timeout_s: Time limit of one try at one instance.
     """
 
     async def handle(request: web.Request) -> web.Response:
@@ -218,7 +221,7 @@ def fan_out_app(
         }
         change = Change(request.method, request.raw_path, headers, await request.read())
         try:
-            return verdict(change, await ask_all(way(), instances(), change, timeout_s))
+            return combined_answer(change, await ask_all(calls(), instances(), change, timeout_s))
         except NpuGrError as error:
             return from_error(error, request.headers.get("X-Request-Id", random_id(128)))
 

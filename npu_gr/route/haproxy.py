@@ -1,16 +1,16 @@
-"""The router is HAProxy: one file for it, made from the router's settings and the list of instances.
+"""Renders HAProxy's configuration from the router's settings and the list of instances.
 
-How a request is treated follows from `Kind.routing` in `core.kinds`, and what is let through from
-the rules of routes: an allow-list of methods and paths, compared as they came, so that no other
-spelling of a path reaches an instance.
+`Kind.routing` in `core.kinds` decides how a request is routed. The rules of the routes make an
+allow-list of methods and paths; raw paths are compared, so that no other spelling of a path reaches
+an instance.
 
-Everything by user goes through one backend, because a queue, its priorities and `maxconn` belong to
-one. What may be sent a second time differs by kind: `retry-on` is for all, and `disable-l7-retry`
-leaves a signal and a write only the connection that was never made.
+All requests by user go through one backend, because a queue with its priorities and `maxconn`
+belong to a backend. Retries differ by kind: `retry-on` applies to all, and `disable-l7-retry`
+limits signals and writes to retries of failed connects.
 
-An instance's `id` is a hash of its name. HAProxy places users by it, so routers agree without
-talking, an instance that joins takes only its own users, and a stick table's entry means the same
-before and after a reload.
+An instance's `id` is a hash of its name. HAProxy hashes users to ids, so routers agree without
+communication, a new instance takes over only its own users, and entries of the stick table stay
+valid across reloads.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ from npu_gr.server.auth.keys import KeyEntry
 from npu_gr.server.auth.rules import is_loopback_name, rules
 
 CONFIG = "haproxy.cfg"
-# What stands for folders that the process knows: of the sockets, and of this file and those beside
-# it.
+# Placeholders of folders that `route.process` fills in: that of the sockets, and that of this file.
 FOLDER, HERE = "{folder}", "{here}"
-STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
-HOME, OTHER = "home.sock", "other.sock"  # of the frontend `again`
-QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
-# times its objective until an answer is late, and what may be sent again is sent to another
-# instance
+STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # sockets of the runtime API and of `route.fan_out`
+HOME, OTHER = "home.sock", "other.sock"  # sockets of the frontend `again`
+QUEUE_SHARE = (
+    0.7  # fraction of the objective that a request may be queued; the instance needs the rest
+)
+# A request without an answer after PATIENCE objectives is sent to another instance, if it may be
+# retried.
 PATIENCE = 5
 LEAST_PATIENCE_S = 0.25
-AGENT_MS = 100
-# a request that finds the queue full is rejected after this time, so that who retries at once is
-# paced
+AGENT_MS = 100  # period of the agent-check
+# Delay of a rejection while the queue is full, to slow down clients that retry at once.
 PACED_MS = 50
-# A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read
-# differently
+# Parameter of a path. No percent-encoding and no dot segments, which parsers may read differently.
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
-# the router answers for itself
+# routes that the router itself answers
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
-# so it is no answer of HAProxy's own
+# marks answers of an instance, as opposed to HAProxy's own
 _ANSWERED = "  http-response set-var(txn.answered) bool(true)"
-_TOLD = f"""{_ANSWERED}
+_TAGGED = f"""{_ANSWERED}
   http-response set-header X-NpuGr-Instance %[srv_name]
   http-response del-header X-NpuGr-Placement"""
-_EVERYWHERE = f"""backend everywhere  # erasures and changes of the catalogue: we send them to every instance
+_EVERYWHERE = f"""backend everywhere  # erasures and catalogue changes, sent to every instance
   retries 0
 {_ANSWERED}
   server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
@@ -75,17 +74,17 @@ _PROBLEMS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
-    """What the file is made from beside the settings."""
+class RenderInputs:
+    """The inputs of the file other than the settings."""
 
     instances: list[InstanceConfig]
-    addresses: dict[str, str]  # by name
-    keys: list[KeyEntry]  # in force
-    peer_port: int  # on loopback, for the stick table's way from the process before a reload
+    addresses: dict[str, str]  # name of the instance -> IP address
+    keys: list[KeyEntry]  # keys that have not expired
+    peer_port: int  # loopback port over which a reload hands on the stick table
 
 
 def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
-    """Return HAProxy's number of each instance: a hash of its name, or the next free one."""
+    """Map instances to HAProxy's ids: a hash of the name, or the next free number."""
     found: dict[str, int] = {}
     for name in sorted(one.name for one in instances):
         number = 1 + xxhash.xxh32_intdigest(name.encode()) % (2**31 - 2)
@@ -96,51 +95,54 @@ def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
 
 
 def key_map(keys: Iterable[KeyEntry], scope: Scope | None = None) -> str:
-    """Write the map of keys that a request may have: the hash of each, as HAProxy computes it, and its name."""
+    """Render HAProxy's map of accepted keys: SHA-256 in upper case -> name.
+
+    `scope` None = all keys.
+    """
     return "".join(
         f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes
     )
 
 
 def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
-    """Return the name that an instance's certificate must have; None: it is asked in clear."""
+    """Return the name that an instance's certificate must have; None = no TLS."""
     if config.instances_tls is None:
         return None
     dns = config.discovery.dns
     return config.instances_tls.server_name or (dns.host if dns is not None else one.host)
 
 
-def files(config: RouterConfig, material: Material) -> dict[str, str]:
-    """Make HAProxy's file and the maps that it reads, by name.
+def files(config: RouterConfig, inputs: RenderInputs) -> dict[str, str]:
+    """Render HAProxy's file and its maps: name of the file -> text.
 
-    The process puts certificates beside them.
+    `route.process` adds the certificates.
     """
-    made = {CONFIG: render(config, material)}
+    made = {CONFIG: render(config, inputs)}
     if config.api_keys_file:
-        made["keys.map"] = key_map(material.keys)
-        made["observe.map"] = key_map(material.keys, Scope.OBSERVE)
-        made["admin.map"] = key_map(material.keys, Scope.ADMIN)
+        made["keys.map"] = key_map(inputs.keys)
+        made["observe.map"] = key_map(inputs.keys, Scope.OBSERVE)
+        made["admin.map"] = key_map(inputs.keys, Scope.ADMIN)
     return made
 
 
-def render(config: RouterConfig, material: Material) -> str:
-    """Make HAProxy's file, for version 2.6 and later."""
+def render(config: RouterConfig, inputs: RenderInputs) -> str:
+    """Render HAProxy's file, for version 2.6 and later."""
     sections = (
-        _process(config, material),
-        _frontend(config, material),
+        _process(config, inputs),
+        _frontend(config, inputs),
         _admin(config),
-        _users(config, material),
+        _users(config, inputs),
         _patient(config),
-        _any(config, material),
+        _any(config, inputs),
         _EVERYWHERE,
     )
-    return (
-        "# written by `npu-gr route`; do not edit: it is written again when something changes\n"
-    ) + "\n".join(sections)
+    return ("# written by `npu-gr route`; do not edit, changes are overwritten\n") + "\n".join(
+        sections
+    )
 
 
-def _process(config: RouterConfig, material: Material) -> str:
-    peers = config.peers or {"npu_gr": f"127.0.0.1:{material.peer_port}"}
+def _process(config: RouterConfig, inputs: RenderInputs) -> str:
+    peers = config.peers or {"npu_gr": f"127.0.0.1:{inputs.peer_port}"}
     local = config.peer or "npu_gr"
     lines = [f"  peer {name} {address}" for name, address in peers.items()]
     problems = "\n".join(
@@ -151,18 +153,18 @@ def _process(config: RouterConfig, material: Material) -> str:
     return f"""global
   nbthread {config.threads}
   maxconn {config.limits.max_connections}
-  no strict-limits  # fewer files than that are a warning, not a rejection to start
-  tune.bufsize {config.limits.buffer_bytes}  # a body that fits is read whole first, and can be sent again
+  no strict-limits  # a low limit of open files is a warning, not an error
+  tune.bufsize {config.limits.buffer_bytes}  # bodies up to this size can be retried
   tune.maxrewrite 1024
   tune.ssl.default-dh-param 2048
   ssl-default-bind-ciphers {CIPHERS}
   ssl-default-server-ciphers {CIPHERS}
   stats socket unix@{FOLDER}/{STATS} mode 600 level admin
-  hard-stop-after {_ms(config.shutdown_timeout_s)}  # of the process before a reload, and at the end
+  hard-stop-after {_ms(config.shutdown_timeout_s)}  # of the old process at a reload, and at the end
   localpeer {local}
-  set-var proc.draining bool(false)  # set for the grace after SIGTERM
-  log stdout format raw local0 notice  # instances that go down and come up, not requests
-peers routers  # hand the stick table to the next process at a reload, and to the other routers
+  set-var proc.draining bool(false)  # true during the grace after SIGTERM
+  log stdout format raw local0 notice  # state changes of instances, not requests
+peers routers  # copy the stick table to the new process at a reload, and to the other routers
 {chr(10).join(lines)}
 defaults
   mode http
@@ -172,7 +174,7 @@ defaults
   timeout check {_ms(config.health.timeout_s)}
   timeout client {_ms(config.max_budget_s)}
   timeout server {_ms(config.max_budget_s)}
-  timeout queue {_ms(QUEUE_SHARE * config.objective_s)}  # what waits and what is inside must fit the objective
+  timeout queue {_ms(QUEUE_SHARE * config.objective_s)}  # queueing and serving within the objective
   timeout tarpit {PACED_MS}ms
   timeout http-request {_ms(config.header_timeout_s)}
   timeout http-keep-alive {_ms(config.idle_timeout_s)}
@@ -180,11 +182,11 @@ defaults
   option http-keep-alive
   http-reuse always
   retries 2
-  option redispatch 1  # each second try is at another instance
+  option redispatch 1  # every retry goes to another instance
 """
 
 
-def _frontend(config: RouterConfig, material: Material) -> str:
+def _frontend(config: RouterConfig, inputs: RenderInputs) -> str:
     user = config.user_header
     return f"""frontend npu_gr
   bind {joined(config.host, config.port)} backlog 4096{_bind_tls(config.tls)}
@@ -193,8 +195,9 @@ def _frontend(config: RouterConfig, material: Material) -> str:
 {_keys(config, "keys.map")}
 {_allowed()}
   acl everywhere method DELETE
-  http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
-  # only the router says from where a request comes and where it went
+  http-request deny deny_status 413 \
+if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
+  # clients must not set the headers that the router sets
   http-request del-header X-NpuGr-Instance
   http-request del-header X-NpuGr-Placement
   http-request del-header Forwarded
@@ -204,21 +207,23 @@ def _frontend(config: RouterConfig, material: Material) -> str:
 {_acl("follow", _paths(Routing.FOLLOW))}
   http-request set-var(txn.follow) bool(true) if follow
   acl normal req.hdr(x-npugr-service) -m str normal
-  # a slow sender holds no instance; a header that names the user saves reading the body for it
+  # a slow sender occupies no instance; with the user in a header the body is not parsed
   http-request wait-for-body time {_ms(config.header_timeout_s)} if METH_POST
   http-request set-var(txn.user) req.hdr({user}) if {{ req.hdr({user}) -m found }}
   http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}),url_dec -m found }}
-  http-request set-var(txn.user) req.body,json_query('$.user_id') if by_user !{{ var(txn.user) -m found }}
+  http-request set-var(txn.user) req.body,json_query('$.user_id') \
+if by_user !{{ var(txn.user) -m found }}
   acl named var(txn.user) -m len gt 0
-  http-request return status 400 content-type application/problem+json string '{_problem(f"{user}: missing")}' \
-if by_user !named !normal
-  # Who asks again at once while the queue is full is answered after a moment, and costs an instance nothing. The queue
-  # of an instance holds twice as many, because HAProxy itself answers at once where that is full.
-  http-request tarpit deny_status 429 if by_user !normal {{ queue(users) gt {_most_queued(config, material)} }}
+  http-request return status 400 content-type application/problem+json \
+string '{_problem(f"{user}: missing")}' if by_user !named !normal
+  # While the queue is full, rejections are delayed to slow down clients that retry at once. The
+  # queue of an instance (maxqueue) is twice as long, because HAProxy rejects at once if it is full.
+  http-request tarpit deny_status 429 \
+if by_user !normal {{ queue(users) gt {_most_queued(config, inputs)} }}
 {_priorities(*KINDS.values())}
 {_overloaded("users")}
   use_backend everywhere if everywhere
-{_full(material)}
+{_full(inputs)}
   use_backend users if by_user !normal
   default_backend any
 """
@@ -236,14 +241,14 @@ def _admin(config: RouterConfig) -> str:
         )
     )
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
-    return f"""frontend admin  # metrics, and what changes every instance
+    return f"""frontend admin  # metrics, and changes at every instance
   bind {joined(config.admin_host, config.admin_port)}{tls}
 {_ready()}
 {_no_foreign_pages(config.admin_host)}
   acl metrics path /metrics
   acl changes path {changes}
-  http-request return status 404 content-type application/problem+json string '{_problem("not found")}' \
-unless metrics METH_GET or changes METH_POST
+  http-request return status 404 content-type application/problem+json \
+string '{_problem("not found")}' unless metrics METH_GET or changes METH_POST
 {_keys(config, "observe.map", "metrics")}
 {_keys(config, "admin.map", "changes")}
   {metrics}
@@ -251,11 +256,11 @@ unless metrics METH_GET or changes METH_POST
 """
 
 
-def _special(material: Material) -> list[InstanceConfig]:
-    return [one for one in material.instances if one.special] or material.instances
+def _special(inputs: RenderInputs) -> list[InstanceConfig]:
+    return [one for one in inputs.instances if one.special] or inputs.instances
 
 
-def _users(config: RouterConfig, material: Material) -> str:
+def _users(config: RouterConfig, inputs: RenderInputs) -> str:
     limits, health = config.limits, config.health
     factor = (
         (f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n")
@@ -263,36 +268,37 @@ def _users(config: RouterConfig, material: Material) -> str:
         else ""
     )
     servers = "\n".join(
-        f"  {_server(config, material, one)}{_agent(one)}" for one in _special(material)
+        f"  {_server(config, inputs, one)}{_agent(one)}" for one in _special(inputs)
     )
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
-    return f"""backend users  # signals, ranks and all else that is one user's
+    return f"""backend users  # signals, ranks and other requests of one user
   balance hash var(txn.user)
   hash-type consistent
-{factor}  # a rank goes where its signal went, although the owner has changed since
-  stick-table type string len 128 size {config.relay.max_remembered} expire {_ms(config.relay.t_life_s)} peers routers
+{factor}  # a rank follows its signal even if the owner has changed since
+  stick-table type string len 128 size {config.relay.max_remembered} \
+expire {_ms(config.relay.t_life_s)} peers routers
   stick store-request var(txn.user) if {signal}
   stick match var(txn.user) unless {signal}
-  # a signal that an instance has begun is never sent twice, nor is a write: they get another try only where there was
-  # no connection. A rank that got no answer, or one from an instance that starts or drains, goes to another instance.
+  # Signals and writes are retried only if the connection failed. Ranks are also retried, at another
+  # instance, without an answer or after the 503 of an instance that starts or drains.
   retry-on conn-failure empty-response response-timeout 503
   http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
 {_late(config, Routing.FOLLOW, Routing.SIGNAL)}
 {_check(config)}
-  default-server slowstart {_ms(health.slow_start_s)} observe layer7 error-limit {health.failures} on-error mark-down \
-maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
-{_TOLD}
+  default-server slowstart {_ms(health.slow_start_s)} observe layer7 error-limit {health.failures} \
+on-error mark-down maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
+{_TAGGED}
 {servers}
 """
 
 
 def _patient(config: RouterConfig) -> str:
-    """Let a rank that has waited out the queue of its user's instance be answered by another.
+    """Send a rank to another instance when it timed out in the queue of its user's instance.
 
-    An instance that is frozen and not yet found to be down has a queue that HAProxy lets nobody
-    leave (since 3.2 there is `hash-preserve-affinity`). So while an instance is full and others are
-    not, ranks pass through HAProxy twice: the 503 of the queue comes from the server `home`, and is
-    tried again at `other`.
+    Requests cannot leave the queue of an instance that is frozen and not yet marked down (HAProxy
+    3.2 adds `hash-preserve-affinity`). So while an instance is full and others are not, ranks pass
+    through HAProxy twice: the server `home` answers with the queue's 503, and the retry goes to the
+    server `other`.
     """
     user = config.user_header
     return f"""backend patient
@@ -313,10 +319,10 @@ frontend again
 """
 
 
-def _any(config: RouterConfig, material: Material) -> str:
-    normal = [one for one in material.instances if one.normal] or material.instances
-    servers = "\n".join(f"  {_server(config, material, one)}" for one in normal)
-    return f"""backend any  # what is about nobody or many, and ranks that want no prefix
+def _any(config: RouterConfig, inputs: RenderInputs) -> str:
+    normal = [one for one in inputs.instances if one.normal] or inputs.instances
+    servers = "\n".join(f"  {_server(config, inputs, one)}" for one in normal)
+    return f"""backend any  # requests without a single user, and ranks without a prefix
   balance leastconn
   timeout queue 1s
   retry-on conn-failure empty-response response-timeout 503
@@ -324,7 +330,7 @@ def _any(config: RouterConfig, material: Material) -> str:
 {_late(config, Routing.FOLLOW, when=" { fe_name again }")}
 {_check(config)}
   default-server maxconn {8 * config.limits.instance_inflight}
-{_TOLD}
+{_TAGGED}
 {servers}
 """
 
@@ -338,16 +344,16 @@ def _ready() -> str:
         + " ".join(path for path in _OWN_ROUTES if path.endswith(("ready", "readyz")))
         + " } METH_GET"
     )
-    return f"""  http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
-{{ var(proc.draining) -m bool }}
-  http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
-{{ nbsrv(users) lt 1 }}
+    return f"""  http-request return status 503 content-type application/json \
+string '{{"ready":false}}' if {ready} {{ var(proc.draining) -m bool }}
+  http-request return status 503 content-type application/json \
+string '{{"ready":false}}' if {ready} {{ nbsrv(users) lt 1 }}
   http-request return status 200 content-type application/json string '{{}}' \
 if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
 
 
 def _no_foreign_pages(host: str) -> str:
-    """Reject what a page of another site makes a browser send, as `access.browsers` does in an instance."""
+    """Reject requests of pages of other sites, as `auth.rules` does in an instance."""
     lines = [
         "  acl foreign req.hdr(sec-fetch-site) -m found",
         "  acl own_site req.hdr(sec-fetch-site) -m str -i same-origin none",
@@ -358,7 +364,7 @@ def _no_foreign_pages(host: str) -> str:
         "  acl own_origin var(txn.origin),strcmp(txn.host) eq 0",
         "  http-request deny deny_status 403 if has_origin !own_origin",
     ]
-    if is_loopback_name(host):  # no other name may mean this machine: DNS rebinding
+    if is_loopback_name(host):  # against DNS rebinding
         lines += [
             r"  acl loopback var(txn.host) -m reg ^(localhost|localhost\.localdomain|ip6-localhost|"
             r"127\.[0-9.]+|\[::1\])(:[0-9]+)?$",
@@ -368,20 +374,19 @@ def _no_foreign_pages(host: str) -> str:
 
 
 def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
-    """Reject a request without a key before its body.
-
-    What the key may do is the instance's to say.
-    """
+    """Reject requests without a valid key before their bodies; instances check the scopes."""
     if not config.api_keys_file:
         return "  # no keys: allow_unauthenticated, or loopback"
     known = f"{{ var(txn.key),map_str({HERE}/{name}) -m found }}"
-    return f"""  http-request set-var(txn.key) req.hdr(authorization),regsub("^[Bb]earer +",""),sha2(256),hex
-  http-request return status 401 content-type application/problem+json string '{_problem("unauthorized")}' \
-hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{known}"""
+    condition = f"{condition} " if condition else ""
+    return f"""  http-request set-var(txn.key) \
+req.hdr(authorization),regsub("^[Bb]earer +",""),sha2(256),hex
+  http-request return status 401 content-type application/problem+json \
+string '{_problem("unauthorized")}' hdr WWW-Authenticate Bearer if {condition}!{known}"""
 
 
 def _allowed() -> str:
-    """Let through what an instance serves to callers, by method and path, and nothing else."""
+    """Allow only the methods and paths that an instance serves to clients."""
     lines = []
     names = []
     by_method: dict[str, list[str]] = {}
@@ -405,24 +410,24 @@ def _priorities(*kinds: Kind[Any, Any]) -> str:
     )
 
 
-def _full(material: Material) -> str:
+def _full(inputs: RenderInputs) -> str:
     """Send ranks to `patient` while an instance is full and the others are not.
 
-    One that has just come back takes less than it says, in the measure of its weight (`slowstart`),
-    and HAProxy does not say how much: it counts as full.
+    During `slowstart` HAProxy reduces the limit of an instance without exposing the value, so an
+    instance with a reduced weight counts as full.
     """
     lines = []
-    for one in _special(material):
+    for one in _special(inputs):
         lines.append(f"  acl full srv_conn_free(users/{one.name}) le 0")
         if _weight(one) > 1:
             lines.append(f"  acl full srv_weight(users/{one.name}) 1:{_weight(one) - 1}")
-    if lines:  # else nobody takes ranks, and HAProxy knows no `full`
+    if lines:  # without instances that take ranks there is no ACL `full`
         lines.append("  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }")
     return "\n".join(lines)
 
 
 def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
-    """Set the time after which an answer is late, and what may be sent again is sent to another instance."""
+    """Set the time without an answer after which a request is retried at another instance."""
     return "\n".join(
         "  http-request set-timeout server "
         f"{_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
@@ -432,7 +437,7 @@ def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
 
 
 def _overloaded(backend: str) -> str:
-    """A request that waited too long is rejected for load, which is no error of the service: 429, and when to retry."""
+    """Turn the 503 of a queue timeout into 429 with Retry-After: overload, not an error."""
     own = "!{ var(txn.answered) -m bool }"
     return f"""  http-after-response set-status 429 reason "Too Many Requests" \
 if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
@@ -450,10 +455,10 @@ def _check(config: RouterConfig) -> str:
   default-server check {every}{tls}"""
 
 
-def _server(config: RouterConfig, material: Material, one: InstanceConfig) -> str:
-    at = joined(material.addresses[one.name], one.port)
-    number = ids(material.instances)[one.name]
-    name = certified(config, one)  # whose certificate it must show
+def _server(config: RouterConfig, inputs: RenderInputs, one: InstanceConfig) -> str:
+    at = joined(inputs.addresses[one.name], one.port)
+    number = ids(inputs.instances)[one.name]
+    name = certified(config, one)
     tls = f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
     return f"server {one.name} {at} id {number} weight {_weight(one)}{tls}"
 
@@ -463,7 +468,7 @@ def _weight(one: InstanceConfig) -> int:
 
 
 def _agent(one: InstanceConfig) -> str:
-    """The instance tells how many requests fit at its pace, and that it drains: ten times a second."""
+    """Enable the agent-check, by which the instance sets its limit or drains."""
     return (
         (f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms")
         if one.agent_port
@@ -480,7 +485,7 @@ def _bind_tls(tls: ServerTlsConfig | None) -> str:
 
 
 def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
-    """As the admin address has it: it knows its callers by their keys."""
+    """Return the TLS settings without client certificates, for the admin address."""
     return tls and ServerTlsConfig(
         certificate=tls.certificate, key=tls.key, min_version=tls.min_version
     )
@@ -494,7 +499,7 @@ def _server_tls(tls: ClientTlsConfig | None) -> str:
 
 
 def routed(*routings: Routing) -> list[Kind[Any, Any]]:
-    """List the kinds that are routed like this."""
+    """List the kinds with one of these routings."""
     return [kind for kind in KINDS.values() if kind.routing in routings]
 
 
@@ -503,7 +508,7 @@ def _paths(*routings: Routing) -> list[str]:
 
 
 def _acl(name: str, paths: Iterable[str]) -> str:
-    """Write an access list: paths, and regular expressions of those with parameters."""
+    """Render an ACL: plain paths, and regular expressions of paths with parameters."""
     plain = [path for path in paths if "{" not in path]
     patterns = [_pattern(path) for path in paths if "{" in path]
     lines = [f"  acl {name} path {' '.join(plain)}"] if plain else []
@@ -511,7 +516,7 @@ def _acl(name: str, paths: Iterable[str]) -> str:
 
 
 def _pattern(path: str) -> str:
-    if path.endswith("{user_id}"):  # the rest of the path, as it came: the instance reads it
+    if path.endswith("{user_id}"):  # any encoded text: the instance decodes it
         return "^" + path.removesuffix("{user_id}") + "[^/?]+$"
     return "^" + re.sub("{[^}]*}", _SEGMENT, path) + "$"
 
@@ -522,12 +527,12 @@ def _on(kind: Kind[Any, Any]) -> str:
 
 
 def _objective_s(kind: Kind[Any, Any], config: RouterConfig) -> float:
-    """The objective of a kind, as its ratio to a rank's is by default."""
+    """Scale the rank's objective by the default ratio of the kind's to the rank's."""
     return config.objective_s * kind.objective_s / RANK.objective_s
 
 
-def _most_queued(config: RouterConfig, material: Material) -> int:
-    return config.limits.instance_queue * max(1, sum(one.special for one in material.instances))
+def _most_queued(config: RouterConfig, inputs: RenderInputs) -> int:
+    return config.limits.instance_queue * max(1, sum(one.special for one in inputs.instances))
 
 
 def _problem(title: str) -> str:

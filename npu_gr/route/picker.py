@@ -1,12 +1,12 @@
-"""The endpoint picker of a Kubernetes gateway, on grpcio: Envoy's external processing asks it for each request.
+"""The endpoint picker of a Kubernetes gateway: a gRPC server for Envoy's external processing.
 
-One stream of gRPC is one request. Its headers name the user, or its body does, where the gateway
-lets the choice wait for it; then the answer names the instance, and for what may be sent again a
-second one. The stream's end is the end of the request, which is how the picker knows the load. The
-queue in front of an instance is the gateway's.
+Each request of the gateway is a gRPC stream. The user is in its headers, or in its body if the
+gateway sends the body first. The picker answers with the chosen instance, and a second one for
+retries if the kind allows them. The stream ends with the request, so the open streams are the load
+of the instances. Requests are queued by the gateway.
 
 Source: the Gateway API inference extension's endpoint picker protocol (proposal 004): the chosen
-endpoint stands in a header and in dynamic metadata, both with the same value.
+endpoint is sent in a header and in dynamic metadata, with the same value.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig, joined
-from npu_gr.route.fan_out import Way
+from npu_gr.route.fan_out import InstanceCalls
 from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order, routing_of
 
 log = logging.getLogger(__name__)
 
-# "ip:port", or several in the order in which they are to be tried
+# "ip:port", or several in the order of tries
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
-DESTINATION_SPACE = "envoy.lb"  # of the metadata of `DESTINATION` and `SERVED`
+DESTINATION_SPACE = "envoy.lb"  # metadata namespace of DESTINATION and SERVED
 SUBSET_SPACE = "envoy.lb.subset_hint"
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-CHUNK_BYTES = 62_000  # of a body that is passed on: what gateways take at once
-MOST_MESSAGE_BYTES = 1 << 20  # from a gateway; a body comes in many
-MOST_BODY_BYTES = 4 << 20  # of a request whose body names its user
-MOST_STREAMS = 1_000  # of one connection
-MOST_REQUESTS = 10_000  # at once, of all connections
-# modes in which the choice may wait for the whole body
+CHUNK_BYTES = 62_000  # chunk of a forwarded body, within the limit of gateways
+MOST_MESSAGE_BYTES = 1 << 20  # largest message of a gateway; bodies come in several
+MOST_BODY_BYTES = 4 << 20  # largest body that is searched for the user
+MOST_STREAMS = 1_000  # concurrent requests per connection
+MOST_REQUESTS = 10_000  # concurrent requests of all connections
+# body modes in which the picker may read the whole body before it chooses
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)
 
 
 class UserInBody(msgspec.Struct, frozen=True):
-    """The part of a body that says whose it is; the instance checks the rest."""
+    """The user in a body; the instance validates the other fields."""
 
     user_id: str | int
 
 
-class Rejected(Exception):
+class PickerRejection(Exception):
     """A request that the picker answers itself."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -67,7 +67,7 @@ class Rejected(Exception):
 
 
 class EndpointTable:
-    """The instances as the picker knows them: the ring, who is ready, at which address, how many requests each has."""
+    """The instances: ring, readiness, addresses and requests in flight."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.user_header = config.user_header
@@ -83,9 +83,9 @@ class EndpointTable:
         self._fall = config.health.fall
 
     async def look(
-        self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]
+        self, calls: InstanceCalls, listed: list[InstanceConfig], addresses: Mapping[str, str]
     ) -> None:
-        """Take over the list of instances, and ask each whether it is ready."""
+        """Update the list of instances, their addresses and their readiness."""
         ports = {one.name: one.port for one in listed}
         self.endpoints = {
             name: joined(at, ports[name]) for name, at in addresses.items() if name in ports
@@ -93,7 +93,7 @@ class EndpointTable:
         if listed != list(self._instances.values()):
             self._instances = {one.name: one for one in listed}
             self._ring = Ring(Member(one.name, one.weight) for one in listed if one.special)
-        ready = await way.ready(listed, self._timeout_s)
+        ready = await calls.ready(listed, self._timeout_s)
         for name in ports:
             self._failures[name] = 0 if name in ready else self._failures[name] + 1
         self.ready = {
@@ -103,17 +103,17 @@ class EndpointTable:
         }
 
     def choose(self, routing: Routing | None, user: bytes, subset: set[str] | None) -> list[str]:
-        """Choose the instance for a request, and for what may be sent again a second one.
+        """Choose the instance for a request, and a second one if the kind allows retries.
 
         Args:
-            routing: of its kind; None = any instance answers it.
-            user: whose it is; empty = nobody's.
-            subset: endpoints from which the gateway lets the picker choose; None = all.
+            routing: Routing of the kind; None = any instance can answer.
+            user: User of the request; empty = it has none.
+            subset: Endpoints to choose from, given by the gateway; None = all.
 
         Returns:
-            Names. Empty: there is no instance.
+            Names of the instances; empty = there is none.
         """
-        # A gateway that names its pods knows better than the picker which of them are ready.
+        # If none of them is ready, trust the gateway's list rather than our own checks.
         allowed = {name for name, at in self.endpoints.items() if subset is None or at in subset}
         able = (allowed & self.ready) or allowed
         now_at = time.monotonic()
@@ -135,21 +135,21 @@ class EndpointTable:
         return self.in_flight[name] < most
 
 
-class Pick:
-    """One request of a gateway."""
+class PickRequest:
+    """A request of a gateway."""
 
     def __init__(self, fleet: EndpointTable) -> None:
         self._fleet = fleet
         self._routing: Routing | None = None
-        self._mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
+        self._mode: pb.BodySendMode = pb.NONE  # how the gateway sends the request's body
         self._answer_mode: pb.BodySendMode = pb.NONE
         self._subset: set[str] | None = None
         self._user = b""
-        self._body: list[bytes] | None = None  # while the choice waits for it
-        self._chosen: list[str] = []  # names; the first counts the request as in flight
+        self._body: list[bytes] | None = None  # chunks, while the choice waits for the body
+        self._chosen: list[str] = []  # names; the request counts as in flight at the first
 
     def end(self) -> None:
-        """The request is over."""
+        """Count the request as finished."""
         if self._chosen:
             self._fleet.in_flight[self._chosen[0]] -= 1
 
@@ -157,7 +157,7 @@ class Pick:
         """Answer a message of the gateway.
 
         Raises:
-            Rejected: the request itself is answered.
+            PickerRejection: The picker itself answers the request with an error.
         """
         kind = request.WhichOneof("request")
         if kind == "request_headers":
@@ -190,8 +190,8 @@ class Pick:
         method = given.get(":method", b"").decode("latin-1")
         self._routing = routing_of(method, path)
         if self._routing is Routing.EVERYWHERE:
-            raise Rejected(
-                501, "send this to the router's own address, which passes it to every instance"
+            raise PickerRejection(
+                501, "not supported by the gateway; send it to the router's own address"
             )
         self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
         wants_body = (
@@ -215,11 +215,13 @@ class Pick:
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._body.append(body.body)
         if sum(map(len, self._body)) > MOST_BODY_BYTES:
-            raise Rejected(
-                413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header"
+            raise PickerRejection(
+                413,
+                f"the body is over {MOST_BODY_BYTES} bytes; send the user in the header "
+                f"{self._fleet.user_header}",
             )
         if self._mode == pb.BUFFERED:
-            self._name()
+            self._read_user()
             return [self._pick(is_in_body=True)]
         if not body.end_of_stream:
             return []
@@ -229,30 +231,30 @@ class Pick:
     def _on_end(
         self, passed_on: Iterable[pb.ProcessingResponse]
     ) -> Iterable[pb.ProcessingResponse]:
-        """The whole body is here."""
+        """Choose now that the whole body has arrived, if the choice was waiting for it."""
         if self._body is None:
             return passed_on
         rest = passed_on or _streamed(b"".join(self._body), is_last=False, is_answer=False)
-        self._name()
+        self._read_user()
         return [self._pick(is_in_body=False), *rest]
 
-    def _name(self) -> None:
-        """Read from the whole body whose request it is."""
+    def _read_user(self) -> None:
+        """Read the user from the whole body."""
         assert self._body is not None
         try:
             named = msgspec.json.decode(b"".join(self._body), type=UserInBody)
         except msgspec.MsgspecError as error:
-            raise Rejected(
-                400, f"{self._fleet.user_header}: missing, and the body names no user: {error}"
+            raise PickerRejection(
+                400, f"{self._fleet.user_header}: missing, and the body has no user_id: {error}"
             ) from error
         self._body = None
         self._user = str(named.user_id).encode()
 
     def _pick(self, *, is_in_body: bool) -> pb.ProcessingResponse:
-        """Choose, and tell the gateway."""
+        """Choose the instances, and make the answer to the gateway."""
         self._chosen = self._fleet.choose(self._routing, self._user, self._subset)
         if not self._chosen:
-            raise Rejected(503, "no instance is ready")
+            raise PickerRejection(503, "no instance is ready")
         self._fleet.in_flight[self._chosen[0]] += 1
         value = ",".join(self._fleet.endpoints[name] for name in self._chosen)
         common = pb.CommonResponse(
@@ -265,13 +267,16 @@ class Pick:
             response.request_headers.response.CopyFrom(common)
         response.dynamic_metadata.update({DESTINATION_SPACE: {DESTINATION: value}})
         if self._mode == pb.BUFFERED and not is_in_body:
-            response.mode_override.SetInParent()  # a mode of 0 is NONE: nobody here needs the body
+            response.mode_override.SetInParent()  # mode 0 = NONE: do not send the body
         return response
 
     def _on_answer(self, request: pb.ProcessingRequest) -> pb.ProcessingResponse:
-        """Say which instance answered; a signal that the second one took is followed there."""
+        """Add the name of the instance that answered.
+
+        If the second choice answered a signal, its ranks follow it there.
+        """
         response = pb.ProcessingResponse()
-        if not self._chosen:  # an answer that the gateway gave itself
+        if not self._chosen:  # the gateway itself answered
             response.response_headers.SetInParent()
             return response
         endpoint = _entry(request.metadata_context, DESTINATION_SPACE, SERVED)
@@ -288,7 +293,7 @@ class Pick:
 
 
 def _headers_of(headers: pb.HeaderMap) -> dict[str, bytes]:
-    """Read the headers; of those of one name the first."""
+    """Return the headers; the first one counts if a name is repeated."""
     found: dict[str, bytes] = {}
     for one in map(pb.HeaderValue.FromString, headers.headers):
         found.setdefault(one.key, one.raw_value or one.value.encode())
@@ -296,7 +301,7 @@ def _headers_of(headers: pb.HeaderMap) -> dict[str, bytes]:
 
 
 def _set(given: Mapping[str, str]) -> pb.HeaderMutation:
-    """Write headers that replace those of the same name."""
+    """Make a mutation that sets headers, replacing those of the same name."""
     action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     return pb.HeaderMutation(
         set_headers=[
@@ -309,7 +314,7 @@ def _set(given: Mapping[str, str]) -> pb.HeaderMutation:
 
 
 def _streamed(chunk: bytes, is_last: bool, *, is_answer: bool) -> list[pb.ProcessingResponse]:
-    """Pass on a piece of a body in full duplex, in as many messages as it takes."""
+    """Forward a part of a body in full-duplex mode, in messages of at most CHUNK_BYTES."""
     made = []
     for start in range(0, max(1, len(chunk)), CHUNK_BYTES):
         is_end = is_last and start + CHUNK_BYTES >= len(chunk)
@@ -338,7 +343,7 @@ def _subset(metadata: bytes) -> set[str] | None:
 
 def _entry(metadata: bytes, space: str, name: str) -> Any:
     spaces = pb.Metadata.FromString(metadata).filter_metadata
-    return spaces[space].fields.get(name) if space in spaces else None  # looking it up would add it
+    return spaces[space].fields.get(name) if space in spaces else None  # a lookup would insert it
 
 
 class Services:
@@ -349,17 +354,17 @@ class Services:
 
     async def process(self, requests: AsyncIterator[pb.ProcessingRequest], context: Any) -> None:
         """Answer the messages of one request."""
-        pick = Pick(self._fleet)
+        pick = PickRequest(self._fleet)
         try:
             async for request in requests:
                 for response in pick.answer(request):
                     await context.write(response)
-        except Rejected as rejected:
+        except PickerRejection as rejection:
             body = msgspec.json.encode(
-                {"type": "about:blank", "title": rejected.why, "status": rejected.status}
+                {"type": "about:blank", "title": rejection.why, "status": rejection.status}
             )
             answer = pb.ImmediateResponse(
-                status=pb.HttpStatus(code=rejected.status),
+                status=pb.HttpStatus(code=rejection.status),
                 headers=_set({"Content-Type": "application/problem+json"}),
                 body=body,
                 details="picker",
@@ -371,13 +376,13 @@ class Services:
     async def check(
         self, request: pb.HealthCheckRequest, _context: object
     ) -> pb.HealthCheckResponse:
-        """Say whether the picker lives, or an instance is ready."""
+        """Answer a health check: liveness of the picker, else readiness of an instance."""
         serves = request.service in ("", "liveness") or bool(self._fleet.ready)
         status = pb.HealthCheckResponse.SERVING if serves else pb.HealthCheckResponse.NOT_SERVING
         return pb.HealthCheckResponse(status=status)
 
     def handlers(self) -> list[Any]:
-        """Return what a server of grpcio takes."""
+        """Return the handlers for a server of grpcio."""
         process = grpc.stream_stream_rpc_method_handler(
             self.process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
@@ -395,14 +400,14 @@ async def picking(config: RouterConfig, look: Any) -> AsyncIterator[int]:
     """Serve gateways while the block runs.
 
     Args:
-        config: of the router, with a section `picker`.
-        look: returns the way to the instances, their list, and their addresses, now.
+        config: Configuration of the router, with a section `picker`.
+        look: Returns the current arguments of `EndpointTable.look`.
 
     Yields:
         The port.
 
     Raises:
-        ConfigError: the address is in use, or its certificate cannot be used.
+        ConfigError: The address is in use, or its certificate cannot be used.
     """
     assert config.picker is not None
     fleet = EndpointTable(config)
@@ -441,7 +446,7 @@ def _listen(server: Any, config: PickerConfig, tls: ServerTlsConfig | None) -> i
 
 
 def _credentials(tls: ServerTlsConfig) -> Any:
-    """Make credentials that follow their files: grpcio asks for them at each connection."""
+    """Make credentials that read their files again for each connection."""
 
     def read() -> Any:
         ca = Path(tls.client_ca).read_bytes() if tls.client_ca else None
@@ -453,7 +458,7 @@ def _credentials(tls: ServerTlsConfig) -> Any:
         try:
             return read()
         except OSError as error:
-            log.error("picker.tls: the old certificate stays in force: %s", error)
+            log.error("picker.tls: %s; the old certificate is still used", error)
             return None
 
     return grpc.dynamic_ssl_server_credentials(

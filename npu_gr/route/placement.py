@@ -1,14 +1,11 @@
-"""The one implementation of placement: which instance gets a user.
+"""Placement of users on instances, for the endpoint picker, Ray and the simulator.
 
-For the picker, for Ray and for the simulator.
+Consistent hashing: every member has points on a circle of 64-bit hashes, in proportion to its
+weight. The member of the next point after the user's hash owns the user, so a member that leaves
+moves its own users only. Pickers share no state: equal lists of members give equal placements.
 
-Consistent hashing: every member has its own points on a circle of 64-bit hashes; their number
-depends on its weight alone. The member of the next point after the user's hash owns the user, so a
-member that leaves moves its own users and no others. Pickers share no state, only the list of
-members: equal lists place equally.
-
-A rank goes where its signal went, though the owner may have changed since; `Signals` remembers.
-HAProxy does the same with `hash-type consistent` and a stick table, on a circle of its own.
+A rank follows its signal even if the owner has changed since (`Signals`). HAProxy does the same
+with `hash-type consistent` and a stick table, on a circle of its own.
 
 Source: consistent hashing (Karger et al. 1997), with bounded loads (arXiv:1608.01350); RelayGR
 (arXiv:2601.01712) for the pair. That the spill is decided once, at signal time, is our reading.
@@ -29,7 +26,7 @@ import xxhash
 
 from npu_gr.core.kinds import KINDS, Routing
 
-# of a member of weight 1; with so many, equal members own equal shares within about 6 %
+# Points of a member of weight 1. With 256, the shares of equal members differ by about 6 %.
 POINTS = 256
 BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
 _ROUTES = [
@@ -47,23 +44,23 @@ class Member(NamedTuple):
 
 
 class How(StrEnum):
-    """The reason for which a request goes to its instance."""
+    """The reason for a placement."""
 
     HOME = "home"  # the instance owns the user
-    SPILLED = "spilled"  # the owner had more than its share
+    SPILLED = "spilled"  # the owner has more requests than its bounded load
     SIGNAL = "signal"  # a rank follows its signal
-    SUCCESSOR = "successor"  # the owner does not take it
+    SUCCESSOR = "successor"  # the owner takes no requests
 
 
 class Place(NamedTuple):
-    """Where a request goes, and why."""
+    """The instance of a request, and the reason."""
 
     name: str
     how: How
 
 
 class Ring:
-    """Immutable. Equal members give equal rings, whatever their order was."""
+    """Immutable ring of consistent hashing; the order of the members does not matter."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = tuple(sorted(members))
@@ -74,17 +71,13 @@ class Ring:
         self._names = [name for _, name in points]
 
     def owner(self, user: bytes) -> str:
-        """The member that owns the user.
-
-        Raises:
-            ValueError: the ring is empty.
-        """
+        """Return the member that owns the user. Raises ValueError if the ring is empty."""
         for name in self.walk(user):
             return name
         raise ValueError("the ring is empty")
 
     def walk(self, user: bytes) -> Iterator[str]:
-        """All members: first the owner, then the one that would take over from it, and so on."""
+        """Yield all members: the owner, then its successors in the order of the ring."""
         start = bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user))
         size = len(self._names)
         seen: set[str] = set()
@@ -105,31 +98,31 @@ def _points(name: str, weight: float) -> tuple[int, ...]:
 
 
 class Signals:
-    """Where the signals of the last seconds went."""
+    """The instances of recent signals, by user."""
 
     def __init__(self, life_s: float, most: int) -> None:
-        """Remember nothing yet.
+        """Start empty.
 
         Args:
-            life_s: a rank follows its signal for so long.
-            most: signals remembered; the oldest is forgotten first.
+            life_s: Seconds for which a rank follows its signal.
+            most: Largest number of remembered signals; the oldest are dropped.
         """
         self._life_s = life_s
         self._most = most
         # user -> (instance, expires_at), oldest first
-        self._kept: dict[bytes, tuple[str, float]] = {}
+        self._by_user: dict[bytes, tuple[str, float]] = {}
 
     def remember(self, user: bytes, name: str, now_at: float) -> None:
         """Let the ranks of a user follow a signal to this instance."""
-        kept = self._kept
-        kept.pop(user, None)
-        kept[user] = (name, now_at + self._life_s)
-        while len(kept) > self._most or next(iter(kept.values()))[1] <= now_at:
-            del kept[next(iter(kept))]
+        by_user = self._by_user
+        by_user.pop(user, None)
+        by_user[user] = (name, now_at + self._life_s)
+        while len(by_user) > self._most or next(iter(by_user.values()))[1] <= now_at:
+            del by_user[next(iter(by_user))]
 
     def find(self, user: bytes, now_at: float) -> str | None:
-        """Return the instance of the user's signal; None: there was none lately."""
-        name, expires_at = self._kept.get(user, (None, 0.0))
+        """Return the instance of the user's signal; None = there is no recent one."""
+        name, expires_at = self._by_user.get(user, (None, 0.0))
         return name if now_at < expires_at else None
 
 
@@ -140,21 +133,21 @@ def place(
     signalled: str | None = None,
     has_room: Callable[[str], bool] | None = None,
 ) -> Place | None:
-    """Choose the instance for a request of a user: a pure function of its arguments.
+    """Choose the instance for a request of a user; a pure function.
 
-    In this order: the instance that had the user's signal; the first of the ring's order that takes
-    the user and has room; the first that takes the user.
+    In this order: the instance of the user's signal; the first in the ring's order that takes
+    requests and has room; the first that takes requests.
 
     Args:
-        ring: of the instances.
-        user: the value of the user header.
-        takes: whether an instance takes requests now.
-        signalled: of a rank, the instance that its signal went to.
-        has_room: of a signal, whether an instance is under its bounded load; None = loads are not
+        ring: The instances.
+        user: User of the request.
+        takes: Whether an instance takes requests now.
+        signalled: Instance of the user's signal, for a rank; None = there is none.
+        has_room: Whether an instance is below its bounded load, for a signal; None = loads are not
             bounded.
 
     Returns:
-        None: no instance takes it.
+        The place; None = no instance takes requests.
     """
     if signalled is not None and takes(signalled):
         return Place(signalled, How.SIGNAL)
@@ -171,27 +164,19 @@ def place(
 
 
 def bound(total: int, weight: float, total_weight: float, factor: float) -> int:
-    """Limit a member's requests to `factor` times its fair share.
+    """Return a member's largest number of requests: `factor` times its fair share.
 
     Args:
-        total: requests in flight at all members, without the one that comes.
-        weight: the member's weight.
-        total_weight: the sum of all weights.
-        factor: over 1; then the bounds of all members together leave room for one more request.
-
-    Returns:
-        How many requests the member may hold.
+        total: Requests in flight at all members, without the new one.
+        weight: Weight of the member.
+        total_weight: Sum of all weights.
+        factor: Load factor of at least 1, so that all members together admit the new request.
     """
     return math.ceil(factor * (total + 1) * weight / total_weight)
 
 
 def routing_of(method: str, path: str) -> Routing | None:
-    """Return how a request is placed; None: any instance answers it.
-
-    Args:
-        method: of HTTP.
-        path: without the query.
-    """
+    """Return the routing of an HTTP method and path (without query); None = any instance."""
     return next(
         (routing for on, at, routing in _ROUTES if on == method and at.fullmatch(path)), None
     )
@@ -206,17 +191,16 @@ def order(
     signalled: str | None = None,
     has_room: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """Order the instances for a request: the chosen one, then those that take it if the ones before do not.
+    """Order the instances for a request: the chosen one, then those to retry at.
 
     Args:
-        ring: of the instances.
-        routing: of the request's kind; None = any instance answers it.
-        user: the value of the user header; empty = nobody's request, which goes to the less loaded
-            of two.
-        able: instances that take requests now.
-        in_flight: requests that an instance has.
-        signalled: the instance of the user's signal; a signal itself chooses anew.
-        has_room: of a signal, whether an instance is under its bounded load; None = loads are not
+        ring: The instances.
+        routing: Routing of the kind; None = any instance can answer.
+        user: User of the request; empty = none: the less loaded of two random instances is chosen.
+        able: Instances that take requests now.
+        in_flight: Number of requests at an instance.
+        signalled: Instance of the user's last signal; ignored for a signal.
+        has_room: Whether an instance is below its bounded load, for a signal; None = loads are not
             bounded.
     """
     if routing not in BY_USER or not user:

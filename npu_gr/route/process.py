@@ -1,14 +1,15 @@
 """`npu-gr route`: writes HAProxy's files, runs `haproxy -W` as a child, and keeps it up to date.
 
-    the settings, the list of instances,      new files, `haproxy -c`, and a reload that loses no connection;
-    keys or certificates change               what HAProxy rejects changes nothing, and the log says why
-    SIGHUP                                    the same, at once
-    SIGTERM, SIGINT                           unready for `drain_grace_s`, then no new connections, then the end
-    HAProxy ends                              so does the router: whoever started it starts it again
+    settings, instances, keys or    new files, `haproxy -c`, and a reload without lost connections;
+    certificates change             if HAProxy rejects the files, nothing changes and the error is
+                                    logged
+    SIGHUP                          the same, at once
+    SIGTERM, SIGINT                 unready for `drain_grace_s`, then no new connections, then exit
+    HAProxy ends                    the router exits too, so that its supervisor restarts it
 
-Each set of files is a folder of its own, and `current` points to the one in force, so that HAProxy
-never reads half of one. An instance that is new in the list is put in once it has been ready, so
-that nobody waits for its start.
+Each set of files has its own folder, and the link `current` points to the active one, so HAProxy
+never reads a mixture of two sets. A new instance is added once it is ready, so that no request
+waits for its start.
 """
 
 from __future__ import annotations
@@ -35,37 +36,33 @@ from npu_gr.core.process import stop_signals
 from npu_gr.route import haproxy
 from npu_gr.route.config import InstanceConfig, RouterConfig, load
 from npu_gr.route.discovery import addresses, find
-from npu_gr.route.fan_out import Way, fan_out_app
+from npu_gr.route.fan_out import InstanceCalls, fan_out_app
 from npu_gr.server.auth.keys import KeyEntry, read_keys
 
 log = logging.getLogger(__name__)
 PROGRAM = "haproxy"
-START_S = 10.0  # for HAProxy to start, and for a reload
-# A process younger than this does not hand its stick table on: it still waits for one before it
-# (PEER_RESYNC_TIMEOUT).
+START_S = 10.0  # time limit of HAProxy's start and of a reload
+# A younger HAProxy process does not send its stick table to its successor: it still waits for the
+# one of its predecessor (PEER_RESYNC_TIMEOUT).
 TEACHES_S = 11.0
-_PDEATHSIG = 1  # of prctl
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Proxy:
-    """HAProxy, and the folder of its files."""
+    """A HAProxy process and the folder of its files."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing runs yet.
-
-        Args:
-            folder: private, for the files and the sockets.
-        """
+        """Prepare; `start` runs HAProxy. `folder` is private, for its files and sockets."""
         self.folder = folder
-        self._number = 0  # of the set of files
+        self._number = 0  # number of the active set of files
         self._process: asyncio.subprocess.Process | None = None
-        self._words: asyncio.Task[None] | None = None  # copies what it says into the log
+        self._log_task: asyncio.Task[None] | None = None  # copies HAProxy's stderr to the log
 
     async def put(self, made: dict[str, str]) -> None:
-        """Put a set of files in force for the next start or reload.
+        """Activate a set of files for the next start or reload.
 
         Raises:
-            ConfigError: HAProxy rejects it; the one before stays.
+            ConfigError: HAProxy rejects the files; the old ones stay active.
         """
         before = self.folder / str(self._number)
         self._number += 1
@@ -77,13 +74,13 @@ class Proxy:
             self._number -= 1
             await asyncio.to_thread(shutil.rmtree, folder)
             raise
-        await asyncio.to_thread(_put_in_force, folder, before)
+        await asyncio.to_thread(_activate, folder, before)
 
     async def start(self) -> None:
-        """Start HAProxy with what was put.
+        """Start HAProxy with the active files.
 
         Raises:
-            ConfigError: it does not start, as where an address is in use.
+            ConfigError: HAProxy does not start, e.g. because an address is in use.
         """
         path = self.folder / "current" / haproxy.CONFIG
         self._process = await asyncio.create_subprocess_exec(
@@ -92,22 +89,22 @@ class Proxy:
             preexec_fn=_die_with_parent,
         )
         assert self._process.stderr is not None
-        self._words = asyncio.create_task(_log_words(self._process.stderr))
+        self._log_task = asyncio.create_task(_copy_to_log(self._process.stderr))
         await self._until(lambda pid: True)
 
     async def reload(self) -> None:
-        """Let a new process serve with what was put; the old one finishes what it has."""
+        """Start a new process with the active files; the old one finishes its requests."""
         assert self._process is not None
         before = await self._pid()
         self._process.send_signal(signal.SIGUSR2)
         await self._until(lambda pid: pid != before)
 
     async def drain(self) -> None:
-        """Answer /readyz with 503 from now on, and serve as before."""
+        """Answer /readyz with 503 from now on; all else is served as before."""
         await self.command("set var proc.draining bool(true)")
 
     async def stop(self, timeout_s: float) -> None:
-        """Take no new connection, finish the requests in flight, and end."""
+        """Stop accepting connections, wait for the requests in flight, and end."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -121,12 +118,12 @@ class Proxy:
                 return
 
     async def ended(self) -> int:
-        """Wait until HAProxy has ended by itself."""
+        """Wait until HAProxy has ended, and return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def command(self, text: str) -> str:
-        """Ask the runtime API of the process that serves."""
+        """Send a command to the runtime API of the active process, and return the answer."""
         reader, writer = await asyncio.open_unix_connection(str(self.folder / haproxy.STATS))
         try:
             writer.write(f"{text}\n".encode())
@@ -146,12 +143,12 @@ class Proxy:
                 if claim(await self._pid()):
                     return
             await asyncio.sleep(0.02)
-        raise ConfigError("haproxy: it does not start; its own lines in the log say why")
+        raise ConfigError("haproxy does not start; see its own lines in the log")
 
 
-async def _log_words(words: asyncio.StreamReader) -> None:
-    """Log HAProxy's lines: its own writes would wait for whoever reads our standard error, and our log does not."""
-    async for line in words:
+async def _copy_to_log(lines: asyncio.StreamReader) -> None:
+    """Copy HAProxy's stderr to the log, which never blocks on a slow reader."""
+    async for line in lines:
         is_bad = line.startswith((b"[ALERT]", b"[WARNING]"))
         log.log(
             logging.WARNING if is_bad else logging.INFO,
@@ -169,11 +166,11 @@ def _write(folder: Path, made: dict[str, str]) -> None:
 
 
 def placed(text: str, folder: Path, here: Path) -> str:
-    """Fill in the folders: of the sockets, and of the set of files."""
+    """Replace the placeholders by the folder of the sockets and that of the set of files."""
     return text.replace(haproxy.FOLDER, str(folder)).replace(haproxy.HERE, str(here))
 
 
-def _put_in_force(folder: Path, before: Path) -> None:
+def _activate(folder: Path, before: Path) -> None:
     link = folder.parent / "next"
     link.symlink_to(folder.name)
     link.replace(folder.parent / "current")
@@ -181,10 +178,10 @@ def _put_in_force(folder: Path, before: Path) -> None:
 
 
 async def check(path: Path) -> None:
-    """Let HAProxy check a file.
+    """Check a file with `haproxy -c`.
 
     Raises:
-        ConfigError: it is rejected, or there is no HAProxy.
+        ConfigError: HAProxy rejects the file, or is not installed.
     """
     process = await asyncio.create_subprocess_exec(
         await asyncio.to_thread(_program),
@@ -199,14 +196,14 @@ async def check(path: Path) -> None:
         lines = [
             line for line in errors.decode(errors="replace").splitlines() if "NOTICE" not in line
         ]
-        raise ConfigError(f"haproxy rejects what was written: {'; '.join(lines)[:2000]}")
+        raise ConfigError(f"haproxy rejects the generated file: {'; '.join(lines)[:2000]}")
 
 
 def _program() -> str:
     found = shutil.which(PROGRAM) or shutil.which(PROGRAM, path="/usr/sbin:/usr/local/sbin")
     if found is None:
         raise ConfigError(
-            "haproxy is not installed: version 2.6 or later, e.g. apt-get install haproxy"
+            "haproxy is not installed; install version 2.6 or later, e.g. apt-get install haproxy"
         )
     return found
 
@@ -216,43 +213,43 @@ def _die_with_parent() -> None:
 
 
 class Route:
-    """One router: what it knows, and the files that follow from it."""
+    """The state of a router, from which its files are made."""
 
     def __init__(self, read: Callable[[], RouterConfig], proxy: Proxy) -> None:
         """Read the settings.
 
         Args:
-            read: the settings, again at each look.
-            proxy: gets the files.
+            read: Function that reads the settings; it runs again at each `look`.
+            proxy: Process for which the files are made.
 
         Raises:
-            ConfigError: they cannot be read.
+            ConfigError: The settings cannot be read.
         """
         self._read = read
         self._proxy = proxy
         self.config = read()
-        self.listed: list[InstanceConfig] = []  # all
-        self.addresses: dict[str, str] = {}  # of those whose host can be looked up, by name
-        # names of those that have been ready, or were there at the start
+        self.listed: list[InstanceConfig] = []  # all instances
+        self.addresses: dict[str, str] = {}  # name -> IP address, of hosts that can be resolved
+        # names of the instances that have been ready, or were listed at the start
         self._admitted: set[str] = set()
-        self._files: dict[str, str] = {}  # in force
-        self.way = self._way(self.config)
+        self._files: dict[str, str] = {}  # active files
+        self.calls = self._calls(self.config)
         self._peer_port = _free_port()
 
     async def begin(self) -> None:
-        """Put the first files, with every instance in them.
+        """Make and activate the first files, with every instance.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: The files cannot be made, or HAProxy rejects them.
         """
         self._files = await self.made_now()
         await self._proxy.put(self._files)
 
     async def made_now(self) -> dict[str, str]:
-        """Make the files with every instance in them.
+        """Make the files with every instance.
 
         Raises:
-            ConfigError: the list, keys or certificates cannot be read.
+            ConfigError: The list, keys or certificates cannot be read.
         """
         self.listed = await find(self.config.discovery)
         self.addresses = await addresses(self.listed, {})
@@ -263,31 +260,31 @@ class Route:
         """Read everything again, and reload HAProxy where something has changed.
 
         Raises:
-            ConfigError: something cannot be used; what is in force stays.
+            ConfigError: A file cannot be used; nothing changes.
         """
         config = await asyncio.to_thread(self._read)
-        self.way = await asyncio.to_thread(self._way, config)
+        self.calls = await asyncio.to_thread(self._calls, config)
         listed = await find(config.discovery)
         self.listed = listed
         self.addresses = await addresses(listed, self.addresses)
         names = {one.name for one in listed}
         self._admitted &= names
-        newcomers = [one for one in listed if one.name not in self._admitted]
-        if newcomers:
-            self._admitted |= await self.way.ready(newcomers, config.health.timeout_s)
+        new = [one for one in listed if one.name not in self._admitted]
+        if new:
+            self._admitted |= await self.calls.ready(new, config.health.timeout_s)
         made = await asyncio.to_thread(self._made, config)
         if made != self._files:
             await self._proxy.put(made)
             self._files = made
             self.config = config
             await self._proxy.reload()
-            log.info("reloaded: %d of %d instances", len(self._admitted), len(listed))
+            log.info("reloaded HAProxy: %d of %d instances", len(self._admitted), len(listed))
 
     def _made(self, config: RouterConfig) -> dict[str, str]:
         """Make the files.
 
         Raises:
-            ConfigError: keys or certificates cannot be read.
+            ConfigError: Keys or certificates cannot be read.
         """
         certificates = {}
         if config.tls is not None:
@@ -300,22 +297,22 @@ class Route:
             certificates["call.pem"] = _pem(
                 config.instances_tls.certificate, config.instances_tls.key
             )
-        material = haproxy.Material(
+        inputs = haproxy.RenderInputs(
             instances=[
                 one
                 for one in self.listed
                 if one.name in self._admitted and one.name in self.addresses
             ],
             addresses=self.addresses,
-            keys=in_force(Path(config.api_keys_file)) if config.api_keys_file else [],
+            keys=unexpired_keys(Path(config.api_keys_file)) if config.api_keys_file else [],
             peer_port=self._peer_port,
         )
-        return haproxy.files(config, material) | certificates
+        return haproxy.files(config, inputs) | certificates
 
-    def _way(self, config: RouterConfig) -> Way:
+    def _calls(self, config: RouterConfig) -> InstanceCalls:
         try:
-            return Way(config)
-        except OSError as error:  # ssl.SSLError is one
+            return InstanceCalls(config)
+        except OSError as error:  # or ssl.SSLError, a subclass
             raise ConfigError(f"instances_tls: {error}") from error
 
 
@@ -326,11 +323,11 @@ def _free_port() -> int:
         return port
 
 
-def in_force(path: Path) -> list[KeyEntry]:
+def unexpired_keys(path: Path) -> list[KeyEntry]:
     """Read the keys that have not expired.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: The file cannot be used.
     """
     now_at = time.time()
     return [
@@ -341,7 +338,7 @@ def in_force(path: Path) -> list[KeyEntry]:
 
 
 def _pem(certificate: str, key: str) -> str:
-    """Join a certificate and its key into the one file that HAProxy reads."""
+    """Join a certificate and its key to one PEM text, as HAProxy needs it."""
     try:
         return f"{Path(certificate).read_text()}\n{Path(key).read_text()}"
     except (OSError, UnicodeDecodeError) as error:
@@ -355,23 +352,23 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
     """Run a router while the block runs.
 
     Args:
-        read: the settings, again at each look.
+        read: Function that reads the settings; it runs again at each `look`.
 
     Yields:
         The router, and its HAProxy.
 
     Raises:
-        ConfigError: it cannot start.
+        ConfigError: The router cannot start.
     """
     async with AsyncExitStack() as stack:
-        parent = os.environ.get("RUNTIME_DIRECTORY")  # of systemd
-        # of mode 0700
+        parent = os.environ.get("RUNTIME_DIRECTORY")  # set by systemd
+        # mkdtemp makes it with mode 0700
         folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="npu_gr", dir=parent)
         stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
         proxy = Proxy(Path(folder))
         route = await asyncio.to_thread(Route, read, proxy)
         await route.begin()
-        app = fan_out_app(lambda: route.way, lambda: route.listed, route.config.max_budget_s / 3)
+        app = fan_out_app(lambda: route.calls, lambda: route.listed, route.config.max_budget_s / 3)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -381,7 +378,7 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         if route.config.picker is not None:
             picking = _picking()
             await stack.enter_async_context(
-                picking(route.config, lambda: (route.way, route.listed, route.addresses))
+                picking(route.config, lambda: (route.calls, route.listed, route.addresses))
             )
         yield route, proxy
 
@@ -391,28 +388,28 @@ def _picking() -> Callable[..., AbstractAsyncContextManager[int]]:
         from npu_gr.route.picker import picking
     except ImportError as error:
         raise ConfigError(
-            f"picker needs the extra `picker`: pip install 'npu_gr[picker]' ({error})"
+            f"picker: needs the extra `picker`: pip install 'npu_gr[picker]' ({error})"
         ) from error
     return picking
 
 
 async def run(path: Path, overrides: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM or SIGINT; then drain. A second signal stops at once.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
     Args:
-        path: of the settings.
-        overrides: of single ones.
+        path: File of the settings.
+        overrides: Settings `section.key=value`, which take precedence.
 
     Raises:
-        ConfigError: the router cannot start, or HAProxy has ended.
+        ConfigError: The router cannot start, or HAProxy has ended.
     """
     now = asyncio.Event()
-    with stop_signals() as signals:  # before HAProxy answers: whoever sees it answer may stop it
+    with stop_signals() as signals:  # before HAProxy listens, since a stop may follow at once
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, now.set)
         async with routing(lambda: load(path, overrides)) as (route, proxy):
             config = route.config
             log.info(
-                "listening on %s:%d, admin on %s:%d",
+                "listening on %s:%d, admin address %s:%d",
                 config.host,
                 config.port,
                 config.admin_host,
@@ -425,35 +422,35 @@ async def run(path: Path, overrides: Sequence[str] = ()) -> None:
                 ended.cancel()
                 if not stopped.done():
                     stopped.cancel()
-                    raise ConfigError("haproxy has ended; its own lines in the log say why")
-            log.info("draining for %.1f s", config.drain_grace_s)
+                    raise ConfigError("haproxy has ended; see its own lines in the log")
+            log.info("draining: not ready, closing the listener in %.1f s", config.drain_grace_s)
             await proxy.drain()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.get(), config.drain_grace_s)
     log.info("stopped")
 
 
-async def tried(config: RouterConfig) -> str:
-    """Let HAProxy check what would be written, in a folder that is gone afterwards.
+async def check_rendered(config: RouterConfig) -> str:
+    """Check the files of a configuration with HAProxy, in a temporary folder.
 
     Returns:
-        What was found.
+        A sentence with the result.
 
     Raises:
-        ConfigError: it cannot be made, or HAProxy rejects it.
+        ConfigError: The files cannot be made, or HAProxy rejects them.
     """
     with tempfile.TemporaryDirectory(prefix="npu_gr") as folder:
         proxy = Proxy(Path(folder))
         route = Route(lambda: config, proxy)
         await proxy.put(await route.made_now())
-        return f"HAProxy takes the file for {len(route.listed)} instances"
+        return f"HAProxy accepts the file, with {len(route.listed)} instances"
 
 
-async def shown(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Make HAProxy's file as it would be written now.
+async def rendered(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return the text of HAProxy's file for the current settings.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: The file cannot be made.
     """
     folder = Path("/run/npu-gr-router")
     route = Route(lambda: load(path, overrides), Proxy(folder))
@@ -461,8 +458,8 @@ async def shown(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 async def _keep_looking(route: Route, now: asyncio.Event) -> None:
-    """Look every `discovery.period_s`, or when asked; what cannot be used changes nothing."""
-    trouble = ""
+    """Call `look` every `discovery.period_s`, or when `now` is set; log its errors once."""
+    logged = ""
     await asyncio.sleep(TEACHES_S)
     while True:
         with contextlib.suppress(TimeoutError):
@@ -470,8 +467,8 @@ async def _keep_looking(route: Route, now: asyncio.Event) -> None:
         now.clear()
         try:
             await route.look()
-            trouble = ""
+            logged = ""
         except ConfigError as error:
-            if str(error) != trouble:
-                log.error("everything stays as it is: %s", error)
-            trouble = str(error)
+            if str(error) != logged:
+                log.error("%s; HAProxy keeps its current configuration", error)
+            logged = str(error)

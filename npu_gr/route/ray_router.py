@@ -1,12 +1,10 @@
-"""Ray Serve's request router with our placement.
+"""Ray Serve's request router with the placement of `npu_gr.route.placement`.
 
-Ray makes one in each of its proxies, which share no state.
+Ray makes one router per proxy; they share no state. A proxy chooses before it reads the body, so
+the user must be in a header. Without it, the less loaded of two replicas gets the request, and a
+rank may not follow its signal. Ray skips full replicas and drops dead ones.
 
-A proxy chooses before it reads the body, so the user stands in a header; without it the less loaded
-of two replicas gets the request, and signal and rank may part. Ray passes a replica over that is
-full, and forgets one that died.
-
-Imports Ray; `npu_gr.route.ray_serve` gives Ray the name of the class.
+This module imports Ray; `npu_gr.route.ray_serve` passes Ray the name of the class.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ log = logging.getLogger(__name__)
 
 
 class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Orders the replicas for each request; Ray sends it to the first that has room."""
+    """Orders the replicas for each request; Ray sends it to the first with room."""
 
     def initialize_state(self, *, user_header: str, t_life_s: float, max_remembered: int) -> None:
-        """Take the settings: Ray calls this before it tells of replicas."""
+        """Store the settings; Ray calls this before `update_replicas`."""
         self._user_header = user_header.encode()
         self._signals = Signals(t_life_s, max_remembered)
         self._ring = Ring(())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take over the list of replicas."""
+        """Update the ring; Ray calls this when the replicas change."""
         members = sorted(Member(replica.replica_id.unique_id) for replica in replicas)
         if members != list(self._ring.members):
             self._ring = Ring(members)
@@ -46,10 +44,10 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which they are to be tried, one a step."""
+        """Return the replicas in the order of tries, one per step."""
         if pending_request is None:
             return [candidate_replicas]
-        # after a round in which all were full
+        # back off after a round in which all replicas were full
         pending_request.routing_context.should_backoff = True
         routing, user = self._asked(pending_request)
         able = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -65,13 +63,13 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Remember which replica took a signal: not always the first one."""
+        """Remember the replica of a signal, which is not always the first choice."""
         routing, user = self._asked(pending_request)
         if routing is Routing.SIGNAL and user:
             self._signals.remember(user, replica_id.unique_id, time.monotonic())
 
     def _asked(self, request: PendingRequest) -> tuple[Routing | None, bytes]:
-        """Read a request's kind and user from what the proxy sends to the replica: a pickled ASGI scope."""
+        """Read routing and user from the pickled ASGI scope that Ray's proxy sends."""
         try:
             scope: dict[str, Any] = pickle.loads(request.args[0]).asgi_scope  # noqa: S301  # of Ray's own proxy
             user = next(
@@ -79,8 +77,8 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             )
             return routing_of(scope["method"], scope["path"]), unquote_to_bytes(user)
         except (AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
-            # A request that this raises for would wait forever.
+            # if this raised, Ray would retry the request forever
             log.error(
-                "placed by load: not a request of an HTTP proxy as Ray 2.60 sends it: %r", error
+                "the request is routed by load: its format is not that of Ray 2.60: %r", error
             )
             return None, b""

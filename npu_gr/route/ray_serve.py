@@ -1,9 +1,9 @@
-"""Instances as Ray Serve replicas, one a device, for users who run Ray and want its placement and autoscaling.
+"""Instances as Ray Serve replicas, one per device, with Ray's autoscaling.
 
-Ray's proxies choose the replica with our placement (`npu_gr.route.ray_router`). A replica serves
-HTTP as `npu-gr serve` does, on a Unix socket of its own, and passes an erasure on to every replica.
-Ray's proxy in Python costs milliseconds a request; where that matters, let Ray only place the
-instances, and put `npu-gr route` in front of them.
+Ray's proxies choose the replica by `npu_gr.route.ray_router`. A replica serves HTTP as `npu-gr
+serve` does, on a private Unix socket, and sends erasures to every replica. Ray's Python proxy costs
+milliseconds per request; where that matters, start the instances with Ray and put `npu-gr route` in
+front of them.
 
 Needs the extra `ray` on every node.
 """
@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import RANK, Routing
 from npu_gr.core.logs import random_id
-from npu_gr.route.fan_out import Answered, Change, verdict
+from npu_gr.route.fan_out import Answered, Change, combined_answer
 from npu_gr.route.placement import routing_of
 from npu_gr.server.auth.rules import Address
 from npu_gr.server.http import from_error
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 USER_HEADER = "x-user-id"
 QUEUE_DEPTH = "queue_depth"  # names of the statistics that a replica reports to Ray
 LATE_RATIO = "late_ratio"
-MAX_REMEMBERED = 1_000_000  # signals, by each of Ray's proxies
-EVERYWHERE_S = 10.0  # for an erasure at every replica
-_NAME = "npu_gr"  # of the application, and of its one deployment
+MAX_REMEMBERED = 1_000_000  # signals remembered by each proxy of Ray
+EVERYWHERE_S = 10.0  # time limit of an erasure at all replicas
+_NAME = "npu_gr"  # name of the application and of its deployment
 _ROUTER = "npu_gr.route.ray_router.PlacementRouter"  # imported in Ray's proxies
 _FORWARDED = (
     *(
@@ -75,37 +75,37 @@ _HOP_BY_HOP = (
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """How many instances run, on which resource, at which address, and when Ray adds or removes one."""
+    """Number of instances, their resource, the address, and the targets of autoscaling."""
 
-    num_instances: int  # at least
-    max_instances: int  # Ray scales between the two
+    num_instances: int  # smallest number
+    max_instances: int  # largest number
     resource: str = "CPU"  # NPU | GPU | CPU; each instance takes one
     host: str = "127.0.0.1"
     port: int = 8090
-    target_queue_depth: float = 8.0  # jobs that wait for one device
-    max_late_ratio: float = 0.005  # share of ranks that may take longer than their objective
+    target_queue_depth: float = 8.0  # jobs queued per device
+    max_late_ratio: float = 0.005  # fraction of ranks that may take longer than their objective
 
     def __post_init__(self) -> None:
         if self.max_instances < self.num_instances:
             raise ConfigError(
-                f"max_instances: {self.max_instances} is less than instances: {self.num_instances}"
+                f"max_instances: {self.max_instances} is below instances: {self.num_instances}"
             )
 
 
-def wanted(
+def target_instances(
     current: int, queue_depths: list[float], late_ratios: list[float], options: RayOptions
 ) -> int:
-    """Decide how many instances this load needs.
+    """Decide how many instances the current load needs.
 
-    As many as bring the queues to their target; one more than now while ranks are late. One less
-    than now only if no rank is late and the queues of one instance less would still be under half
-    of the target.
+    The number that brings the queues to their target, and at least one more while too many ranks
+    are late. At most one less, and only if the queues of the others would stay below half of the
+    target.
 
     Args:
-        current: instances now.
-        queue_depths: jobs that wait for the device, of each instance.
-        late_ratios: share of late ranks, of each instance.
-        options: the targets, and the bounds of the answer.
+        current: Current number of instances.
+        queue_depths: Jobs queued for the device, per instance.
+        late_ratios: Fraction of late ranks, per instance.
+        options: Targets, and bounds of the result.
     """
     total = sum(queue_depths)
     late = max(late_ratios, default=0.0)
@@ -119,21 +119,21 @@ def wanted(
 
 
 class ScalingPolicy:
-    """Calls `wanted` in the way that Ray's controller expects."""
+    """Adapts `target_instances` to the interface of Ray's controller."""
 
     def __init__(self, **options: Any) -> None:
         self._options = RayOptions(**options)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the number of instances wanted, and an empty state."""
+        """Return the target number of instances, and an empty state."""
         statistics = context.aggregated_metrics or {}  # name -> replica -> value
         depths = list(statistics.get(QUEUE_DEPTH, {}).values())
         late = list(statistics.get(LATE_RATIO, {}).values())
-        return wanted(context.target_num_replicas, depths, late, self._options), {}
+        return target_instances(context.target_num_replicas, depths, late, self._options), {}
 
 
 class RayReplica:
-    """One replica: an instance in this process that serves HTTP on Unix sockets, one for callers and one for itself."""
+    """A replica: an instance in this process, with Unix sockets for its public and admin routes."""
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Ray awaits it
         from npu_gr.service.app import instance
@@ -148,7 +148,7 @@ class RayReplica:
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self._http = await self._listen(runner, app, Address(is_admin=False), f"{folder}/http")
         self._admin = await self._listen(runner, app, Address(is_public=False), f"{folder}/admin")
-        self._ranks = (0.0, 0.0)  # all, and in time, when the metrics were last read
+        self._ranks = (0.0, 0.0)  # counts at the last report: all ranks, and those within the SLO
 
     async def _listen(
         self, runner: web.AppRunner, app: web.Application, address: Address, path: str
@@ -161,7 +161,7 @@ class RayReplica:
         return http
 
     async def __call__(self, request: Request) -> Response:
-        """Answer as the instance does, or for an erasure as all instances together."""
+        """Forward a request to the instance, or an erasure to all replicas."""
         from starlette.responses import Response
 
         headers = {
@@ -187,7 +187,7 @@ class RayReplica:
         )
 
     async def do(self, change: Change) -> tuple[str, Answered]:
-        """Do at this instance what every replica is told, and say which one it is."""
+        """Send a change to this instance; return its process id and its answer."""
         async with self._ask(change) as answer:
             return str(os.getpid()), Answered(answer.status, await answer.text())
 
@@ -197,34 +197,30 @@ class RayReplica:
         from ray.serve.exceptions import RayServeException
 
         try:
-            told = serve.get_deployment_handle(_NAME, _NAME).broadcast("do", change)
-            answers = dict(await told.results_async(timeout_s=EVERYWHERE_S))
+            calls = serve.get_deployment_handle(_NAME, _NAME).broadcast("do", change)
+            answers = dict(await calls.results_async(timeout_s=EVERYWHERE_S))
         except (RayError, RayServeException, TimeoutError) as error:
             answers = {"a replica": Answered(0, str(error))}
         try:
-            return verdict(change, answers)
+            return combined_answer(change, answers)
         except NpuGrError as error:
             return from_error(error, change.headers.get("x-request-id", random_id(128)))
 
     def check_health(self) -> None:
-        """Tell Ray whether the instance accepts work.
-
-        Raises:
-            RuntimeError: it does not; Ray then replaces the replica.
-        """
+        """Raise RuntimeError if the instance is not ready; Ray then replaces the replica."""
         is_ready, why = self._service.is_ready()
         if not is_ready:
             raise RuntimeError(why)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report what `ScalingPolicy` reads: the depth of the queue, and the share of late ranks since last time."""
+        """Report to `ScalingPolicy`: queue depth, and the ratio of late ranks since last time."""
         async with self._admin.get("/metrics", headers={"Accept": "text/plain"}) as answer:
             text = await answer.text()
         ranks = f"npu_gr_{RANK.name}_duration_seconds"
         objective_s = self._config.slo.objective_s(RANK.name)
         depth = 0.0
         count = 0.0
-        in_time = 0.0
+        within_slo = 0.0
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == "npu_gr_queue_depth":
@@ -232,10 +228,10 @@ class RayReplica:
                 elif sample.name == f"{ranks}_count":
                     count += sample.value
                 elif sample.name == f"{ranks}_bucket" and float(sample.labels["le"]) == objective_s:
-                    in_time += sample.value
-        count_before, in_time_before = self._ranks
-        self._ranks = (count, in_time)
-        late = (count - count_before) - (in_time - in_time_before)
+                    within_slo += sample.value
+        count_before, within_slo_before = self._ranks
+        self._ranks = (count, within_slo)
+        late = (count - count_before) - (within_slo - within_slo_before)
         return {QUEUE_DEPTH: depth, LATE_RATIO: late / max(1.0, count - count_before)}
 
     async def __del__(self) -> None:  # Ray awaits it
@@ -243,7 +239,7 @@ class RayReplica:
 
 
 def application(config: Config, options: RayOptions) -> Any:
-    """Make the Ray Serve application. Call `ray.init` first."""
+    """Make the Ray Serve application; `ray.init` must have been called."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
@@ -280,12 +276,12 @@ def application(config: Config, options: RayOptions) -> Any:
 
 
 def deploy(config: Config, options: RayOptions, until: threading.Event | None = None) -> None:
-    """Serve on the cluster of RAY_ADDRESS, or on a cluster of our own, until SIGTERM or SIGINT.
+    """Serve on the cluster of RAY_ADDRESS, or on a local cluster, until SIGTERM or SIGINT.
 
     Args:
-        config: of every instance.
-        options: how many instances, where.
-        until: stop when this event is set, instead of at a signal.
+        config: Configuration of every instance.
+        options: Number of instances, resource and address.
+        until: Stop when this event is set, instead of at a signal.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -305,18 +301,20 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
             signal.signal(number, lambda *_: stop.set())
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
-    else:  # it pretends to have the devices; a fresh folder, because a stale session makes the next one fail
-        pretended = (
+    else:
+        # declare the devices, which a local cluster does not detect
+        resources = (
             {options.resource: options.max_instances}
             if options.resource not in ("CPU", "GPU")
             else None
         )
+        # a new folder, since the session of a killed cluster makes the next start fail
         folder = tempfile.mkdtemp(prefix="ray")
         cpus = max(2 * options.max_instances, os.cpu_count() or 1)
         ray.init(
             address="local",
             num_cpus=cpus,
-            resources=pretended,
+            resources=resources,
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=200 << 20,

@@ -1,13 +1,13 @@
-"""What a request leaves behind: one JSON line in the access log, and where it is sampled, spans of OpenTelemetry.
+"""The access log: one JSON line per request; and OpenTelemetry spans of sampled requests.
 
-A line holds no user, no history and no API key, but the key's name. A user appears as a keyed hash,
-and only where a key is configured. What the caller was told of an error is in it where we wrote
-every word of it: the detail of a caller's own fault may repeat a part of the body. The newest lines
-are kept for the status page.
+A line holds no user id, no history and no API key, but the key's name. The user appears as a keyed
+hash, and only where `server.log_user_key_file` is set. The detail of an error is logged unless the
+client caused the error, since such a detail may quote the body. The newest lines stay in memory for
+the status page.
 
-The spans (extra `otel`) are made at the end, from the answer's `stages_s`: a request that is not
-sampled costs nothing. A caller's `traceparent` decides whether its request is sampled; of the
-others, `server.trace_sample_ratio` are.
+Spans (extra `otel`) are made at the end of a request from the answer's `stages_s`, so a request
+that is not sampled costs nothing. The client's `traceparent` decides whether a request is sampled;
+of requests without one, `server.trace_sample_ratio` are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, ThrottledLog, Trace, beg
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
 from npu_gr.handlers.base import HeldPermit
-from npu_gr.server.auth.keys import ANYBODY, Key
+from npu_gr.server.auth.keys import ANONYMOUS, Key
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -47,51 +47,54 @@ MOST_DETAIL = 200  # characters of a detail
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that a request ended with, without the exception: its traceback would hold the request's frames."""
+    """The error that a request ended with.
+
+    It does not refer to the exception, whose traceback would keep the request's frames alive.
+    """
 
     title: str
-    detail: str | None  # what the caller was told, as far as it holds no word of the caller's
+    detail: str | None  # None = it may quote the client's body
 
 
 class ServerCall(msgspec.Struct, kw_only=True):
-    """A request from its head to its end, over HTTP or gRPC: what was found out of it so far."""
+    """The state of a request from its head to its end, over HTTP or gRPC."""
 
     method: str
     route: str  # pattern of the path
-    headers: Mapping[str, str]  # whatever the case of their names
+    headers: Mapping[str, str]  # names in any case
     request_id: str
     trace: Trace
-    span: Span | None  # None: it is not sampled
-    arrived_at: float  # its head: the caller's time budget counts from here
-    whole_at: float  # the end of its body; before that its head
-    until_at: float = float("inf")  # when its caller gives up
-    has_deadline: bool = False  # of gRPC
+    span: Span | None  # None: the request is not sampled
+    arrived_at: float  # when its head was read; the client's time limit counts from here
+    body_at: float  # when its body was complete; before that `arrived_at`
+    until_at: float = float("inf")  # when the client stops waiting
+    has_deadline: bool = False  # whether gRPC has sent a deadline
     kind: Kind[Any, Any] | None = None  # None: the route belongs to no kind
-    key: Key = ANYBODY
-    permit: HeldPermit | None = None  # None: it was not admitted here
+    key: Key = ANONYMOUS
+    permit: HeldPermit | None = None  # None: it did not pass admission here
     parsed_at: float | None = None
-    user: UserKey | None = None  # None: it names none, or was rejected before its body was read
-    answer: Answer | None = None  # of the service; None: there was none
+    user: UserKey | None = None  # None: it names none, or was rejected before its body was parsed
+    answer: Answer | None = None  # the service's answer; None: there was none
 
     def left_s(self) -> float:
-        """Return what is left of the caller's budget now that the body is parsed.
+        """Note that the body is parsed, and return the seconds left of the client's time limit.
 
-        Raises DeadlineExceeded: nothing.
+        Raises DeadlineExceeded where none are left.
         """
         self.parsed_at = now_at = time.monotonic()
         if now_at >= self.until_at:
             granted_ms = (self.until_at - self.arrived_at) * 1e3
             raise DeadlineExceeded(
-                f"reading the request took the whole budget of {granted_ms:.0f} ms"
+                f"receiving and parsing took the whole time limit of {granted_ms:.0f} ms"
             )
         return self.until_at - now_at
 
 
 class AccessLog:
-    """Writes the lines, and remembers the newest ones that belong to a kind of request.
+    """Writes the access log, and remembers the newest requests that belong to a kind.
 
     Raises:
-        ConfigError: the key file cannot be used.
+        ConfigError: The key file cannot be used.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -101,20 +104,22 @@ class AccessLog:
             None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
         )
         self.newest = RecentRequests()
-        # of a request that belongs to a kind
+        # receives each line of a request that belongs to a kind
         self.on_line: Callable[[str, AccessLine], None] = self.newest.add
         self._faults = ThrottledLog(logging.getLogger(__name__))
 
     def write(
         self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None
     ) -> None:
-        """Log a request that has ended: failed and slow ones as warnings, the others where all are logged.
+        """Log a request that has ended.
+
+        Failed and slow ones are warnings; the others are written where `log_requests` is "all".
 
         Args:
-            call: the request.
-            status: of its answer.
-            duration_s: from its last byte to its answer.
-            failure: of `failed`; None = it was answered, or the error is not ours.
+            call: The request.
+            status: Status of its answer.
+            duration_s: Seconds from the end of its body to its answer.
+            failure: Result of `failed`; None = it was answered, or the error is logged elsewhere.
         """
         answer = call.answer
         line = AccessLine(
@@ -126,7 +131,7 @@ class AccessLog:
             route=call.route,
             status=status,
             duration_s=duration_s,
-            key=None if call.key is ANYBODY else call.key.name,
+            key=None if call.key is ANONYMOUS else call.key.name,
             user=self._hashed(call.user),
             error=None if failure is None else failure.title,
             detail=None if failure is None else failure.detail,
@@ -137,16 +142,16 @@ class AccessLog:
             self.on_line(call.kind.name, line)
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
-            # the JSON is made by the handler
+            # the logging thread makes the JSON
             log_line(log, logging.WARNING if is_notable else logging.INFO, line)
 
     def failed(self, error: Exception) -> Failure | None:
         """Describe the error that a request ends with.
 
-        Of what fails behind the service warn once a second.
+        Errors of the instance or its dependencies are also logged as warnings, once a second each.
         """
         if not isinstance(error, NpuGrError):
-            return None  # the translation to HTTP logs it whole
+            return None  # `http.from_error` logs it with its traceback
         if isinstance(error, RequestError):
             return Failure(title=error.title, detail=None)
         detail = redacted(str(error))[:MOST_DETAIL]
@@ -158,7 +163,9 @@ class AccessLog:
                 else (f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})")
             )
             cause_name = f"{type(error).__name__} {type(cause).__name__}"
-            self._faults.warning(cause_name, f"requests fail: {error.title}: {detail}{reason}")
+            self._faults.warning(
+                cause_name, f"requests are failing: {error.title}: {detail}{reason}"
+            )
         return Failure(title=error.title, detail=detail)
 
     def _hashed(self, user: UserKey | None) -> str | None:
@@ -166,16 +173,16 @@ class AccessLog:
 
 
 def hash_of(user: UserKey, key: bytes) -> str:
-    """Return what the lines have in the place of a user."""
+    """Return the keyed hash (BLAKE2b, 8 bytes as hex) that stands for a user in the log."""
     text = f"{len(user.tenant)}:{user.tenant}{user.user}".encode(errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=8, key=key).hexdigest()
 
 
 def read_key_file(path: str) -> bytes:
-    """Read the key of the hashes.
+    """Read the key of the user hashes.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: The file cannot be read, or the key has the wrong length.
     """
     try:
         key = Path(path).read_bytes().strip()
@@ -183,32 +190,29 @@ def read_key_file(path: str) -> bytes:
         raise ConfigError(f"server.log_user_key_file: {path}: {error.strerror}") from error
     if not 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
         raise ConfigError(
-            f"server.log_user_key_file: {path}: {len(key)} bytes, needs 16 to "
+            f"server.log_user_key_file: {path} has {len(key)} bytes; a key has 16 to "
             f"{hashlib.blake2b.MAX_KEY_SIZE}"
         )
     return key
 
 
 def lines_to_stdout() -> None:
-    """Send the lines, and nothing else, to standard output.
-
-    Everything else stays on standard error.
-    """
-    # a line never changes
+    """Send the access log to standard output; all other logs stay on standard error."""
+    # lines are immutable, so the logging thread may format them
     handler = QueuedHandler("stdout", sys.stdout.fileno(), formats_late=True)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.propagate = False
 
 
-NEWEST = 1024  # requests that are kept
+NEWEST = 1024  # requests in memory
 _encode = msgspec.json.Encoder().encode
 
 
 class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the access log: fields that every request has, then those that its answer adds."""
+    """One line of the access log: fields of every request, then those of its answer."""
 
-    time_s: float  # unix, when the request ended
+    time_s: float  # unix seconds at which the request ended
     request_id: str
     trace_id: str
     span_id: str
@@ -218,16 +222,13 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     key: str | None  # name of the API key
     user: str | None  # keyed hash
-    error: str | None  # its title
-    detail: str | None  # what the caller was told of it
-    answer_fields: dict[str, Any]  # what `Answer.log_fields` says
+    error: str | None  # title of the error
+    detail: str | None  # detail of the error; None = it may quote the client's body
+    answer_fields: dict[str, Any]  # result of `Answer.log_fields`
     stages_s: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Write the JSON, in the order above.
-
-        Fields that are None, and empty stages, are left out.
-        """
+        """Return the JSON in the order of the fields, without those that are None or empty."""
         line = {name: value for name in _FIXED if (value := getattr(self, name)) is not None}
         line["time_s"] = round(self.time_s, 3)
         line["duration_s"] = round(self.duration_s, 6)
@@ -246,7 +247,7 @@ _FIXED = (
 
 
 class EndedLine(NamedTuple):
-    """A request that belongs to a kind, at its end."""
+    """The line of a request that belongs to a kind."""
 
     kind: str  # a name of `KINDS`
     line: AccessLine
@@ -257,37 +258,28 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self._newest: deque[EndedLine] = deque(maxlen=NEWEST)
-        # apart for each kind, so that a storm of rejections pushes out no answer
+        # one deque per kind, so that a busy kind does not push out the others
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
     def add(self, kind: str, line: AccessLine) -> None:
-        """Keep a request that has ended; a rejection is never slow, so none is kept."""
+        """Remember a request that has ended, unless it was rejected with 429."""
         if line.status < 400:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:
-            self.keep(kind, line)
-
-    def keep(self, kind: str, line: AccessLine) -> None:
-        """Keep a request that is no part of the percentiles: it was chosen because it was slow."""
-        self._newest.append(EndedLine(kind, line))
+            self._newest.append(EndedLine(kind, line))
 
     def lines(self) -> list[str]:
-        """Their lines, oldest first, as JSON."""
+        """Return the lines as JSON, oldest first."""
         return [str(line) for _, line in list(self._newest)]
 
     def slowest(self, count: int, within_s: float) -> list[EndedLine]:
-        """The slowest of them, slowest first.
-
-        Args:
-            count: requests at most.
-            within_s: how long ago they ended at most.
-        """
+        """Return the `count` slowest requests of the last `within_s` seconds, slowest first."""
         since_at = time.time() - within_s
         recent = [ended for ended in self._newest if ended.line.time_s >= since_at]
         return sorted(recent, key=lambda ended: -ended.line.duration_s)[:count]
 
     def percentiles_s(self, kind: str) -> tuple[float, float] | None:
-        """The exact P50 and P99 of the newest answered requests of a kind; None where there are none."""
+        """Compute P50 and P99 in seconds of a kind's newest answered requests; None = none."""
         if not (answered_s := self._answered_s.get(kind)):
             return None
         p50, p99 = np.percentile(answered_s, [50, 99])
@@ -295,9 +287,9 @@ class RecentRequests:
 
 
 class Tracing:
-    """Begins the trace of every request, and a span where it is sampled.
+    """Begins the trace of every request, and a span of each sampled one.
 
-    Without a tracer there are only the ids.
+    Without a tracer there are ids only.
     """
 
     def __init__(self, tracer: Tracer | None = None, sample_ratio: float = 0.0) -> None:
@@ -308,8 +300,8 @@ class Tracing:
         """Begin the trace of a request that arrives now, and its span if it is sampled.
 
         Args:
-            name: of the span.
-            traceparent: the header of the caller; None = there is none.
+            name: Name of the span.
+            traceparent: The client's header; None = there is none.
         """
         trace = begin(traceparent)
         if self._tracer is None:
@@ -328,17 +320,17 @@ class Tracing:
         parsed_at: float | None,
         attributes: Mapping[str, str | int],
     ) -> None:
-        """End the span of a request now, with a child span for each of its parts.
+        """End the span of a request now, with a child span per stage.
 
             began_at     parsed_at                                    now
                |-- read --|-- stage --|-- stage --| ... |-- write ------|
 
         Args:
-            span: as `begin` gave it.
-            stages_s: of the answer; each stage begins where the one before ends.
-            began_at: when the request arrived, on time.monotonic().
-            parsed_at: when its body was parsed; None = it was not, so there are no child spans.
-            attributes: of the request's span.
+            span: Span of `begin`.
+            stages_s: Stage -> seconds; each stage begins where the one before ends.
+            began_at: Arrival of the request, on time.monotonic().
+            parsed_at: When its body was parsed; None = it was not, so there are no child spans.
+            attributes: Attributes of the request's span.
         """
         from opentelemetry import trace as otel
 
@@ -353,12 +345,12 @@ class Tracing:
         if parsed_at is not None:
             parts.append(("read", began_at, parsed_at))
             for stage, seconds in stages_s.items():
-                # stages may overlap by a little, and no span ends after the request
+                # stages may overlap slightly; no span may end after the request
                 parts.append((stage, parts[-1][2], min(parts[-1][2] + seconds, now_at)))
             parts.append(("write", parts[-1][2], now_at))
-        inside = otel.set_span_in_context(span)
+        parent = otel.set_span_in_context(span)
         for name, from_at, to_at in parts:
-            self._tracer.start_span(name, inside, start_time=unix_ns(from_at)).end(unix_ns(to_at))
+            self._tracer.start_span(name, parent, start_time=unix_ns(from_at)).end(unix_ns(to_at))
         for key, value in attributes.items():
             span.set_attribute(key, value)
         if int(attributes["http.response.status_code"]) >= 500:
@@ -380,7 +372,7 @@ def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
 
 @contextmanager
 def spans(config: ServerConfig) -> Iterator[Tracing]:
-    """Trace as configured. Spans that wait for their batch are sent at the block's end."""
+    """Trace as configured while the block runs; at its end the pending spans are sent."""
     if config.otlp_endpoint is None:
         yield Tracing()
         return
@@ -392,10 +384,10 @@ def spans(config: ServerConfig) -> Iterator[Tracing]:
 
 
 def _provider(endpoint: SecretUrl) -> TracerProvider:
-    """Make the provider that sends spans to an OTLP collector over HTTP, in batches, from a thread of its own.
+    """Make the provider that sends spans to an OTLP collector over HTTP, in batches.
 
     Raises:
-        ConfigError: the extra `otel` is not installed, or the endpoint is no URL.
+        ConfigError: The extra `otel` is not installed, or the endpoint is not a URL.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -409,7 +401,7 @@ def _provider(endpoint: SecretUrl) -> TracerProvider:
         url, authorization = endpoint.without_user()
     except ValueError as error:
         raise ConfigError(f"server.otlp_endpoint: {error}") from None
-    # user and password go as a header: what logs the address then cannot log them
+    # user and password go into a header, so that logs of the URL do not have them
     headers = {"Authorization": authorization} if authorization else None
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, headers=headers)))
     return provider

@@ -1,4 +1,4 @@
-"""Routes for operators: what is served, reload, rollback, changes of the catalogue."""
+"""Admin routes: served versions, reload, rollback, catalogue changes, health, status pages."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from npu_gr.server.schemas.admin import (
 from npu_gr.server.schemas.fields import MOST_ITEMS, ItemOut, UserBody
 from npu_gr.server.schemas.media import JSON, decode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
-from npu_gr.server.status import Insight, config_text
+from npu_gr.server.status import DebugViews, config_text
 
 
 class ModelRoutes:
-    """The models that an instance serves."""
+    """The served models: list, reload."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -49,7 +49,7 @@ class ModelRoutes:
 
 
 class CatalogueRoutes:
-    """The catalogue of semantic IDs: 404 where the instance does not generate."""
+    """The catalogue of semantic IDs; 404 where the instance does not generate."""
 
     def __init__(self, service: ServiceProtocol, config: ServerConfig, reader: Reader) -> None:
         self._service = service
@@ -86,7 +86,7 @@ class CatalogueRoutes:
 
 
 class VectorsRoutes:
-    """The vectors of match: 404 where the instance does not match."""
+    """The vectors of match; 404 where the instance does not match."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -109,7 +109,7 @@ class VectorsRoutes:
 
 
 class ItemRoutes:
-    """What raw ids mean, and what names are as raw ids."""
+    """Translates item ids to names and names to ids."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -118,12 +118,12 @@ class ItemRoutes:
         return [web.get("/v1/items", self._show)]
 
     async def _show(self, request: web.Request) -> web.Response:
-        """Answer the ids, then the names, each in the order in which it was asked for."""
+        """Answer the items of `ids`, then those of `names`, in the order of the request."""
         asked = [_id(text) for text in _listed(request, "ids")]
         named = [*_listed(request, "names"), *request.query.getall("name", [])]
         if not 0 < (num := len(asked) + len(named)) <= MOST_ITEMS:
             raise (TooLarge if num else Unprocessable)(
-                f"ids and names: {num} items, needs 1 to {MOST_ITEMS}"
+                f"ids and names: {num} items; send 1 to {MOST_ITEMS}"
             )
         try:
             ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
@@ -139,13 +139,13 @@ class ItemRoutes:
 
 
 def _listed(request: web.Request, parameter: str) -> list[str]:
-    """Split the values of a parameter, which may be given more than once, at their commas."""
+    """Split all values of a query parameter at commas; the parameter may be repeated."""
     return [text for value in request.query.getall(parameter, []) for text in value.split(",")]
 
 
 def _id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
-        raise Unprocessable(f"ids: {quoted(text)} is no id: 0 to 2^63 - 1")
+        raise Unprocessable(f"ids: {quoted(text)} is not an id; ids are 0 to 2^63 - 1")
     return int(text)
 
 
@@ -195,18 +195,20 @@ class HealthRoutes:
 
 
 class ObservabilityRoutes:
-    """Pages and documents for operators, Prometheus and generators of clients."""
+    """Status page, metrics, configuration, OpenAPI document and debug routes."""
 
-    def __init__(self, service: ServiceProtocol, config: ServerConfig, insight: Insight) -> None:
+    def __init__(
+        self, service: ServiceProtocol, config: ServerConfig, debug_views: DebugViews
+    ) -> None:
         self._service = service
-        self._insight = insight
+        self._debug_views = debug_views
         self._page_text = page("/debug/status")
         self._console_text = console(
             "/debug/openapi", "https" if config.tls else "http", config.port
         )
 
     def routes(self) -> list[web.RouteDef]:
-        insight = self._insight
+        debug_views = self._debug_views
         return [
             web.get("/", self._page),
             web.get("/metrics", self._expose_metrics),
@@ -215,7 +217,9 @@ class ObservabilityRoutes:
             web.get("/openapi.json", self._openapi),
             web.get("/debug/openapi", self._openapi),
             web.get("/debug/console", self._console),
-            *DebugRoutes(insight.bundle_texts, insight.stacks, insight.profile).routes(),
+            *DebugRoutes(
+                debug_views.bundle_texts, debug_views.stacks, debug_views.profile
+            ).routes(),
         ]
 
     async def _page(self, _: web.Request) -> web.Response:
@@ -225,10 +229,10 @@ class ObservabilityRoutes:
         return _html(self._console_text)
 
     async def _status(self, _: web.Request) -> web.Response:
-        return json_response(await self._insight.status())
+        return json_response(await self._debug_views.status())
 
     async def _expose_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = await self._insight.exposition(
+        body, content_type = await self._debug_views.exposition(
             request.headers.get("Accept", ""), request.query.getall("name[]", [])
         )
         # compress in a thread: zlib takes milliseconds for a hundred kilobytes
@@ -248,13 +252,13 @@ class ObservabilityRoutes:
 
 
 def _html(text: str) -> web.Response:
-    """A page that loads nothing from elsewhere."""
+    """Make an HTML response whose page may not load anything from other hosts."""
     headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
     return web.Response(text=text, content_type="text/html", headers=headers)
 
 
 class UserRoutes:
-    """One route. The user is in the body: a path would be in the logs of every proxy."""
+    """Which stores know a user. The user is in the body, since proxies log paths."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""What HTTP adds to a request and its answer: id, time budget, media type, and every error as problem details."""
+"""HTTP headers and errors: request id, time limit, media type, problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from npu_gr.core.errors import (
 from npu_gr.core.logs import random_id
 from npu_gr.server.schemas.media import JSON, MSGPACK, encode
 
-UNEXPECTED = "an unexpected error; the log has it under this request id"
+UNEXPECTED = "an unexpected error; the server's log has the traceback under this request id"
 REQUEST_ID = "X-Request-Id"
-RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
-# when a rejected caller may come again; spread, so that all do not come at once
+RETRY_AFTER_MS = "Retry-After-Ms"  # in addition to Retry-After, which has whole seconds
+# Wait of a rejected client before it retries, in ms; drawn at random so that retries spread out.
 RETRY_MS = range(20, 96, 5)
-# on a 503: the instance began nothing, so the router may send it to another one
+# Set on a 503 that began no work: the router may send the request to another instance.
 NOT_TAKEN = "X-NpuGr-Not-Taken"
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -38,7 +38,7 @@ BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """Return the caller's id if it is printable ASCII of at most 128 characters, else make a new one."""
+    """Return the client's id if it is 1 to 128 printable ASCII characters, else a new one."""
     given = headers.get(REQUEST_ID, "")
     return given if _VALID_ID.fullmatch(given) else random_id(128)
 
@@ -46,47 +46,48 @@ def request_id(headers: Mapping[str, str]) -> str:
 def budget_s(
     headers: Mapping[str, str], default_s: float, max_s: float, deadline_s: float | None = None
 ) -> float:
-    """Return the seconds that the caller grants: the smallest of those that it names.
+    """Return the client's time limit in seconds: the smallest of those that it sends.
 
     Args:
-        headers: X-Request-Timeout-Ms, x-envoy-expected-rq-timeout-ms, grpc-timeout are read.
-        default_s: where it names none.
-        max_s: at most.
-        deadline_s: of gRPC, which reads its own header.
+        headers: X-Request-Timeout-Ms, x-envoy-expected-rq-timeout-ms and grpc-timeout are read.
+        default_s: Time limit of a request that names none.
+        max_s: Upper limit of the result.
+        deadline_s: Deadline of gRPC, which parses its own header; None = there is none.
 
     Raises:
-        BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
+        BadRequest: A header cannot be parsed.
+        DeadlineExceeded: The time limit is 0.
     """
     budgets = [] if deadline_s is None else [deadline_s]
     for name in _MS_HEADERS:
         if (text := headers.get(name)) is not None:
             if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
-                raise BadRequest(f"{name}: expected milliseconds, got {text[:32]!r}")
+                raise BadRequest(f"{name}: expected a number of milliseconds, got {text[:32]!r}")
             budgets.append(float(text) * 1e-3)
     if (text := headers.get("grpc-timeout")) is not None:
         match = _GRPC_TIMEOUT.fullmatch(text)
         if not match:
-            raise BadRequest(f"grpc-timeout: expected up to 8 digits and a unit, got {text[:32]!r}")
+            raise BadRequest(f"grpc-timeout: expected 1 to 8 digits and a unit, got {text[:32]!r}")
         budgets.append(int(match[1]) * _GRPC_UNITS_S[match[2]])
     budget = min([*budgets, max_s] if budgets else [default_s, max_s])
     if budget <= 0:
-        raise DeadlineExceeded("the time budget was spent before the request arrived")
+        raise DeadlineExceeded("the client's time limit was over before the request arrived")
     return budget
 
 
 def accepted_media(request: web.Request) -> str:
-    """Choose msgpack where the caller's `Accept` begins with it, JSON everywhere else."""
+    """Choose msgpack where the client's `Accept` begins with it, else JSON."""
     return MSGPACK if request.headers.get("Accept", "").startswith(MSGPACK) else JSON
 
 
 def struct_response(request: web.Request, body: msgspec.Struct, status: int = 200) -> web.Response:
-    """Answer a Struct in the media type that the caller accepts."""
+    """Answer a Struct in the media type that the client accepts."""
     media = accepted_media(request)
     return web.Response(body=encode(body, media), status=status, content_type=media)
 
 
 def json_response(body: object) -> web.Response:
-    """Answer plain values as JSON, whatever the caller accepts."""
+    """Answer plain values as JSON, whatever the client accepts."""
     return web.Response(body=msgspec.json.encode(body), content_type=JSON)
 
 
@@ -94,9 +95,9 @@ log = logging.getLogger(__name__)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """RFC 9457 problem details.
+    """Problem details as of RFC 9457.
 
-    `error` is the detail again, for clients of the Open Inference Protocol.
+    `error` repeats the detail for clients of the Open Inference Protocol.
     """
 
     type: str
@@ -113,11 +114,11 @@ def problem(
     """Make an answer of type application/problem+json.
 
     Args:
-        status: of HTTP.
-        title: names the kind of error, always with the same words.
-        detail: names what is wrong with this request.
-        request_id: under which the log has it.
-        is_inference: the route is one of the Open Inference Protocol.
+        status: HTTP status.
+        title: The kind of error, always in the same words.
+        detail: What is wrong with this request.
+        request_id: Id of the request in the log.
+        is_inference: Whether the route belongs to the Open Inference Protocol.
     """
     error = detail if is_inference else msgspec.UNSET
     body = Problem(
@@ -136,9 +137,9 @@ def problem(
 def from_error(
     error: BaseException, request_id: str, *, is_inference: bool = False
 ) -> web.Response:
-    """Translate an exception of a handler.
+    """Translate an exception of a handler into a response.
 
-    An exception that is not ours becomes a 500, and is logged.
+    An exception that is neither NpuGrError nor aiohttp's is logged and becomes a 500.
     """
     if isinstance(error, NpuGrError):
         answer = problem(
@@ -146,7 +147,7 @@ def from_error(
         )
         if isinstance(error, Overloaded):
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
-            if error.reason is not Rejection.RATE:  # a rate does not end in milliseconds
+            if error.reason is not Rejection.RATE:  # a rate limit lasts longer than milliseconds
                 answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"  # noqa: S311  (spread)
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"

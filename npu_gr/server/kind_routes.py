@@ -1,9 +1,7 @@
 """The routes of all kinds of requests.
 
-One handler serves them; the tables of kinds and codecs say what differs.
-
-A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others
-(`CooperativeSlices`).
+One handler serves all kinds; `KINDS` and `CODECS` hold the differences. Bodies are decoded within a
+bound on their cost (`Reader`) and a share of the event loop's time (`CooperativeSlices`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
-from npu_gr.server.middleware import CALL, Course
+from npu_gr.server.middleware import CALL, RequestLifecycle
 from npu_gr.server.schemas import CODECS, bulk
 from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts
 from npu_gr.server.schemas.media import decode, skim
@@ -33,8 +31,8 @@ from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 D = TypeVar("D")  # a decoded body
 T = TypeVar("T")
 
-SHARE = 0.5  # of the loop's time, for reading bodies
-BURST_S = 0.01
+SHARE = 0.5  # fraction of the event loop's time for decoding bodies
+BURST_S = 0.01  # decoding time that may exceed the share at once
 _X_CACHE = {
     Outcome.HBM_HIT: "hit-hbm",
     Outcome.DRAM_HIT: "hit-dram",
@@ -45,15 +43,15 @@ _X_CACHE = {
 
 
 def kind_handlers(
-    service: ServiceProtocol, course: Course, reader: Reader
+    service: ServiceProtocol, lifecycle: RequestLifecycle, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
-    """Make the handler of each kind, also of those that this instance is not configured for: the service rejects them.
+    """Make the handler of each kind; the service rejects kinds that it is not configured for.
 
     Raises:
-        KeyError: a kind has no codec.
+        KeyError: A kind has no codec.
     """
     return {
-        kind.name: _handler(kind, CODECS[kind.name], service, course, reader)
+        kind.name: _handler(kind, CODECS[kind.name], service, lifecycle, reader)
         for kind in KINDS.values()
     }
 
@@ -68,28 +66,30 @@ def kind_routes(
 
 
 def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:
-    """Decode the variable of the path once, from what was sent: aiohttp's own decoding keeps some characters encoded.
+    """Decode the variable of the path from the raw path.
+
+    aiohttp's own decoding leaves some characters encoded.
 
     Raises:
-        BadRequest: the fixed part of the path is encoded, or the variable is not UTF-8.
+        BadRequest: The fixed part of the path is percent-encoded, or the variable is not UTF-8.
     """
     prefix, _, name = kind.path.partition("{")
     if not name:
         return {}
     sent = request.raw_path.partition("?")[0]
     if not sent.startswith(prefix):
-        raise BadRequest(f"path: must begin with {prefix} as it is, without encoding")
+        raise BadRequest(f"path: must begin with {prefix}, not percent-encoded")
     name = name.rstrip("}")
     try:
         return {
             name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()
         }
     except UnicodeDecodeError:
-        raise BadRequest(f"{name}: not UTF-8 after decoding") from None
+        raise BadRequest(f"{name}: is not UTF-8 after percent-decoding") from None
 
 
 def _pattern(path: str) -> str:
-    """Let a variable match the rest of the path, slashes and line ends too, since a user id may hold any character."""
+    """Let the variable match the rest of the path: a user id may hold slashes and line ends."""
     return path.replace("}", ":(?s:.+)}")
 
 
@@ -97,7 +97,7 @@ def _handler(
     kind: Kind[Q, A],
     codec: Codec[B, Q, A],
     service: ServiceProtocol,
-    course: Course,
+    lifecycle: RequestLifecycle,
     reader: Reader,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
@@ -105,20 +105,20 @@ def _handler(
             require_ready(service)
         call = request[CALL]
 
-        # B; mypy cannot know that B is UrlParts where there is no body
+        # body: B; mypy cannot know that B is UrlParts where there is no body
         def parse(body: Any) -> tuple[Q, ResponseFields]:
-            return parse_body(call, body, codec, service, course)
+            return parse_body(call, body, codec, service, lifecycle)
 
         if codec.body is None:
-            parsed, shown = parse(UrlParts(_path_variables(kind, request), request.query))
+            parsed, response_fields = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
-            parsed, shown = await reader.read(
+            parsed, response_fields = await reader.read(
                 request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=call.until_at
             )
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
         answer = await ask(call, kind, parsed, service)
-        rendered = codec.render(answer, call.request_id, accepted_media(request), shown)
+        rendered = codec.render(answer, call.request_id, accepted_media(request), response_fields)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
@@ -132,29 +132,37 @@ def _handler(
 
 
 def parse_body(
-    call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
+    call: ServerCall,
+    body: Any,
+    codec: Codec[Any, Q, Any],
+    service: ServiceProtocol,
+    lifecycle: RequestLifecycle,
 ) -> tuple[Q, ResponseFields]:
-    """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
+    """Make a request from a decoded body or a URL.
 
     Args:
-        call: has the key, which decides whose data it is about; it notes the user before anything
-            else is rejected.
-        body: of the codec, or `UrlParts`.
-        codec: of the kind.
-        service: knows the names.
-        course: of the call; its configuration bounds the columns.
+        call: The key in it decides the tenant. Its `user` is set before the codec can raise, so
+            that the access log has it.
+        body: Instance of `codec.body`, or `UrlParts`.
+        codec: Codec of the kind.
+        service: Resolves names of items and actions.
+        lifecycle: Steps of the call; `config` bounds the columns.
+
+    Returns:
+        The request, and which item fields its response includes.
 
     Raises:
-        Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
+        Forbidden: The request names another tenant than the key's.
+        TooLarge, Unprocessable: As `Codec.parse` does.
     """
-    shown = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
-    body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
+    response_fields = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
+    body = of_tenant(body, lifecycle.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
-    return codec.parse(body, course.config, shown.names), shown
+    return codec.parse(body, lifecycle.config, response_fields.names), response_fields
 
 
 async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServiceProtocol) -> A:
-    """Ask the service, and note its answer.
+    """Call the service within the client's time limit, and note its answer in `call`.
 
     Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do.
     """
@@ -164,7 +172,7 @@ async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, service: ServicePro
 
 
 def of_tenant(body: Any, tenant: str) -> Any:
-    """Return the same body or URL about a user of this tenant: the key decides it where the request names none."""
+    """Return the body or URL with this tenant, which the key decides where the request has none."""
     if body.user.tenant == tenant:
         return body
     if isinstance(body, UrlParts):
@@ -173,7 +181,7 @@ def of_tenant(body: Any, tenant: str) -> Any:
 
 
 def add_headers(response: web.Response, answer: Answer) -> None:
-    """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
+    """Add X-Cache (the outcome of the prefix cache) and Server-Timing (the time of each stage)."""
     if hasattr(answer, "outcome"):  # a recommend whose rank failed has None
         response.headers["X-Cache"] = _X_CACHE.get(answer.outcome, "none")
     if answer.stages_s:
@@ -185,38 +193,33 @@ def add_headers(response: web.Response, answer: Answer) -> None:
 
 
 class CooperativeSlices:
-    """`await pieces.turn(...)`, then `with pieces:` around the piece, without waiting for anything in between."""
+    """Limits decoding to a share of the event loop's time, one body after the other.
+
+    Use: `await slices.turn(...)`, then at once `with slices:` around the synchronous work.
+    """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        worked: Callable[[], float] = time.thread_time,
+        cpu_time: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Nothing was done yet.
+        """Start without debt.
 
         Args:
-            clock: seconds that never go back.
-            worked: seconds that this thread has worked; a core that others use is not the caller's
-                doing.
-            sleep: by that clock.
+            clock: Monotonic clock in seconds.
+            cpu_time: CPU time of this thread in seconds, so that waiting for a core is not charged.
+            sleep: Sleeps by that clock.
         """
         self._clock = clock
-        self._worked = worked
+        self._cpu_time = cpu_time
         self._sleep = sleep
-        self._lock = asyncio.Lock()  # first come, first served
-        self._paid_at = float("-inf")  # when what the pieces took is made up for
+        self._lock = asyncio.Lock()  # asyncio's locks are first come, first served
+        self._paid_at = float("-inf")  # instant at which past work is within the share again
         self._began_s = 0.0
 
     async def turn(self, until_at: float = float("inf")) -> None:
-        """Wait for the turn; cancelled waiters leave nothing behind.
-
-        Args:
-            until_at: instant of the clock.
-
-        Raises:
-            DeadlineExceeded: the turn did not come until then.
-        """
+        """Wait until more work is within the share, or raise DeadlineExceeded at `until_at`."""
         if not self._lock.locked() and self._wait_s() <= 0:
             return
         left_s = until_at - self._clock()
@@ -226,44 +229,38 @@ class CooperativeSlices:
                     await self._sleep(wait_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                "the time budget ran out while longer bodies were read"
+                "the time limit passed while the request waited for its body to be decoded"
             ) from None
 
     def _wait_s(self) -> float:
         return self._paid_at - BURST_S - self._clock()
 
     def __enter__(self) -> None:
-        self._began_s = self._worked()
+        self._began_s = self._cpu_time()
 
     def __exit__(self, *_: object) -> None:
-        took_s = self._worked() - self._began_s
+        took_s = self._cpu_time() - self._began_s
         self._paid_at = max(self._paid_at, self._clock() - took_s) + took_s / SHARE
 
 
 class Reader:
-    """Reads the bodies of one instance. Event loop only."""
+    """Decodes the bodies of one instance. Event loop only."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Nothing is read yet.
-
-        Args:
-            config: bounds the columns.
-        """
+        """Start without work; `config` bounds the columns."""
         self._config = config
-        self.pieces = CooperativeSlices()
+        self.slices = CooperativeSlices()
 
     async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
-        """Read what `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
+        """Run `parse` within the share of the event loop's time.
 
-        Args:
-            parse: what to do.
-            until_at: as for `read`.
+        `parse` must bound its own cost before it makes objects.
 
         Raises:
-            DeadlineExceeded: others' bodies took the time. What `parse` raises.
+            DeadlineExceeded: `until_at` passed while other bodies were decoded.
         """
-        await self.pieces.turn(until_at)
-        with self.pieces:
+        await self.slices.turn(until_at)
+        with self.slices:
             return parse()
 
     async def read(
@@ -278,23 +275,23 @@ class Reader:
         """Decode and parse a body.
 
         Args:
-            request: whose body has come.
-            cls: the Struct to read.
-            parse: what to make of it; as cheap as decoding. Of a long body it is a piece of its
-                own.
-            loose_bytes: of the body beside its columns.
-            until_at: instant of `time.monotonic` at which the caller gives up.
+            request: Request with its body in `request[BODY]`.
+            cls: Struct to decode.
+            parse: Converts the Struct; must be as cheap as decoding. A long body is parsed in a
+                turn of its own.
+            loose_bytes: Largest number of bytes outside of the columns.
+            until_at: Instant of `time.monotonic` at which the client stops waiting.
 
         Raises:
-            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: as `decode`, `bulk.check` and
+            UnsupportedMedia, BadRequest, Unprocessable, TooLarge: As `decode`, `bulk.check` and
                 `parse` do.
-            DeadlineExceeded: others' bodies took the time.
+            DeadlineExceeded: `until_at` passed while other bodies were decoded.
         """
         body = request[BODY]
         media = request.content_type
         if len(body) <= loose_bytes:
-            await self.pieces.turn(until_at)
-            with self.pieces:
+            await self.slices.turn(until_at)
+            with self.slices:
                 return parse(decode(body, media, cls))
         await self.in_turn(
             lambda: bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes),

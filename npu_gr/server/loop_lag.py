@@ -1,8 +1,8 @@
-"""How late the event loop is: a timer that is due all the time, and how long after its instant it fires.
+"""Measures how late the event loop is, with a periodic timer.
 
-A request arrives at any instant, so every instant counts alike: after the loop stood still for a
-second, the timers that were due meanwhile count too, each with its own lateness. A timer that was
-set again only after the standstill would show one late firing among hundreds.
+Requests arrive at any instant, so the measure must weigh all instants alike: after a standstill of
+a second, every timer that was due meanwhile counts with its own lateness. Otherwise a standstill
+would be one late timer among hundreds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from contextlib import asynccontextmanager
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.025
-FREEZE_S = 0.25  # a loop that is later has stood still
-_MOST_MISSED = 2400  # timers counted of one standstill: a minute
+FREEZE_S = 0.25  # a longer delay counts as a standstill
+_MOST_MISSED = 2400  # timers counted per standstill, i.e. its last minute
 
 
 def latenesses(due_at: float, now_at: float, period_s: float = PERIOD_S) -> list[float]:
-    """How late each timer is that was due from `due_at` on, every `period_s`, until now.
+    """List the delays in seconds of the timers due at `due_at`, `due_at + period_s`, ... up to now.
 
-    The first is the latest.
-
-    Args:
-        due_at: instant of the first timer.
-        now_at: when the loop came to it.
-        period_s: between two timers.
+    The first one is the longest.
     """
     late_s = max(0.0, now_at - due_at)
     num = min(int(late_s / period_s) + 1, _MOST_MISSED)
@@ -44,20 +39,22 @@ async def probe_loop_lag(
     """Measure the running loop while the block runs.
 
     Args:
-        observe: called with the lateness of each timer, in seconds.
-        on_freeze: called once after each standstill of over `FREEZE_S`; it is logged, too.
-        every_period: called after each measurement, for work of microseconds.
+        observe: Receives the delay of each timer, in seconds.
+        on_freeze: Callback after each standstill longer than `FREEZE_S`, which is also logged.
+        every_period: Callback after each measurement; it may take microseconds only.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
-    # our own clock: that of uvloop is read once a turn, in milliseconds
+    # not the loop's clock: uvloop reads it once per turn, in milliseconds
     due_at = time.monotonic() + PERIOD_S
 
     def fire() -> None:
         nonlocal due_at, timer
         now_at = time.monotonic()
         late_s = latenesses(due_at, now_at)
-        due_at = now_at + PERIOD_S  # from here on: a standstill within this function counts, too
+        due_at = (
+            now_at + PERIOD_S
+        )  # counted from here, so a standstill within this function counts too
         for each_s in late_s:
             observe(each_s)
         if late_s[0] > FREEZE_S:

@@ -1,8 +1,11 @@
-"""What every request passes: id, trace, address, key, body, admission, handler, errors, counts, the access log.
+"""The middleware around every HTTP request.
 
-head --> address, page, key, media --> body --> admission --> handler --> id and trace of the answer
-|                           |          |             |
-'---- 401 403 404 415 ------+-- 408 ---+-- 429 ------+-- every error becomes an answer here
+    head --> address, Origin, key, media type --> body --> admission --> handler --> response
+      |                |                            |          |            |
+      '-- trace id     '-- 401 403 404 415          '-- 408    '-- 429      '-- other errors
+
+Every exception becomes an error response here. At its end a request is counted, and written to the
+access log.
 """
 
 from __future__ import annotations
@@ -33,22 +36,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CALL = web.RequestKey("call", ServerCall)
 
-NO_ROUTE = "none"  # in the place of a pattern
-OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
-EVERYTHING = Address()  # of a listener that is not ours
+NO_ROUTE = "none"  # label of a path that matches no route
+OCTETS = "application/octet-stream"  # also aiohttp's value where there is no Content-Type
+EVERYTHING = Address()  # for listeners that `npu_gr.server.run` did not open
 PUBLIC_ONLY = Address(is_admin=False, rejects_foreign_hosts=True)
 _NO_LIMIT_S = float("inf")
-# after these an answer closes its connection: the caller must begin anew
+# Statuses after which the connection is closed: the rest of the body may not have been read.
 _CLOSING = (401, 408, 413, 415)
-ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
+ABANDONED = 499  # nginx's status for a client that disconnects before the response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """What every request passes, over HTTP and gRPC: its trace, key and time limit, and its counts and line at the end.
+class RequestLifecycle:
+    """The steps that every request passes over HTTP and gRPC.
 
-    `keys` are in force, and `access_log` gets every request at its end, but those that admission
-    rejected.
+    `begin` opens its trace, `find_key` and `limit` read its API key and time limit, `end` counts it
+    and writes its line to the access log. Requests that admission rejects do not reach `end`.
     """
 
     metrics: Metrics
@@ -64,7 +67,7 @@ class Course:
         headers: Mapping[str, str],
         kind: Kind[Any, Any] | None = None,
     ) -> ServerCall:
-        """Begin a request whose head is here."""
+        """Begin a request of which the head has been read."""
         now_at = time.monotonic()
         trace, span = self.tracing.begin(f"{method} {route}", headers.get("traceparent"))
         CURRENT.set(trace)
@@ -76,30 +79,30 @@ class Course:
             trace=trace,
             span=span,
             arrived_at=now_at,
-            whole_at=now_at,
+            body_at=now_at,
             kind=kind,
         )
 
     async def find_key(self, call: ServerCall, scope: Scope | None) -> None:
-        """Find the caller's key, and check that it has a scope; None = any.
+        """Find the client's API key, and check that it has a scope; None = any scope.
 
         Raises:
-            Unauthorized: there is no valid key; late where keys are guessed. Forbidden: it does not
-                allow this.
+            Unauthorized: The request has no valid key; delayed while many wrong keys arrive.
+            Forbidden: The key lacks the scope.
         """
-        call.key = await self.keys.of_caller(call.headers.get("Authorization"))
+        call.key = await self.keys.of_client(call.headers.get("Authorization"))
         if scope is not None:
             self.keys.require(call.key, scope)
 
     def limit(self, call: ServerCall, deadline_s: float | None = None) -> None:
-        """Find when the caller gives up.
+        """Set `call.until_at` from the client's time limit.
 
         Args:
-            call: whose headers are read.
-            deadline_s: what gRPC's own deadline leaves of the time from now on.
+            call: The request; `headers` are read.
+            deadline_s: Seconds left of gRPC's own deadline; None = there is none.
 
         Raises:
-            BadRequest, DeadlineExceeded: as `budget_s` does.
+            BadRequest, DeadlineExceeded: As `http.budget_s` does.
         """
         config = self.config
         budget_s = http.budget_s(
@@ -115,13 +118,13 @@ class Course:
         error: Exception | None,
         attributes: Mapping[str, str | int] = MappingProxyType({}),
     ) -> None:
-        """Count and log a request, and end its span, which has `attributes` too."""
-        duration_s = time.monotonic() - call.whole_at
+        """Count and log a request, and end its span; `attributes` are added to the span."""
+        duration_s = time.monotonic() - call.body_at
         stages_s = call.answer.stages_s if call.answer else {}
         if call.kind is None or call.kind.must_finish or call.until_at == _NO_LIMIT_S:
             has_s = 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S
         else:
-            has_s = call.until_at - call.whole_at
+            has_s = call.until_at - call.body_at
         self.metrics.requests.done(
             call.kind.name if call.kind else None,
             call.route,
@@ -142,18 +145,20 @@ class Course:
 
 
 class Pipeline:
-    """What every request over HTTP passes before and after its handler: the middleware of the application."""
+    """aiohttp's middleware: the work before and after every HTTP handler."""
 
-    def __init__(self, service: ServiceProtocol, course: Course, admission: Admission) -> None:
-        """Pass nothing yet.
+    def __init__(
+        self, service: ServiceProtocol, lifecycle: RequestLifecycle, admission: Admission
+    ) -> None:
+        """Build the pipeline.
 
         Args:
-            service: asked whether it is ready: while it is not, answers close their connections.
-            course: of every request.
-            admission: what requests of a kind pass before they are parsed.
+            service: While it is not ready, responses close their connections.
+            lifecycle: Steps shared with gRPC.
+            admission: Admission of requests that belong to a kind.
         """
         self._service = service
-        self._course = course
+        self._lifecycle = lifecycle
         self._admission = admission
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
@@ -162,12 +167,11 @@ class Pipeline:
             for (_, path), rule in self._rules.items()
             if rule.scope is None and path not in PAGES
         }
-        # by port, or path of a Unix socket; None = whoever embeds the application has listeners of
-        # its own
+        # by port, or path of a Unix socket; None = the embedding program has its own listeners
         self.addresses: dict[int | str, Address] | None = None
 
     def middleware(self) -> Any:
-        """Make aiohttp's middleware."""
+        """Return the function that aiohttp calls for every request."""
 
         @web.middleware
         async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -176,27 +180,27 @@ class Pipeline:
         return handle
 
     def serve_at(self, name: int | str, address: Address) -> None:
-        """Serve an address, by its port or its Unix socket.
+        """Register an address by its port or the path of its Unix socket.
 
-        Every other one serves the public routes alone.
+        Addresses that are not registered serve the public routes only.
         """
         self.addresses = {**(self.addresses or {}), name: address}
 
     def malformed(self) -> None:
-        """Count a message that is no HTTP; aiohttp has answered it with 400."""
-        self._course.metrics.requests.broken(400)
+        """Count a malformed HTTP message; aiohttp has answered it with 400."""
+        self._lifecycle.metrics.requests.broken(400)
 
     def agent_line(self, asker: str) -> bytes:
-        """Return what HAProxy's agent-check is told; see `Admission.agent_line`."""
+        """Return the answer to HAProxy's agent-check; see `Admission.agent_line`."""
         return self._admission.agent_line(asker, is_ready=self._service.is_ready()[0])
 
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = _route(request)
         kind = self._kinds.get((request.method, route))
-        call = request[CALL] = self._course.begin(request.method, route, request.headers, kind)
+        call = request[CALL] = self._lifecycle.begin(request.method, route, request.headers, kind)
         status = ABANDONED
         error: Exception | None = None
-        self._course.metrics.requests.in_flight.inc()
+        self._lifecycle.metrics.requests.in_flight.inc()
         try:
             response = await self._answer(request, call, handler)
             status = response.status
@@ -209,16 +213,16 @@ class Pipeline:
             )
             status = response.status
         finally:
-            self._course.metrics.requests.in_flight.dec()
+            self._lifecycle.metrics.requests.in_flight.dec()
             self._admission.release(request)
-            # admission has counted a rejection, and logs them once a second
+            # admission counts its rejections itself, and logs a summary once a second
             if REJECTED not in request:
-                self._course.end(call, status, error)
+                self._lifecycle.end(call, status, error)
             error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[http.REQUEST_ID] = call.request_id
         response.headers["traceparent"] = call.trace.header
         if status in _CLOSING or not self._service.is_ready()[0]:
-            response.force_close()  # draining: let the balancer's connections go
+            response.force_close()  # while draining, so that the balancer stops using it
         return response
 
     async def _answer(
@@ -228,8 +232,8 @@ class Pipeline:
         path = request.path if call.route == NO_ROUTE else call.route
         if not address.serves(path):
             raise NotFound(
-                f"{path}: not at this address; the public and the admin address serve "
-                "different routes"
+                f"{path}: this address does not serve the route; the public and the admin "
+                "address serve different routes"
             )
         if call.route not in self._health:
             is_loopback = address.rejects_foreign_hosts and not self._admission.is_proxy(request)
@@ -240,7 +244,7 @@ class Pipeline:
         _check_media(request)
         kind = call.kind
         if kind is not None:
-            self._course.limit(call)
+            self._lifecycle.limit(call)
         if kind is None or kind.must_finish:
             await self._admission.receive(
                 request, None, "", _NO_LIMIT_S, is_counted=address.is_public
@@ -248,10 +252,10 @@ class Pipeline:
             return await handler(request)
         tenant = call.key.tenant or ""
         await self._admission.receive(request, kind, tenant, call.until_at - call.arrived_at)
-        call.whole_at = time.monotonic()
-        left_s = call.until_at - call.whole_at
+        call.body_at = time.monotonic()
+        left_s = call.until_at - call.body_at
         with await self._admission.enter(
-            request, kind, tenant, call.whole_at, left_s
+            request, kind, tenant, call.body_at, left_s
         ) as call.permit:
             return await handler(request)
 
@@ -259,48 +263,48 @@ class Pipeline:
         name = None if request.transport is None else request.transport.get_extra_info("sockname")
         if self.addresses is None:
             return EVERYTHING
-        # a connection that is gone has no name: it must not reach what its address does not serve
+        # a closed connection has no socket name; it gets the public routes only
         return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", PUBLIC_ONLY)
 
     async def _check_key(self, request: web.Request, call: ServerCall, rule: Rule | None) -> None:
-        """Check that the client's key allows the request, and spend its rate.
+        """Check that the client's key allows the request, and count it against the key's rate.
 
         Args:
-            request: that waits where its key is over its rate.
-            call: gets the key.
-            rule: of the route; None = there is no such route, which only clients with a key are
-                told.
+            request: Delayed where its key is over its rate.
+            call: The request; `key` is set.
+            rule: Rule of the route; None = no route matches. The 404 of such a path still needs a
+                key, so that the routes cannot be probed without one.
 
         Raises:
-            Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it
-                is over its rate.
+            Unauthorized: The request has no valid key.
+            Forbidden: The key lacks the scope of the route.
+            Overloaded: The key is over its rate.
         """
-        await self._course.find_key(call, None if rule is None else rule.scope)
+        await self._lifecycle.find_key(call, None if rule is None else rule.scope)
         try:
-            self._course.keys.spend(call.key)
+            self._lifecycle.keys.spend(call.key)
         except Overloaded:
             await self._admission.pause(request)
             raise
 
 
 def _method(request: web.Request) -> str:
-    """The method of the request's rule: what GET may, HEAD may."""
+    """Return the method to look up in the rules; HEAD has the rules of GET."""
     return "GET" if request.method == "HEAD" else request.method
 
 
 def _check_media(request: web.Request) -> None:
-    """Check the type of a body.
+    """Check the media type of a body.
 
-    What a page may send anywhere unasked, a form or plain text, is none of ours.
+    Forms and plain text, which a browser sends across sites without a preflight, are rejected.
 
     Raises:
-        UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor
-            msgpack.
+        UnsupportedMedia: The body is compressed, or neither JSON nor msgpack.
     """
     encoding = request.headers.get("Content-Encoding")
     if encoding is not None and encoding.strip().lower() != "identity":
         raise UnsupportedMedia(
-            f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are"
+            f"Content-Encoding: {encoding[:32]!r} is not supported; send the body uncompressed"
         )
     if request.body_exists:
         media = request.content_type
@@ -309,12 +313,15 @@ def _check_media(request: web.Request) -> None:
 
 
 def _is_infer(request: web.Request) -> bool:
-    """Whether it is an infer of the Open Inference Protocol, whose clients call the body octets, or nothing at all."""
+    """Whether it is an infer of the Open Inference Protocol.
+
+    Its clients send the body as octets, or without a Content-Type.
+    """
     return request.method == "POST" and request.path.startswith("/v2/")
 
 
 def _route(request: web.Request) -> str:
-    """The pattern of the matched route: there are few of them, and none holds what a caller put into its path."""
+    """Return the pattern of the matched route, for labels: bounded in number, free of user data."""
     resource = request.match_info.route.resource
     return resource.canonical if resource else NO_ROUTE
 

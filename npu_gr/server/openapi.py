@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the table of kinds and from the Structs that parse the requests."""
+"""Builds the OpenAPI 3.1 document from `KINDS` and the Structs that parse the requests."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _Json = dict[str, Any]
 _ERRORS = {
     "400": "The body or a header cannot be parsed.",
     "401": "No valid API key.",
-    "403": "The key does not allow this.",
+    "403": "The key lacks the scope, or a page of another site sent the request.",
     "404": "No such model version.",
-    "409": "The base prefix is not known here.",
+    "409": "The instance does not know the base prefix; send the whole history.",
     "413": "The body or a list is over its limit.",
-    "415": "Neither JSON nor msgpack.",
+    "415": "The body is neither JSON nor msgpack.",
     "422": "A field is unknown, missing or out of range.",
     "429": "Overloaded; see Retry-After.",
     "503": "Starting, draining, or a dependency is down.",
-    "504": "The time budget ran out.",
+    "504": "The time limit of the request passed.",
 }
 _OF_A_BODY = ("404", "409", "413", "415")  # errors that only a request with a body can have
 _TIME_LIMIT = {
     "name": "X-Request-Timeout-Ms",
     "in": "header",
     "required": False,
-    "description": "How long the caller waits; the work is dropped after it.",
+    "description": "Time limit in milliseconds; the server stops working on the request after it.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
 }
 
@@ -128,7 +128,7 @@ def document() -> dict[str, Any]:
 
 
 class _Schemas:
-    """The schemas of all bodies and answers, and the parts of an operation that refer to them."""
+    """The schemas of all bodies and answers, and parts of operations that refer to them."""
 
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
@@ -166,19 +166,19 @@ class _Schemas:
 
     def errors(self, *codes: str) -> _Json:
         content = {"application/problem+json": {"schema": self._refs[Problem]}}
-        if "401" in codes:  # what needs a key may need another one, or be over the key's rate
+        if "401" in codes:  # a route with a key may also answer 403 (scope) and 429 (rate limit)
             codes = tuple(code for code in _ERRORS if code in (*codes, "403", "429"))
         return {code: {"description": _ERRORS[code], "content": content} for code in codes}
 
     def get(
         self, name: str, summary: str, *codes: str, is_public: bool = False, media: str = JSON
     ) -> _Json:
-        """Describe a GET that answers 200 with no schema, or one of the errors `codes`."""
+        """Describe a GET that answers 200 without a schema, or one of the errors `codes`."""
         operation: _Json = {
             "operationId": name,
             "summary": summary,
             "responses": {
-                "200": {"description": "Yes.", "content": {media: {}}},
+                "200": {"description": "Success.", "content": {media: {}}},
                 **self.errors(*codes),
             },
         }
@@ -203,7 +203,10 @@ def _kind_operation(schemas: _Schemas, kind: Kind[Any, Any], codec: Codec[Any, A
         done["content"] = schemas.any_media(codec.answer)
     responses = {str(kind.status): done}
     if codec.begun is not None:
-        responses["202"] = {"description": "Begun.", "content": schemas.any_media(codec.begun)}
+        responses["202"] = {
+            "description": "Accepted, not yet complete.",
+            "content": schemas.any_media(codec.begun),
+        }
     codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
     operation: _Json = {
         "operationId": codec.operation or kind.name,
@@ -227,8 +230,8 @@ def _admin_paths(schemas: _Schemas) -> _Json:
 
     reload_models = {
         "operationId": "reloadModels",
-        "summary": "Read the configuration file again; serve its checkpoint and settings. The old "
-        "version drains.",
+        "summary": "Read the configuration file again; serve its checkpoint and settings. "
+        "Requests in progress keep the old version.",
         "responses": {
             "200": {"description": "Done.", "content": {JSON: {}}},
             **schemas.errors("401", "422", "429", "503"),
@@ -236,7 +239,7 @@ def _admin_paths(schemas: _Schemas) -> _Json:
     }
     update_catalogue = {
         "operationId": "updateCatalogue",
-        "summary": "Add, withdraw and restore items of the version that is served, at once.",
+        "summary": "Add, withdraw and restore items of the served version.",
         "parameters": [_TIME_LIMIT],
         "requestBody": {"required": True, "content": schemas.any_media(CatalogueItemsBody)},
         "responses": {
@@ -246,49 +249,50 @@ def _admin_paths(schemas: _Schemas) -> _Json:
     }
     items = {
         "operationId": "items",
-        "summary": "The id, the name and the title of items.",
+        "summary": "Id, name and title of items.",
         "parameters": [
-            _query("ids", "Raw ids, comma-separated."),
+            _query("ids", "Ids, comma-separated."),
             _query("names", "Names, comma-separated."),
-            _query("name", "One name, which may hold commas."),
+            _query("name", "One name, which may contain commas."),
         ],
         "responses": {
             "200": {
-                "description": "Ids first, then names, as they were asked for; at most "
-                f"{MOST_ITEMS}.",
+                "description": "The items of ids, then of names, in the order of the request; "
+                f"at most {MOST_ITEMS}.",
                 "content": {JSON: {"schema": {"type": "array", "items": schemas.ref(ItemOut)}}},
             },
             **schemas.errors("401", "413", "422"),
         },
     }
     reload_catalogue = versions(
-        CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422"
+        CatalogueOut, "reloadCatalogue", "Read the catalogue file again and serve it.", "422"
     )
     return {
         "/v1/items": {"get": items},
-        "/v1/models": schemas.get("models", "What is being served, and what still drains.", "401"),
+        "/v1/models": schemas.get(
+            "models", "The served models, and those that still drain.", "401"
+        ),
         "/v1/models/reload": {"post": reload_models},
-        "/v1/catalog": {
-            "get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")
-        },
+        "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The served catalogue.")},
         "/v1/catalog/items": {"post": update_catalogue},
         "/v1/catalog/reload": {"post": reload_catalogue},
         "/v1/catalog/rollback": {
             "post": versions(
-                CatalogueOut, "rollbackCatalogue", "Serve the catalogue's version before.", "422"
+                CatalogueOut,
+                "rollbackCatalogue",
+                "Serve the previous version of the catalogue.",
+                "422",
             )
         },
-        "/v1/match/vectors": {
-            "get": versions(VectorsOut, "vectors", "The vectors that are served.")
-        },
+        "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The served vectors.")},
         "/v1/match/reload": {
             "post": versions(
-                VectorsOut, "reloadVectors", "Read the vectors anew and serve them.", "422"
+                VectorsOut, "reloadVectors", "Read the vectors' file again and serve it.", "422"
             )
         },
         "/v1/match/rollback": {
             "post": versions(
-                VectorsOut, "rollbackVectors", "Serve the vectors' version before.", "422"
+                VectorsOut, "rollbackVectors", "Serve the previous version of the vectors.", "422"
             )
         },
     }
@@ -296,20 +300,20 @@ def _admin_paths(schemas: _Schemas) -> _Json:
 
 def _record_paths(schemas: _Schemas) -> _Json:
     def operation(name: str, summary: str, *codes: str) -> _Json:
-        done = {"description": "How it stands.", "content": schemas.json(RecordStatus)}
+        done = {"description": "Status of the recorder.", "content": schemas.json(RecordStatus)}
         return {
             "operationId": name,
             "summary": summary,
             "responses": {"200": done, **schemas.errors("401", "404", *codes)},
         }
 
-    switch_on = operation("recordOn", "Record requests.", "400", "413", "415", "422")
+    switch_on = operation("recordOn", "Start recording requests.", "400", "413", "415", "422")
     switch_on["requestBody"] = {"required": False, "content": schemas.any_media(RecordOrder)}
     return {
         "/debug/record": {
-            "get": operation("recordStatus", "What is recorded."),
+            "get": operation("recordStatus", "Status of the recorder."),
             "post": switch_on,
-            "delete": operation("recordOff", "Record no more."),
+            "delete": operation("recordOff", "Stop recording."),
         }
     }
 
@@ -318,7 +322,7 @@ def _health_paths(schemas: _Schemas) -> _Json:
     get = schemas.get
     return {
         "/healthz": get("live", "The process is alive.", is_public=True),
-        "/readyz": get("ready", "New work is welcome.", "503", is_public=True),
+        "/readyz": get("ready", "The instance accepts requests.", "503", is_public=True),
         "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
         "/v2/health/ready": get(
             "v2Ready", "Open Inference Protocol: ready.", "503", is_public=True
@@ -342,7 +346,7 @@ def _inference_paths(schemas: _Schemas) -> _Json:
             "requestBody": {"required": True, "content": {JSON: {"schema": _INFER}, OCTETS: {}}},
             "responses": {
                 "200": {
-                    "description": "Tensors: JSON, and raw bytes behind it where they are wanted.",
+                    "description": "Tensors as JSON, followed by raw bytes where requested.",
                     "content": out,
                 },
                 **schemas.errors(*_ERRORS),
@@ -385,47 +389,58 @@ def _inference_paths(schemas: _Schemas) -> _Json:
 def _observability_paths(schemas: _Schemas) -> _Json:
     get = schemas.get
     profile = get(
-        "profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain"
+        "profile",
+        "Sampled profile of all threads, as folded stacks.",
+        "400",
+        "401",
+        "429",
+        media="text/plain",
     )
     seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
     profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
     runbooks = get(
-        "runbooks", "A runbook, or the names of all of them.", "401", "404", media="text/plain"
+        "runbooks", "A runbook, or the names of all runbooks.", "401", "404", media="text/plain"
     )
     runbooks["get"]["parameters"] = [{"name": "name", "in": "query", "schema": {"type": "string"}}]
     known: _Json = {
         "operationId": "knowsUser",
-        "summary": "Which memory of this process knows a user.",
+        "summary": "Which stores and caches of this process hold data of a user.",
         "requestBody": {"required": True, "content": schemas.any_media(UserBody)},
         "responses": {
-            "200": {"description": "Yes or no, for each place.", "content": {JSON: {}}},
+            "200": {"description": "Each store or cache: true or false.", "content": {JSON: {}}},
             **schemas.errors("400", "401", "413", "415", "422"),
         },
     }
     return {
         "/": get("page", "The status page.", is_public=True, media="text/html"),
-        "/debug/status": get("status", "What the status page shows.", "401"),
-        "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
+        "/debug/status": get("status", "The data of the status page.", "401"),
+        "/metrics": get("metrics", "Metrics for Prometheus.", "401", media="text/plain"),
         "/debug/stacks": get(
-            "stacks", "What every thread and task does now.", "401", media="text/plain"
+            "stacks", "Stacks of all threads and tasks.", "401", media="text/plain"
         ),
         "/debug/profile": profile,
         "/debug/runbooks": runbooks,
         "/debug/bundle": get(
-            "bundle", "Everything that a report needs.", "401", media="application/gzip"
+            "bundle",
+            "Archive for a bug report: configuration, status, metrics, stacks, log.",
+            "401",
+            media="application/gzip",
         ),
         "/debug/user": {"post": known},
-        "/debug/config": get("config", "The configuration in force.", "401"),
+        "/debug/config": get("config", "The current configuration, without secrets.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
         "/debug/openapi": get("openapiOfConsole", "This document, for the console.", "401"),
         "/debug/console": get(
-            "console", "Every route, with a body to send.", is_public=True, media="text/html"
+            "console",
+            "Page to try every route, with example bodies.",
+            is_public=True,
+            media="text/html",
         ),
     }
 
 
 def _query(name: str, description: str) -> _Json:
-    """Describe a parameter of the URL that may be given more than once."""
+    """Describe a query parameter that may be repeated."""
     many = {"type": "array", "items": {"type": "string"}}
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""A service that offers its requests and answers to the recorder, and the routes that switch the recorder."""
+"""Records requests and answers in front of a service; routes that switch the recorder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, Servi
 
 
 class RecordingService:
-    """A `ServiceProtocol` in front of another one.
+    """A `ServiceProtocol` that forwards to another one and records what passes.
 
-    A request whose caller hangs up is not recorded.
+    A request whose client disconnects is not recorded.
     """
 
     def __init__(self, service: ServiceProtocol, recorder: Recorder) -> None:
@@ -57,9 +57,9 @@ class RecordingService:
     async def serve(
         self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
     ) -> A:
-        """Answer the request, and record it where its kind is recorded and the recorder samples its user.
+        """Answer the request, and record it if its kind is recorded and its user is sampled.
 
-        An erasure reaches the recordings last: what is recorded while it runs is erased, too.
+        An erasure reaches the recordings last, so requests recorded while it runs are erased too.
         """
         if kind.name == ERASE.name:
             erased: A = await self._erase(kind, request, budget_s, permit)
@@ -88,7 +88,7 @@ class RecordingService:
         except NpuGrError as error:
             offer(error.status, None)
             raise
-        offer(200, answer)  # of every kind, whatever its status over HTTP: that is what logs hold
+        offer(200, answer)  # recordings have 200 for every success, whatever HTTP answers
         return answer
 
     async def _erase(
@@ -106,21 +106,18 @@ class RecordingService:
 
 
 class RecorderAdmin(Protocol):
-    """What the routes of the recorder ask.
-
-    Every method raises NotFound where nothing can be recorded.
-    """
+    """Switches the recorder; every method raises NotFound where no recorder is configured."""
 
     async def status(self) -> RecordStatus:
-        """Say whether it records, and what it has done."""
+        """Return whether it records, and its counts."""
         ...
 
     async def switch_on(self, order: RecordOrder) -> None:
-        """Record."""
+        """Start to record."""
         ...
 
     async def switch_off(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         ...
 
 
@@ -128,11 +125,7 @@ class OwnRecorder:
     """The recorder of this process."""
 
     def __init__(self, recorder: Recorder | None) -> None:
-        """Switch nothing.
-
-        Args:
-            recorder: None = nothing can be recorded.
-        """
+        """Wrap a recorder; None = none is configured."""
         self._recorder = recorder
 
     async def status(self) -> RecordStatus:
@@ -148,14 +141,14 @@ class OwnRecorder:
 def add_record_routes(app: web.Application, recorder: RecorderAdmin) -> None:
     """Add GET, POST and DELETE /debug/record: show, switch on, switch off.
 
-    Each answers a `RecordStatus`.
+    Each of them answers with a `RecordStatus`.
     """
 
     async def show(_: web.Request) -> web.Response:
         return json_response(await recorder.status())
 
     async def switch_on(request: web.Request) -> web.Response:
-        await recorder.status()  # where nothing can be recorded, no body is looked at
+        await recorder.status()  # raises NotFound before the body is read
         body = request[BODY]
         order = decode(body, request.content_type, RecordOrder) if body else RecordOrder()
         await recorder.switch_on(order)

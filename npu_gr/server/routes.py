@@ -1,4 +1,4 @@
-"""The aiohttp application: groups of routes, and one middleware around them all."""
+"""Builds the aiohttp application: groups of routes, and one middleware around all of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.grpc.server import RPC, RpcServer
 from npu_gr.server.kind_routes import Reader, kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
-from npu_gr.server.middleware import Course, Pipeline
+from npu_gr.server.middleware import Pipeline, RequestLifecycle
 from npu_gr.server.oip.routes import Inference, InferenceRoutes
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.server.status import Insight, OwnInsight
+from npu_gr.server.status import DebugViews, OwnDebugViews
 
 
 def build_web_app(
@@ -39,20 +39,20 @@ def build_web_app(
     config: ServerConfig,
     metrics: Metrics,
     tracing: Tracing | None = None,
-    insight: Callable[[AccessLog], Insight] | None = None,
+    make_debug_views: Callable[[AccessLog], DebugViews] | None = None,
 ) -> web.Application:
     """Build the HTTP application in front of a service.
 
     Args:
-        service: what answers the requests.
-        config: the section `server`.
-        metrics: with an objective for every kind of request.
-        tracing: None = trace ids, but no spans.
-        insight: what operators see, made with the log of this application; None = that of this
-            process.
+        service: Answers the requests.
+        config: Section `server`.
+        metrics: Metrics of the instance; they hold the objective of every kind.
+        tracing: None = trace ids without spans.
+        make_debug_views: Factory of the operators' views, given the access log; None = the views of
+            this process.
 
     Raises:
-        ConfigError: the key file or the certificate cannot be used.
+        ConfigError: The key file or the certificate cannot be used.
     """
     keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
     keys.on_rejected = metrics.keys.rejected
@@ -61,21 +61,25 @@ def build_web_app(
     access_log = AccessLog(config)
     admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
-    course = Course(
+    lifecycle = RequestLifecycle(
         metrics=metrics,
         keys=keys,
         access_log=access_log,
         tracing=tracing or Tracing(),
         config=config,
     )
-    pipeline = Pipeline(service, course, admission)
-    shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
+    pipeline = Pipeline(service, lifecycle, admission)
+    debug_views = (
+        make_debug_views(access_log)
+        if make_debug_views
+        else OwnDebugViews(service, metrics, access_log.newest)
+    )
     app = web.Application(
         client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()]
     )
     reader = Reader(config)
-    app.add_routes(kind_routes(kind_handlers(service, course, reader)))
-    inference = Inference(service, course, reader, shown)
+    app.add_routes(kind_routes(kind_handlers(service, lifecycle, reader)))
+    inference = Inference(service, lifecycle, reader, debug_views)
     for group in (
         ModelRoutes(service),
         ItemRoutes(service),
@@ -83,7 +87,7 @@ def build_web_app(
         VectorsRoutes(service),
         HealthRoutes(service),
         InferenceRoutes(inference),
-        ObservabilityRoutes(service, config, shown),
+        ObservabilityRoutes(service, config, debug_views),
         UserRoutes(service),
     ):
         app.add_routes(group.routes())

@@ -1,4 +1,4 @@
-"""Listen, drain and stop, by aiohttp's public API."""
+"""Listens, drains and stops, with aiohttp's public API."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TLS = web.AppKey("tls", ServerTls)
-# for the rest of a body after an answer that closes; else a reset could overtake the answer
+# Time to read the rest of a body after a response that closes the connection; without it a TCP
+# reset could overtake the response.
 LINGER_S = 2.0
-AGENT_TIMEOUT_S = 1.0  # for a proxy to take the agent's line
+AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check
 
 
 async def serve(
@@ -40,23 +41,22 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
-    Draining: `on_drain` makes the service unready. Everything is still served for `drain_grace_s`,
-    so that balancers notice. Then the listener closes, and requests in flight get
+    Draining: `on_drain` makes the service unready. Requests are still served for `drain_grace_s`,
+    until load balancers have noticed. Then the listener closes, and requests in flight get
     `shutdown_timeout_s` to end.
 
     Args:
-        app: the application.
-        config: addresses, grace and timeout.
-        on_drain: called once, when draining begins.
-        ready: set once the server listens.
-        on_listening: called with the port and the admin port, which are the system's choice where
-            the configured are 0.
+        app: Application of `build_web_app`.
+        config: Section `server`: addresses, grace and timeouts.
+        on_drain: Callback at the begin of draining.
+        ready: Set once the server listens.
+        on_listening: Receives the port and the admin port; the system chooses those that are 0.
 
     Raises:
-        ConfigError: an address cannot be bound.
+        ConfigError: An address cannot be bound.
     """
     runner = make_runner(app, config)
-    app[PIPELINE].addresses = {}  # nothing is served at an address before it is known
+    app[PIPELINE].addresses = {}  # until an address is registered, it serves the public routes only
     rpc = app.get(RPC)
     await runner.setup()
     try:
@@ -69,7 +69,9 @@ async def serve(
                 ready.set()
             with stop_signals() as received:
                 await received.get()
-                log.info("draining for %.1f s", config.drain_grace_s)
+                log.info(
+                    "draining: not ready, closing the listener in %.1f s", config.drain_grace_s
+                )
                 await on_drain()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(received.get(), config.drain_grace_s)
@@ -79,7 +81,10 @@ async def serve(
 
 
 class _Malformed(logging.Filter):
-    """Counts messages that are no HTTP instead of logging each with a traceback: they are a stranger's noise."""
+    """Counts malformed HTTP messages instead of logging a traceback of each.
+
+    Port scanners send them.
+    """
 
     def __init__(self, count: Callable[[], None]) -> None:
         super().__init__()
@@ -94,7 +99,7 @@ class _Malformed(logging.Filter):
 
 
 def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
-    """Make the runner of an application; nothing listens yet."""
+    """Make the runner of an application; it does not listen yet."""
     connections = logging.Logger(f"{__name__}.connections")
     connections.parent = log
     connections.addFilter(_Malformed(app[PIPELINE].malformed))
@@ -102,8 +107,8 @@ def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
         app,
         access_log=None,
         logger=connections,
-        auto_decompress=False,  # 1 kB of a client's may inflate to a gigabyte
-        handler_cancellation=True,  # a client that disconnects frees what its request holds
+        auto_decompress=False,  # 1 MB from a client may inflate to a gigabyte
+        handler_cancellation=True,  # the request of a client that disconnects is cancelled
         keepalive_timeout=config.idle_timeout_s,
         lingering_time=LINGER_S,
         shutdown_timeout=config.shutdown_timeout_s,
@@ -111,11 +116,11 @@ def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
 
 
 def make_addresses(config: ServerConfig) -> list[Address]:
-    """Say what an instance serves at its public address and at its admin one, or at one for both."""
+    """Describe the public and the admin address of an instance, or the one address for both."""
     public = Address(
         is_admin=config.has_one_address,
-        # another site's page has no key, so keys are enough here: the names of proxies are not
-        # known
+        # with keys the Host header is not checked: a page of another site has no key, and the
+        # host names of proxies are not known here
         rejects_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
     )
     if config.has_one_address:
@@ -165,10 +170,11 @@ async def listen_at(
 async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int | None]:
     """Answer HAProxy's agent-check while the block runs.
 
-    Yields the port, None where none is configured.
+    Yields:
+        The port; None = no agent-check is configured.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: The address cannot be bound.
     """
     if config.agent_port is None:
         yield None
@@ -189,12 +195,12 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
         ) from error
     async with server:
         port: int = server.sockets[0].getsockname()[1]
-        log.info("agent-check on %s:%d", config.host, port)
+        log.info("agent-check listening on %s:%d", config.host, port)
         yield port
 
 
 @contextlib.contextmanager
-def on_hangup(work: Callable[[], Coroutine[Any, Any, Any]]) -> Iterator[None]:
+def on_sighup(work: Callable[[], Coroutine[Any, Any, Any]]) -> Iterator[None]:
     """Start `work` at every SIGHUP while the block runs.
 
     Work that still runs at the block's end is cancelled.

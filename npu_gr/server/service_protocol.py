@@ -18,21 +18,21 @@ I_co = TypeVar("I_co", covariant=True)
 
 
 class PublishedAdmin(Protocol[I_co]):
-    """Something that is served in versions: show the version, read the file again, go back to the one before."""
+    """Admin operations of something versioned: show, reload from the file, roll back."""
 
     async def info(self) -> I_co:
-        """The version that is served."""
+        """Describe the served version."""
         ...
 
     async def reload(self) -> I_co:
         """Read the file again and serve it; requests in progress keep their version.
 
-        Raises Unprocessable.
+        Raises Unprocessable where the file cannot be served.
         """
         ...
 
     async def rollback(self) -> I_co:
-        """Serve the version before. Raises Unprocessable where none is kept."""
+        """Serve the previous version. Raises Unprocessable where there is none."""
         ...
 
 
@@ -40,35 +40,35 @@ class CatalogueAdmin(PublishedAdmin[CatalogueInfo], Protocol):
     """The catalogue that `generate` serves."""
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
-        """Add, withdraw and restore items of the version that is served. Raises Unprocessable."""
+        """Add, withdraw and restore items of the served version. Raises Unprocessable."""
         ...
 
 
 class ServiceProtocol(Protocol):
-    """A service that HTTP can stand in front of.
+    """The service behind HTTP and gRPC.
 
-    Every method may raise what `core/errors.py` lists, and may be cancelled: it then releases what
-    it holds.
+    Every method may raise the errors of `core/errors.py`, and may be cancelled: it then releases
+    what it holds.
     """
 
     def models(self) -> list[ModelInfo]:
-        """List the models that are served, the default first."""
+        """List the served models, the default first."""
         ...
 
     def kind_versions(self) -> dict[str, tuple[str, ...]]:
-        """Name the versions of each kind that this instance serves, the current one first; () = it has no versions."""
+        """Map each served kind to its versions, the current one first; () = it has none."""
         ...
 
     def is_ready(self) -> tuple[bool, str]:
-        """Say whether new work is welcome, and if not, why: starting, draining, device failed."""
+        """Return whether new work is accepted, and if not, why: starting, draining, failed."""
         ...
 
     async def effective_config(self) -> dict[str, Any]:
-        """Return the whole configuration in force: plain types only, no secrets."""
+        """Return the whole current configuration in plain types, without secrets."""
         ...
 
     async def knows(self, user: UserKey) -> dict[str, bool]:
-        """Say of each memory of this process whether the user can be found in it."""
+        """Map each store and cache of this process to whether it holds data of the user."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class ServiceProtocol(Protocol):
 
     @property
     def admission(self) -> AdmissionControl:
-        """Admission control; HTTP asks it before a request is parsed."""
+        """The admission control that HTTP asks before it parses a request."""
         ...
 
     async def serve(
@@ -87,20 +87,21 @@ class ServiceProtocol(Protocol):
         """Answer one request from start to end.
 
         Args:
-            kind: an entry of `KINDS`.
-            request: of `kind.request`.
-            budget_s: seconds that the caller grants, from now on.
-            permit: of the request; its holder leaves it. None = the service asks for admission
-                itself.
+            kind: An entry of `KINDS`.
+            request: An instance of `kind.request`.
+            budget_s: Time limit in seconds from now on.
+            permit: Permit of the request, which the caller of this method gives back. None = the
+                service asks for admission itself.
 
         Raises:
-            NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded:
-                `budget_s` is over.
+            NotFound: This instance does not serve the kind.
+            Overloaded: Admission control rejected the request.
+            DeadlineExceeded: `budget_s` was over before there was an answer.
         """
         ...
 
     async def reload_models(self) -> list[ModelInfo]:
-        """Read the configuration file again and serve what it says.
+        """Read the configuration file again and serve its models.
 
         Requests in progress keep their version.
         """
@@ -108,17 +109,17 @@ class ServiceProtocol(Protocol):
 
     @property
     def catalogue(self) -> CatalogueAdmin:
-        """Raises NotFound where this instance does not generate."""
+        """The catalogue; raises NotFound where this instance does not generate."""
         ...
 
     @property
     def vectors(self) -> PublishedAdmin[VectorsInfo]:
-        """Raises NotFound where this instance does not match."""
+        """The vectors; raises NotFound where this instance does not match."""
         ...
 
 
 def require_ready(service: ServiceProtocol) -> None:
-    """Raise NotTaken, with the reason, while the instance starts, drains or has failed."""
+    """Raise NotTaken with the reason while the instance is not ready."""
     ready, why_not = service.is_ready()
     if not ready:
         raise NotTaken(why_not)

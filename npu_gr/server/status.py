@@ -1,4 +1,4 @@
-"""The data of an instance's status page: objectives, outcomes, memory tiers, queue, slowest requests."""
+"""The data behind an instance's operator routes: status page, metrics, stacks, profiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from npu_gr.server.access_log import AccessLine, RecentRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
 
-RECENT_S = 900.0  # the slowest requests are those of the last quarter of an hour
+RECENT_S = 900.0  # the page lists the slowest requests of this time
 NUM_SLOW = 10
 LINKS = {
     "metrics": "/metrics",
@@ -42,13 +42,13 @@ LINKS = {
 async def status(
     service: ServiceProtocol, metrics: Metrics, newest: RecentRequests, uptime_s: float
 ) -> StatusReport:
-    """Gather what the page shows at this moment.
+    """Gather the data of the status page.
 
     Args:
-        service: asked whether it is ready, and for its versions.
-        metrics: the counts since the start and over the last windows.
-        newest: requests, for exact percentiles and the slowest ones.
-        uptime_s: since the service started.
+        service: Gives readiness and versions.
+        metrics: Gives the counts since the start and over the last windows.
+        newest: Gives exact percentiles and the slowest requests.
+        uptime_s: Seconds since the service started.
     """
     ready, why_not = service.is_ready()
     recent = metrics.requests.recent
@@ -103,7 +103,7 @@ def _served(share: Share) -> Served:
 
 
 def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
-    """Describe one of the slowest requests: by its outcome, or else by its verdict, its kind's label or its error."""
+    """Describe a slow request by its outcome, else its verdict, its kind's label or its error."""
     fields = line.answer_fields
     named = (fields.get(name) for name in ("outcome", "verdict", kind.label) if name)
     return SlowRequest(
@@ -129,7 +129,7 @@ async def _versions(service: ServiceProtocol) -> dict[str, str]:
 
 
 def _is_shown(metrics: Metrics, kind: str) -> bool:
-    """Show the kinds that were asked, and always the rank: the page of a new instance has a row."""
+    """Whether a kind has had requests; always true for the rank, so a new page has a row."""
     return kind == RANK.name or sum(metrics.requests.rolling[kind].total) > 0
 
 
@@ -142,8 +142,8 @@ def _goodput(kind: str, metrics: Metrics, newest: RecentRequests) -> Goodput:
         kind=kind,
         threshold_s=objective.threshold_s,
         objective_ratio=objective.latency_ratio,
-        attainment_ratio={name: _in_time(counts) for name, counts in over.items()},
-        budget_remaining_ratio=1.0 - (1.0 - _in_time(total)) / (1.0 - objective.latency_ratio),
+        attainment_ratio={name: _within_slo(counts) for name, counts in over.items()},
+        budget_remaining_ratio=1.0 - (1.0 - _within_slo(total)) / (1.0 - objective.latency_ratio),
         good=total.good,
         slow=total.slow,
         failed=total.failed,
@@ -153,48 +153,48 @@ def _goodput(kind: str, metrics: Metrics, newest: RecentRequests) -> Goodput:
     )
 
 
-def _in_time(counts: Counts) -> float:
-    """The share of all requests that were answered in time: a rejected request counts as a late one."""
+def _within_slo(counts: Counts) -> float:
+    """Return the fraction of requests answered within the SLO; a rejected one counts as slow."""
     return counts.good / sum(counts) if sum(counts) else 1.0
 
 
-class Insight(Protocol):
-    """What the routes for operators ask."""
+class DebugViews(Protocol):
+    """What the operator routes show."""
 
     async def exposition(self, accept: str, names: Sequence[str]) -> tuple[bytes, str]:
-        """Return the text of `/metrics` and its content type, as `npu_gr.metrics.exposition.expose` makes them."""
+        """Return the body of `/metrics` and its content type; see `npu_gr.metrics.exposition`."""
         ...
 
     async def status(self) -> StatusReport:
-        """Return what the status page shows at this moment."""
+        """Return the data of the status page."""
         ...
 
     async def stacks(self) -> str:
-        """Return what all threads and tasks do."""
+        """Return the stacks of all threads and tasks."""
         ...
 
     async def profile(self, seconds: float) -> str:
-        """Return where the threads spend their time.
+        """Return a sampled profile of all threads, as folded stacks.
 
         Raises Overloaded while another profile is being taken.
         """
         ...
 
     async def bundle_texts(self) -> dict[str, str]:
-        """Return the instance's own files of a bundle, by name."""
+        """Map file names of the debug bundle to the texts that the instance contributes."""
         ...
 
 
-class OwnInsight:
-    """Of this process."""
+class OwnDebugViews:
+    """The views of this process."""
 
     def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: RecentRequests) -> None:
-        """Look at nothing yet.
+        """Start the uptime.
 
         Args:
-            service: asked whether it is ready, and for its versions and its configuration.
-            metrics: of the instance.
-            newest: requests, for exact percentiles and the slowest ones.
+            service: Gives readiness, versions and configuration.
+            metrics: Metrics of the instance.
+            newest: Gives exact percentiles and the slowest requests.
         """
         self._service = service
         self._metrics = metrics
@@ -227,5 +227,5 @@ class OwnInsight:
 
 
 def config_text(table: dict[str, Any]) -> str:
-    """Write a configuration in force as JSON, without credentials."""
+    """Return a configuration as JSON, without credentials."""
     return redacted(msgspec.json.encode(table).decode())

@@ -41,7 +41,7 @@ from npu_gr.server.access_log import spans
 from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.run import on_hangup, serve
+from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config
@@ -205,7 +205,7 @@ async def run(
             with suppress(NpuGrError):  # it has been logged
                 await service.reload_models()
 
-        with on_hangup(reload):
+        with on_sighup(reload):
             await serve(app, config.server, on_drain=drain, ready=ready)
 
 

@@ -178,7 +178,7 @@ class SimulatedInstance:
             tokens,
             request.num_candidates,
             deadline_at,
-            slot.outside,
+            slot.suspended,
         ) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(

@@ -35,7 +35,7 @@ from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.config import load as load_router
 from npu_gr.route.discovery import InstancesFile
-from npu_gr.route.process import tried
+from npu_gr.route.process import check_rendered
 from npu_gr.server.access_log import read_key_file
 from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
@@ -172,7 +172,9 @@ def _of_router(config: RouterConfig) -> Iterator[Opened]:
         yield _client_tls("instances_tls", config.instances_tls)
     if config.picker is not None:
         yield from _extra("picker", "grpc", "picker")
-    yield _tried("haproxy", lambda: f"{config.host}:{config.port}: {asyncio.run(tried(config))}")
+    yield _tried(
+        "haproxy", lambda: f"{config.host}:{config.port}: {asyncio.run(check_rendered(config))}"
+    )
     yield from _port("port", config.host, config.port)
     yield from _port("admin_port", config.admin_host, config.admin_port)
 

@@ -60,7 +60,7 @@ def test_there_are_few_commands() -> None:
 def test_a_command_that_went_says_what_takes_its_place(name: str) -> None:
     done = CliRunner().invoke(main, [*name.split(), "x"])
     assert done.exit_code == 2
-    assert f"npu-gr {name} went: {GONE[name]}" in done.output
+    assert f"npu-gr {name} was removed; use: {GONE[name]}" in done.output
     assert tuple(name.split()) not in ALL
 
 

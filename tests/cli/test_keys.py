@@ -64,17 +64,17 @@ def test_a_key_of_the_caller_s_own_is_not_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "stdin", "said"),
     [
-        (["--from-stdin"], "x" * (MIN_CHARACTERS - 1), "needs 24 to 512 characters"),
-        (["--from-stdin"], "x" * (MAX_CHARACTERS + 1), "needs 24 to 512 characters"),
-        (["--from-stdin"], "\n", "needs 24 to 512 characters"),
-        (["--from-stdin"], "two words of more than 24 characters", "no blank"),
+        (["--from-stdin"], "x" * (MIN_CHARACTERS - 1), "must have 24 to 512 characters"),
+        (["--from-stdin"], "x" * (MAX_CHARACTERS + 1), "must have 24 to 512 characters"),
+        (["--from-stdin"], "\n", "must have 24 to 512 characters"),
+        (["--from-stdin"], "two words of more than 24 characters", "without spaces"),
         (["--from-stdin"], b"\xff" * 30, "printable ASCII"),
         (["--from-stdin"], "x" * 24 + "\0", "printable ASCII"),
         (["--rate-per-s", "0"], None, "rate_per_s"),
         (["--rate-per-s", "nan"], None, "rate_per_s"),
         (["--expires", "soon"], None, "--expires: 'soon'"),
         (["--expires", "2999-01-31T00:00:00"], None, "no time zone"),
-        (["--expires", "2001-01-31"], None, "is over"),
+        (["--expires", "2001-01-31"], None, "is in the past"),
         (["--tenant", "x" * 129], None, "tenant"),
         (["--scope", "everything"], None, "'everything' is not one of"),
     ],
@@ -135,7 +135,7 @@ def test_a_key_that_is_over_is_marked(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     new(path, "ranking", "--expires", "2999-01-31")
     path.write_text(path.read_text().replace("2999", "2001"))
-    assert "2001-01-31 00:00 UTC (over)" in keys("list", "--file", str(path)).output
+    assert "2001-01-31 00:00 UTC (expired)" in keys("list", "--file", str(path)).output
 
 
 def test_a_revoked_key_is_gone(tmp_path: Path) -> None:

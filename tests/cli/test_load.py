@@ -105,15 +105,15 @@ def test_a_second_time_changes_nothing_and_a_grown_log_adds_what_is_new(tmp_path
     small = {user: grown[user][:5] for user in small}
     log = write_log(tmp_path / "small.jsonl", small)
     assert loaded(log, "--config", str(config)) == (
-        "6 users: 30 events added, 0 events were already there"
+        "6 users: 30 events added, 0 events were already stored"
     )
     assert loaded(log, "--config", str(config)) == (
-        "6 users: 0 events added, 30 events were already there"
+        "6 users: 0 events added, 30 events were already stored"
     )
     assert stored(config, small) == small
     more = write_log(tmp_path / "grown.jsonl", grown)
     assert loaded(more, "--config", str(config)) == (
-        "8 users: 26 events added, 30 events were already there"
+        "8 users: 26 events added, 30 events were already stored"
     )
     assert stored(config, grown) == grown
 

@@ -178,7 +178,7 @@ def test_bulk_load(tmp_path: Path) -> None:
         "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t1001\t2\t5\nu\t1002\t3\t6\n"
     )
     done = run("load", "--config", str(write(tmp_path)), str(log))
-    told = "1 users: 2 events added, 0 events were already there\n"
+    told = "1 users: 2 events added, 0 events were already stored\n"
     assert (done.returncode, done.stdout) == (0, told), done.stderr
     log.write_text(log.read_text() + "u\t1001\t9\t7\n")
     done = run("load", "--config", str(write(tmp_path)), str(log))

@@ -78,7 +78,7 @@ async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--speed", "2", "--rate", "3"), "--speed together with --rate"),
+        (("--speed", "2", "--rate", "3"), "--speed and --rate exclude each other"),
         (("--closed", "2", "--rate", "3"), "closed"),
         (("--rank-delay-ms", "5", "--signal-lead-ms", "5"), "rank_delay_s"),
         (("--sample-users", "2"), "sample_users"),

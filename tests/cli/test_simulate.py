@@ -134,7 +134,7 @@ def test_without_users_and_log_it_says_what_is_missing(tmp_path: Path) -> None:
     path.write_text("device: {a0_s: 0.001, a1_s: 1.0e-6, kv_token_bytes: 64}\n")
     done = CliRunner().invoke(main, ["simulate", "--config", str(path)])
     assert done.exit_code == 2
-    assert "users: needed" in done.output
+    assert "users: is required" in done.output
 
 
 def test_the_example_names_every_key_of_its_own() -> None:

@@ -443,7 +443,7 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             assert failed.value.fault is StoreFault.CORRUPT
             code, output = await command("store", url)
             assert code == 1, output
-            assert "3 users are whole" in output
+            assert "3 users are intact" in output
             assert "1 users have damaged" in output
             await store.erase(user(3))
             await store.erase(user(4))

@@ -90,7 +90,7 @@ def hstu_scores(
     alpha: float = 1.0,
     on: Machine = MACHINE,
 ) -> EmulatorReport:
-    """Run kernels/hstu_scores.h: scores [requests, heads, row_slots, key_slots] in place.
+    """Run ops/ascendc/kernels/hstu_scores.h in place on [requests, heads, row_slots, key_slots].
 
     Args:
         emulator: the library.

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.route import fan_out
-from npu_gr.route.fan_out import Answered, Change, verdict
+from npu_gr.route.fan_out import Answered, Change, combined_answer
 from tests.route.fake import Fake, table_of
 
 DELETE = Change("DELETE", "/v1/users/u", {})
@@ -71,7 +71,7 @@ async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> 
     try:
         code, output = await ran(tmp_path, fakes, "reload", "catalog")
         assert code == 1
-        assert "not done at i1, i2; ask again" in output
+        assert "not done at i1, i2; repeat the command" in output
         assert [fake.asked("/v1/catalog/reload") for fake in fakes] == [1, fan_out.TRIES, 0]
     finally:
         for fake in fakes:
@@ -106,7 +106,7 @@ async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> 
 def test_the_verdict(
     change: Change, answers: dict[str, tuple[int, str]], status: int, body: bytes | None
 ) -> None:
-    response = verdict(change, {name: Answered(*one) for name, one in answers.items()})
+    response = combined_answer(change, {name: Answered(*one) for name, one in answers.items()})
     assert isinstance(response, web.Response)
     assert response.status == status
     if body is not None:
@@ -130,4 +130,4 @@ def test_the_verdict(
 )
 def test_not_done(change: Change, answers: dict[str, tuple[int, str]], named: str) -> None:
     with pytest.raises(Unavailable, match=f"not done at {named}"):
-        verdict(change, {name: Answered(*one) for name, one in answers.items()})
+        combined_answer(change, {name: Answered(*one) for name, one in answers.items()})

@@ -14,7 +14,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table
 from npu_gr.route.config import InstanceConfig, RouterConfig
-from npu_gr.route.haproxy import Material, ids, render
+from npu_gr.route.haproxy import RenderInputs, ids, render
 from npu_gr.route.process import Proxy, Route
 from tests.certificates import Authority
 from tests.keys import entry, write_keys
@@ -146,15 +146,15 @@ async def test_files_that_hold_secrets_are_private(tmp_path: Path, authority: Au
 async def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
         await written(tmp_path, tls={"certificate": "/nowhere", "key": "/nowhere"})
-    with pytest.raises(ConfigError, match="HAProxy compares names only"):
+    with pytest.raises(ConfigError, match="HAProxy does not compare IP addresses"):
         await written(tmp_path, instances_tls={"ca": "x"})
 
 
 def test_no_kind_may_be_sent_twice_but_those_that_follow() -> None:
     """The one line that keeps a begun signal from a second instance, and a write from being done twice."""
     config = from_table({"discovery": {"instances": INSTANCES[:1]}}, RouterConfig)
-    material = Material(instances=[], addresses={}, keys=[], peer_port=1)
-    text = render(config, material)
+    inputs = RenderInputs(instances=[], addresses={}, keys=[], peer_port=1)
+    text = render(config, inputs)
     (follow,) = (line for line in text.splitlines() if line.startswith("  acl follow path /"))
     again = {kind.name for kind in KINDS.values() if kind.path in follow.split()}
     assert again == {kind.name for kind in KINDS.values() if kind.routing is Routing.FOLLOW}
@@ -177,10 +177,10 @@ def test_the_numbers_of_instances_are_their_own(names: list[str]) -> None:
 
 
 def test_shown_is_what_would_be_written(tmp_path: Path) -> None:
-    from npu_gr.route.process import shown
+    from npu_gr.route.process import rendered
 
     path = tmp_path / "router.yaml"
     path.write_text("discovery: {instances: [{name: gr-0, host: 127.0.0.1, port: 1}]}\n")
-    text = asyncio.run(shown(path))
+    text = asyncio.run(rendered(path))
     assert "server gr-0 127.0.0.1:1" in text
     assert "/run/npu-gr-router/stats.sock" in text

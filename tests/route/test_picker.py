@@ -17,7 +17,7 @@ from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route import picker
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.discovery import addresses
-from npu_gr.route.fan_out import Way
+from npu_gr.route.fan_out import InstanceCalls
 from npu_gr.route.picker import picking
 from tests.certificates import Authority
 from tests.route.fake import Fake, row, table_of, until
@@ -70,9 +70,9 @@ async def asked(
     config = from_table(table_of(fakes, picker=given, **sections), RouterConfig)
     listed = config.discovery.instances
     at = await addresses(listed, {})
-    way = Way(config)
+    calls = InstanceCalls(config)
     try:
-        async with picking(config, lambda: (way, listed, at)) as port:
+        async with picking(config, lambda: (calls, listed, at)) as port:
             address = f"127.0.0.1:{port}"
             made = (
                 grpc.aio.secure_channel(address, credentials)
@@ -289,11 +289,11 @@ async def test_the_list_of_instances_changes_and_moves_only_its_own_users() -> N
         await fake.start()
     try:
         config = from_table(table_of(fakes[:3]), RouterConfig)
-        fleet, way = picker.EndpointTable(config), Way(config)
+        fleet, calls = picker.EndpointTable(config), InstanceCalls(config)
         of = [from_table(row(fake), type(config.discovery.instances[0])) for fake in fakes]
         homes = []
         for listed in (of[:3], of):
-            await fleet.look(way, listed, await addresses(listed, {}))
+            await fleet.look(calls, listed, await addresses(listed, {}))
             homes.append(
                 [fleet.choose(Routing.SIGNAL, f"u{i}".encode(), None)[0] for i in range(200)]
             )

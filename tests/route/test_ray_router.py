@@ -115,5 +115,5 @@ async def test_a_request_in_another_form_is_placed_by_load_and_said(
         args=["call of a handle"], routing_context=SimpleNamespace(should_backoff=False)
     )
     assert await router.send(other) in NAMES
-    assert "not a request of an HTTP proxy" in caplog.text
+    assert "not that of Ray" in caplog.text
     assert await router.choose_replicas(router.replicas) == [router.replicas]

@@ -21,7 +21,7 @@ import yaml
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import to_table
 from npu_gr.route.fan_out import Answered, Change
-from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
+from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, target_instances
 from tests.models import events
 from tests.route.fake import free_port
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
@@ -42,7 +42,7 @@ OPTIONS = RayOptions(2, 6, target_queue_depth=8.0, max_late_ratio=0.01)
     ],
 )
 def test_the_scaling_rule(current: int, depths: list[float], late: list[float], want: int) -> None:
-    assert wanted(current, depths, late, OPTIONS) == want
+    assert target_instances(current, depths, late, OPTIONS) == want
 
 
 def test_more_at_least_than_at_most_is_an_error() -> None:

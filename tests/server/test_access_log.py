@@ -100,7 +100,7 @@ async def test_a_failed_request_says_what_failed(
     ]
     assert 1 <= len(warned) < 20
     assert warned[0] == (
-        f"requests fail: unavailable: {told[0]} (OperationalError: database or disk is full)"
+        f"requests are failing: unavailable: {told[0]} (OperationalError: database or disk is full)"
     )
     assert "somebody" not in caplog.text
 
@@ -153,7 +153,7 @@ async def test_a_user_is_a_keyed_hash(tmp_path: Path, caplog: pytest.LogCaptureF
         hashes.append(first)
     assert hashes[0] != hashes[1]
     (tmp_path / "key").write_text("too short")
-    with pytest.raises(ConfigError, match="9 bytes, needs 16 to 64"):
+    with pytest.raises(ConfigError, match="has 9 bytes; a key has 16 to 64"):
         AccessLog(ServerConfig(log_user_key_file=str(tmp_path / "key")))
     with pytest.raises(ConfigError, match=r"log_user_key_file: .*No such file"):
         AccessLog(ServerConfig(log_user_key_file=str(tmp_path / "none")))

@@ -80,7 +80,7 @@ def path_of(pattern: str) -> str:
 
 def is_served(status: int, body: bytes) -> bool:
     """Whether a handler of the route answered: with 404 too, if that is about what the instance has."""
-    return status != 404 or b"not at this address" not in body
+    return status != 404 or b"this address does not serve" not in body
 
 
 async def test_every_route_is_served_by_the_address_of_its_rule_alone() -> None:
@@ -164,7 +164,7 @@ def test_an_admin_address_beyond_loopback_needs_keys(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "10.0.0.1", "::"):
         with pytest.raises(
             ValueError,
-            match=rf"admin_host: {host} is not loopback: set "
+            match=rf"admin_host: {host} is not a loopback address: set "
             r"api_keys_file",
         ):
             ServerConfig(admin_host=host)
@@ -282,7 +282,7 @@ async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_
         await asyncio.to_thread(
             browser.get, f"http://rebound.localhost:{at.admin.rpartition(':')[2]}/debug/config"
         )
-        assert "is no loopback name" in await asyncio.to_thread(lambda: browser.page_source)
+        assert "is not a loopback name" in await asyncio.to_thread(lambda: browser.page_source)
         assert reloads == ["reload"]
 
 

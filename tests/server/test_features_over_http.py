@@ -145,7 +145,7 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
         ({"cross": {"spent": [1.0]}}, "features.cross.spent: 1 entries, expected 3"),
         (
             {"cross": {"spent": base64.b64encode(b"123").decode()}},
-            "features.cross.spent: 3 bytes are no whole rows",
+            "features.cross.spent: 3 bytes are not whole rows",
         ),
         (
             {"cross": {"tags": base64.b64encode(bytes(48)).decode()}},

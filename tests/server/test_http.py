@@ -48,7 +48,7 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
 @pytest.mark.parametrize(
     ("change", "status", "detail"),
     [
-        ({"candidates": []}, 422, "candidates: needs at least one"),
+        ({"candidates": []}, 422, "candidates: is empty"),
         (
             {"candidates": list(range(100_000))},
             413,

@@ -83,7 +83,7 @@ async def test_a_route_needs_its_scope(
             assert rejected.status == 403
             body = await rejected.json(content_type=None)
             assert body["title"] == "forbidden"
-            assert body["detail"].endswith(f"this needs {scope.value}")
+            assert body["detail"].endswith(f"; needs {scope.value}")
         assert count(metrics, "api_keys_rejected_total", reason="scope") == 1
         async with client.request(method, path_of(pattern), headers=bearer("this")) as allowed:
             assert allowed.status not in (401, 403)
@@ -144,7 +144,7 @@ async def test_a_request_is_about_the_key_s_tenant(
         for key, tenant in (("mine", "yours"), ("mine", "Mine"), ("mine", "*"), ("nobody", "mine")):
             status, text = await ask(client, kind, tenant, key, msgpack)
             assert status == 403
-            assert "alone" in json.loads(text)["detail"]
+            assert "only" in json.loads(text)["detail"]
         assert len(service.served) == num
         assert count(metrics, "api_keys_rejected_total", reason="tenant") == 4
 

@@ -129,7 +129,7 @@ async def test_an_answer_has_names_and_titles_where_they_are_asked_for(folder: P
         again = await post(client, "/v1/rank", **{**asked, "candidates": answer["top"]})
         assert again["top"] == answer["top"], "what is answered can be asked"
         rejected = await post(client, "/v1/rank", 422, **asked, fields=["title", "colour"])
-        assert rejected["detail"] == "fields: 'colour' is none; there is title"
+        assert rejected["detail"] == "fields: unknown field 'colour'; there are: title"
         headers = {"Accept": "application/msgpack"}
         async with client.post(
             "/v1/rank", json={**asked, "fields": ["title"]}, headers=headers
@@ -190,10 +190,14 @@ async def test_items_are_found_by_id_and_by_name(folder: Path) -> None:
             len(await items(client, "ids=" + ",".join(map(str, range(MOST_ITEMS))))) == MOST_ITEMS
         )
         too_many = "ids=" + ",".join(map(str, range(MOST_ITEMS + 1)))
-        assert "needs 1 to 1000" in await items(client, too_many, 413)
-        assert "needs 1 to 1000" in await items(client, "", 422)
-        assert await items(client, "ids=1,-2", 422) == "ids: '-2' is no id: 0 to 2^63 - 1"
-        assert await items(client, f"ids={2**63}", 422) == f"ids: '{2**63}' is no id: 0 to 2^63 - 1"
+        assert "send 1 to 1000" in await items(client, too_many, 413)
+        assert "send 1 to 1000" in await items(client, "", 422)
+        assert (
+            await items(client, "ids=1,-2", 422) == "ids: '-2' is not an id; ids are 0 to 2^63 - 1"
+        )
+        assert await items(client, f"ids={2**63}", 422) == (
+            f"ids: '{2**63}' is not an id; ids are 0 to 2^63 - 1"
+        )
         assert "index 1: a name of 0 bytes" in await items(client, "names=a,", 422)
         assert "a name of 513 bytes" in await items(client, "names=" + "a" * 513, 422)
 

@@ -88,7 +88,7 @@ def test_what_ships_loads(path: Path) -> None:
         ("backend: cpu", "set `checkpoint` .a ranker. or the section `generate`"),
         (
             "checkpoint: x\nserver: {host: 0.0.0.0}",
-            "server: host: 0.0.0.0 is not loopback: set api_keys_file",
+            "server: host: 0.0.0.0 is not a loopback address: set api_keys_file",
         ),
         (
             "checkpoint: x\nservice: {unknown_items: drop}",

@@ -228,7 +228,7 @@ class ObservedAdmission(Protocol):
     def service_time_s(self, kind: str) -> float:
         """Return the service-time estimate of a kind, in seconds per request."""
 
-    def window(self, kind: str) -> int:
+    def concurrency_limit(self, kind: str) -> int:
         """Return the concurrency limit of a kind, if there are no requests of other kinds."""
 
 
@@ -275,7 +275,9 @@ class AdmissionMetrics:
                     partial(_count, controller, kind, place)
                 )
             self._service_time_s.labels(kind).set_function(partial(controller.service_time_s, kind))
-            self._concurrency_limit.labels(kind).set_function(partial(controller.window, kind))
+            self._concurrency_limit.labels(kind).set_function(
+                partial(controller.concurrency_limit, kind)
+            )
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
 

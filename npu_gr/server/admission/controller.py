@@ -1,28 +1,29 @@
-"""Admission control: admit, queue or reject a request by the time at which it would be answered.
+"""Admission control: admit, queue or reject a request by its predicted finish time.
 
     arrive --> active (at most a concurrency limit of work) --> leave
        |          ^                 |   ^
        |          |                 v   |
-       |--> queued, tenants in turn  suspended: waits for something else than this instance
+       |--> queued, tenants in turn  suspended: waits for another service, holds no place
        |
-       '--> rejected (429): it could not be answered in time
+       '--> rejected (429): it would miss its SLO
 
-    concurrency limit   of each kind: `share` of its objective over its service time (Little's law), so that the active
-                        requests delay nobody for long
-    service time        seconds a request, learnt from departures (`ServiceTime`)
-    queue               kinds by `Kind.priority`; within a priority the tenants take turns (`fair_queue.py`)
-    within SLO          now + the work ahead + its own <= arrival + TARGET x what it has: the objective of its kind, or
-                        the client's budget if that is smaller. A queued request is checked again at
-                        its turn, and every TICK_S
+    concurrency limit   per kind: `share` x objective / service time (Little's law), so that active
+                        requests delay the next one by a share of its objective at most
+    service time        seconds per request, learnt from departures (`ServiceTime`)
+    queue               kinds by `Kind.priority`; within a priority, fair between tenants
+                        (`fair_queue.py`)
+    within SLO          now + work ahead + own service time <= arrival + TARGET x budget, where
+                        budget is the smaller of the kind's objective and the client's time limit.
+                        A queued request is checked again at its turn, and every TICK_S
 
-A request that finds a free place is admitted without a forecast: an instance that is nearly idle
-rejects nobody, whatever its estimates say. A request of an important kind does not count the active
-requests of less important ones.
+A request that finds a free place is admitted without a forecast, so a nearly idle instance rejects
+nothing, however wrong its estimates are. The limit of a kind ignores the active requests of kinds
+that are less important.
 
 Invariants:
-  D1  a queued request is admitted, rejected or cancelled: exactly one of the three, once
-  D2  `active` counts the permits that were given, have not been given back, and are not suspended
-  D3  nobody is queued while there is a free place for the first in turn, unless its tenant is full
+  D1  a queued request is either admitted, rejected or cancelled, exactly once
+  D2  `active` counts the permits that are held and not suspended
+  D3  no request is queued while there is a free place for the next one, unless its tenant is full
 
 Sources: Little's law for the limit; CoDel (RFC 8289) for the second target.
 """
@@ -43,47 +44,53 @@ from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
 from npu_gr.server.admission.fair_queue import Holder, PriorityQueue, Tenants
 
-# whatever the limit is: it fills a pass, and lets an instance with a wrong objective serve
+# Lower bound of the concurrency limit: it fills a device pass, and an instance whose objective is
+# set too small still serves.
 MIN_ACTIVE = 4
-# of a kind: more do not make the device faster, but the turns of the event loop longer
+# Upper bound per kind: more active requests lengthen the event loop's turns without gain on the
+# device.
 MAX_ACTIVE = 64
-# active where tenants share: the loop does all active ones before a rank that comes
+# Active signals while tenants share the instance: a rank that arrives waits for all of them.
 MAX_SIGNALS = 2
-# of the objective: the service time of a kind that uses the device, until it is learnt
+# Service time before the first departures, as a fraction of the objective (kinds on the device) or
+# in seconds (the other kinds: parsing and answering).
 GUESS = 0.02
-# the service time of the other kinds, until it is learnt: parsing and answering
 HOST_GUESS_S = 0.0005
-TARGET = 0.95  # of the time that a request has: the rest is for writing the answer
-TARGET_BURST = 1.15  # while the queue is younger than STANDING_S: the service time may be stale
-TARGET_STANDING = 0.75  # afterwards, so that not every answer is nearly late
+TARGET = 0.95  # fraction of the budget; the rest is for writing the answer
+# While the queue is younger than STANDING_S, accept up to 1.15x the budget: the service-time
+# estimate may be stale. After that, stay well below the budget.
+TARGET_BURST = 1.15
+TARGET_STANDING = 0.75
 STANDING_S = 0.1  # CoDel's interval
-TICK_S = 0.004  # between two checks for queued requests that will be late
+TICK_S = 0.004  # between two checks of the queue for requests that would miss their SLO
 MESSAGES = {
-    Rejection.LATE: "it would not be answered in time: the instance is busy",
-    Rejection.SHARE: "the tenant signals far more than it ranks, and others share the instance",
+    Rejection.LATE: "overloaded: the request would miss its latency objective or time limit",
+    Rejection.SHARE: (
+        "the tenant sends far more signals than ranks while other tenants share the instance"
+    ),
 }
-_NEVER = -math.inf  # an instant
+_NEVER = -math.inf  # an instant before all others
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The section `admission`: how much work is admitted at once, and the weights of tenants."""
 
-    enabled: bool = True  # false = nothing is queued or rejected: for comparisons
-    # of a kind's objective: that much of its work is active
+    enabled: bool = True  # false = nothing is queued or rejected (for comparisons)
+    # fraction of a kind's objective that the work of its active requests may take
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.35
-    max_inflight: Count = 512  # requests that hold memory at once, suspended ones included
-    # of all that tenants share where it is scarce; all others have 1
+    max_inflight: Count = 512  # admitted requests at once, suspended ones included
+    # tenant -> its weight where tenants compete; all others have 1
     tenant_weights: dict[str, Positive] = {}
 
 
 class ServiceTime:
-    """Seconds that an instance takes for one more request of a kind.
+    """Moving average of the seconds that an instance takes for one more request of a kind.
 
-    A sample is the time between two departures while there was work in between. So the estimate
-    holds whatever bounds the instance, the device or the event loop, and an idle instance learns
-    nothing. 32 departures, or 40 ms of them, renew it; one pause moves it by a quarter at most. A
-    sample counts as 8 estimates or 8 ms at most: where threads outnumber cores a process stands
-    still for some milliseconds some forty times a second, and that belongs to it.
+    A sample is the time between two departures with work in between. The estimate therefore holds
+    whether the device or the event loop is the bottleneck, and an idle instance learns nothing. The
+    average spans about 32 departures or 40 ms of them, whichever is longer. A sample is cut off at
+    8 estimates or 8 ms, whichever is larger: where threads outnumber cores, the scheduler suspends
+    a process for some milliseconds some forty times a second, and the average should include that.
     """
 
     __slots__ = ("_samples", "seconds")
@@ -100,9 +107,9 @@ class ServiceTime:
 
 
 class _Mix:
-    """The service time and the objective of the kinds as they come.
+    """Service time and objective averaged over the kinds of the traffic.
 
-    A proxy is told one limit for all of them.
+    A proxy gets one limit for all kinds.
     """
 
     __slots__ = ("objective_s", "service_time")
@@ -139,17 +146,14 @@ class QueuedRequest:
         self.arrived_at = arrived_at
         self.budget_s = budget_s  # from its arrival to its answer
         self.due_at = arrived_at + budget_s
-        self.cost_s = cost_s  # its service time
+        self.cost_s = cost_s  # service-time estimate at its arrival
         self.queue = ""
         self.is_gone = False
         self.permit: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
 
 
 class Permit:
-    """The right to be served.
-
-    Its holder calls `leave` when there is an answer, or when there is none.
-    """
+    """The right to be served; the holder calls `leave` once the request has ended."""
 
     __slots__ = ("_controller", "_holder", "_kind", "arrived_at")
 
@@ -173,15 +177,18 @@ class Permit:
         if controller is not None:
             controller._left(self._kind, self._holder)
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Hold no place while the block waits for something else; come back without a queue."""
+    def suspended(self) -> AbstractContextManager[None]:
+        """Give up the place while the block waits for another service.
+
+        At the block's end the permit is active again, without queueing.
+        """
         if self._controller is None:
             return nullcontext()
         return _Suspended(self._controller, self._kind, self._holder)
 
 
 class _Suspended(AbstractContextManager[None]):
-    """A block in which a permit holds no place."""
+    """Context manager that suspends a permit."""
 
     __slots__ = ("_controller", "_holder", "_kind")
 
@@ -198,7 +205,7 @@ class _Suspended(AbstractContextManager[None]):
 
 
 class KindState:
-    """What is known of one kind."""
+    """Counts, limits and estimates of one kind."""
 
     __slots__ = (
         "active",
@@ -215,7 +222,7 @@ class KindState:
         self.kind = kind
         self.objective_s = objective_s
         self.priority = int(kind.priority)
-        # where tenants share
+        # applies while several tenants share the instance
         self.max_active = MAX_SIGNALS if kind.priority is Priority.SIGNAL else math.inf
         self.service_time = ServiceTime(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.active = 0
@@ -224,7 +231,7 @@ class KindState:
 
 
 class ActiveWork:
-    """The requests of an instance that are active, and whether one more may be."""
+    """The active requests of an instance, and the concurrency limits."""
 
     def __init__(
         self, config: AdmissionConfig, objective_s: Callable[[str], float], batch_requests: int
@@ -241,30 +248,40 @@ class ActiveWork:
         self.active = 0
 
     def counts(self, kind: str) -> dict[str, int]:
-        """Count a kind's requests by where they are: waiting, active, suspended."""
+        """Count a kind's requests by state: waiting, active, suspended."""
         state = self.kinds[kind]
         return {"waiting": state.waiting, "active": state.active, "suspended": state.suspended}
 
     def service_time_s(self, kind: str) -> float:
-        """Return the service time of a kind, in seconds a request."""
+        """Return the service-time estimate of a kind, in seconds per request."""
         return self.kinds[kind].service_time.seconds
 
-    def window(self, kind: str) -> int:
-        """Return the concurrency limit of a kind while no other kind is active."""
+    def concurrency_limit(self, kind: str) -> int:
+        """Return the concurrency limit of a kind while no other kind is active, in requests."""
         return int(self.limit(self.kinds[kind]))
 
     def limit(self, state: KindState) -> float:
-        """The concurrency limit of a kind while no other kind is active."""
+        """Compute the concurrency limit of a kind while no other kind is active."""
         fits = self.config.share * state.objective_s / max(state.service_time.seconds, 1e-9)
         return min(max(fits, self.min_active), self._max)
 
     def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
-        """How many requests a proxy should send at once: what takes `share` of the objective."""
+        """Compute how many requests a proxy should send at once.
+
+        Args:
+            share: Fraction of the objective that those requests may take together.
+            at_least: Smallest answer.
+            at_most: Largest answer.
+        """
         fits = share * self._mix.objective_s / max(self._mix.service_time.seconds, 1e-9)
         return int(min(max(fits, at_least), at_most))
 
     def has_room(self, state: KindState, *, are_sharing: bool) -> bool:
-        """Whether one more of a kind may be active beside those that are as important, or more."""
+        """Whether one more request of a kind may become active.
+
+        Only active requests of the same or a higher priority count. `are_sharing`: several tenants
+        share the instance, so `KindState.max_active` applies.
+        """
         if self.admitted >= self.config.max_inflight:
             return False
         if state.active >= state.max_active and are_sharing:
@@ -278,7 +295,11 @@ class ActiveWork:
         return num_active < self.min_active or used <= 1.0 + 1e-9
 
     def seconds(self, priority: int) -> float:
-        """Seconds of active work that is as important, and of one less important request, which may have begun."""
+        """Estimate the seconds of active work in front of a request of this priority.
+
+        Work of the same or a higher priority counts in full. Of less important work one request
+        counts, since it may have begun and is not interrupted.
+        """
         ahead_s = 0.0
         begun_s = 0.0
         for state in self.kinds.values():
@@ -289,15 +310,15 @@ class ActiveWork:
         return ahead_s + begun_s
 
     def add(self, state: KindState, num: int = 1) -> None:
-        """Count one more active request of a kind, or with -1 one less, which goes on later."""
+        """Count one more active request of a kind; -1 = it is suspended."""
         if not self.active:
-            # what departs after an idle time tells nothing of the service time
+            # a departure after idle time is no sample of the service time
             self._departed_at = _NEVER
         self.active += num
         state.active += num
 
     def left(self, state: KindState, now_at: float) -> None:
-        """Count a departure, and learn from it."""
+        """Count a departure, and update the service-time estimate."""
         if self._departed_at > _NEVER:
             state.service_time.observe(now_at - self._departed_at)
             self._mix.observe(now_at - self._departed_at, state.objective_s)
@@ -308,12 +329,12 @@ class ActiveWork:
 
 
 class WaitForecast:
-    """Says which requests would be answered too late, by the work that is active and the work that waits."""
+    """Predicts which requests would miss their SLO, from the active and the queued work."""
 
     def __init__(
         self, work: ActiveWork, queue: PriorityQueue[QueuedRequest], clock: Callable[[], float]
     ) -> None:
-        """Look at what is there; the clock is that of the queue."""
+        """Refer to the work and the queue; `clock` is the queue's."""
         self._work = work
         self._queue = queue
         self._clock = clock
@@ -321,14 +342,14 @@ class WaitForecast:
     def is_late_behind(
         self, state: KindState, tenant: str, arrived_at: float, budget_s: float
     ) -> bool:
-        """Whether a request that came now would be late behind those that wait."""
+        """Whether a request that arrives now would miss its SLO behind the queued ones."""
         target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
         ahead_s = self._work.seconds(state.priority)
         ahead_s += self._queue.ahead_s(state.priority, tenant, arrived_at + budget_s)
         return self._clock() + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
 
     def is_late(self, queued: QueuedRequest) -> bool:
-        """Whether a queued request would be late even if it were admitted now."""
+        """Whether a queued request would miss its SLO even if it were admitted now."""
         done_at = (
             self._clock()
             + self._work.seconds(self._work.kinds[queued.kind].priority)
@@ -351,10 +372,10 @@ class AdmissionController:
         """Start empty.
 
         Args:
-            config: bounds and weights.
-            objective_s: seconds within which a kind, by its name, should be answered.
-            batch_requests: of one device pass; this many may always be active.
-            clock: seconds that never go back.
+            config: Section `admission`.
+            objective_s: Maps the name of a kind to its latency objective in seconds.
+            batch_requests: Requests of one device pass; that many may always be active.
+            clock: Monotonic clock in seconds.
         """
         self._config = config
         self._clock = clock
@@ -365,7 +386,7 @@ class AdmissionController:
         self._tick: asyncio.TimerHandle | None = None
 
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
-        """Apply other settings from now on; what was learnt stays."""
+        """Apply other settings from now on; the learnt service times stay."""
         self._config = self.work.config = config
         self._tenants.weights = config.tenant_weights
         self._queue.weigh(config.tenant_weights)
@@ -381,7 +402,10 @@ class AdmissionController:
 
     @property
     def pressure(self) -> float:
-        """Queued work over the objectives of its requests, once the queue stands; 0 for a burst that passes."""
+        """Queued work in units of the objectives of its requests.
+
+        0 until the queue has stood for STANDING_S, so a short burst has no pressure.
+        """
         if self._queue.stood_s() <= STANDING_S:
             return 0.0
         return sum(
@@ -395,13 +419,13 @@ class AdmissionController:
         """Wait until the request is admitted.
 
         Args:
-            kind: its name.
-            tenant: whose turn it takes.
-            arrived_at: instant of its arrival, on the controller's clock.
-            budget_s: what the client grants, from then on.
+            kind: Name of the kind.
+            tenant: Tenant that the request counts for; "" = none is named.
+            arrived_at: Instant of its arrival, on the controller's clock.
+            budget_s: The client's time limit in seconds, counted from `arrived_at`.
 
         Raises:
-            Overloaded: it could not be answered in time, or its tenant has no signals left.
+            Overloaded: The request would miss its SLO, or the signal credit of its tenant is spent.
         """
         state = self.work.kinds[kind]
         budget_s = min(state.objective_s, budget_s)
@@ -412,7 +436,7 @@ class AdmissionController:
         if is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds):
             raise _rejection(Rejection.SHARE)
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
-        if has_place and not self._queue.is_anybody_before(state.priority):
+        if has_place and not self._queue.is_any_before(state.priority):
             return self._admit(state, tenant, arrived_at)
         if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
             raise _rejection(Rejection.LATE)
@@ -422,21 +446,21 @@ class AdmissionController:
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
         if has_place:
-            self._serve_next()  # those before it may all be full
+            self._serve_next()  # the tenants of all requests in front may be full
         try:
             return await queued.permit
         except asyncio.CancelledError:
             if not queued.is_gone:
                 self._remove(queued)
             elif not queued.permit.cancelled() and queued.permit.exception() is None:
-                queued.permit.result().leave()  # it was admitted in this very turn
+                queued.permit.result().leave()  # admitted in the same turn of the event loop
             raise
 
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
-        """Whether `enter` would reject this request at once for its time; nothing changes."""
+        """Whether `enter` would reject this request at once because of its SLO; changes nothing."""
         state = self.work.kinds[kind]
         if not self._config.enabled or (
-            self._has_room(state) and not self._queue.is_anybody_before(state.priority)
+            self._has_room(state) and not self._queue.is_any_before(state.priority)
         ):
             return False
         return self._forecast.is_late_behind(
@@ -467,16 +491,13 @@ class AdmissionController:
         holder.active -= num
         self.work.add(state, -num)
         if self._queue and num > 0:
-            # later, because a block that need not wait at all is back before then
+            # deferred, because a block that need not wait at all ends before then
             asyncio.get_running_loop().call_soon(self._serve_next)
 
     # ---- the queue
 
     def _serve_next(self) -> None:
-        """Admit whoever is first in turn while there is room.
-
-        Reject whoever would be late by now.
-        """
+        """Admit queued requests in turn while there is room; reject those that became too late."""
         while self._queue:
             queued = self._queue.first(self._over_their_share, self._tenants.full())
             if queued is None or not self._has_room(state := self.work.kinds[queued.kind]):
@@ -490,7 +511,7 @@ class AdmissionController:
             queued.permit.set_result(self._admit(state, queued.tenant, queued.arrived_at))
 
     def _over_their_share(self, waiting: Set[str]) -> Set[str]:
-        # the last one is about to go
+        # the last free permit is about to be given
         of_permits = self.work.admitted + 1 >= self._config.max_inflight
         num = self.work.admitted if of_permits else self.work.active
         return self._tenants.over_their_share(waiting, num, of_permits=of_permits)
@@ -506,7 +527,7 @@ class AdmissionController:
         state.waiting -= 1
 
     def _check_late(self) -> None:
-        """Reject those whose turn will come too late; once more while the queue is not empty."""
+        """Reject queued requests that will miss their SLO; repeat while the queue is not empty."""
         self._tick = None
         while late := [queued for queued in self._queue.heads() if self._forecast.is_late(queued)]:
             for queued in late:

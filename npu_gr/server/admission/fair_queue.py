@@ -1,9 +1,9 @@
-"""Queued requests, tenants in turn: each tenant gets service in proportion to its weight.
+"""Fair queueing between tenants: each tenant gets service in proportion to its weight.
 
-Within a tenant the request that is due first goes first. Among the tenants the one goes first that
-has had the least service over its weight; a tenant that was not waiting begins level with the one
-that was served last. So a tenant that asks for little waits for the requests in progress and hardly
-ever for another tenant's queue.
+Within a tenant the request with the earliest deadline goes first. Among tenants the one with the
+least service / weight (its virtual time) goes first; a tenant that starts to wait begins at the
+virtual time of the request served last. So a tenant with little traffic waits for the requests in
+progress and hardly ever for another tenant's queue.
 
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996).
 """
@@ -19,13 +19,13 @@ from npu_gr.core.shares import WANTS_S, Account, Shares, name_of
 
 
 class Queued(Protocol):
-    """What waits. The first three are fixed while it waits, the others are the queue's."""
+    """A queued request. The queue sets `queue` and `is_gone`; the others stay as they are."""
 
     tenant: str
-    due_at: float  # the instant at which its answer is due
-    cost_s: float  # seconds of the instance that it will take
-    queue: str  # the tenant's name, or that which the tenants beyond `MAX_TENANTS` share
-    is_gone: bool  # it is not waiting any more, and its place in the heap will be skipped
+    due_at: float  # instant of its deadline
+    cost_s: float  # its estimated service time
+    queue: str  # the tenant's name, or the name that tenants beyond `MAX_TENANTS` share
+    is_gone: bool  # no longer queued; its heap entry is skipped
 
 
 W = TypeVar("W", bound=Queued)
@@ -38,13 +38,13 @@ class _TenantQueue(Generic[W]):
 
     def __init__(self, weight: float, virtual_s: float) -> None:
         self.weight = weight
-        self.virtual_s = virtual_s  # service that it has had, over its weight
+        self.virtual_s = virtual_s  # service received / weight
         self.heap: list[tuple[float, int, W]] = []
-        self.cost_s = 0.0  # of all that waits
-        self.latest_at = float("-inf")  # when the last of them is due
+        self.cost_s = 0.0  # sum over the queued requests
+        self.latest_at = float("-inf")  # the latest `due_at` of the queued requests
 
     def before_s(self, due_at: float) -> float:
-        """Seconds of its own work that go before a request that is due at `due_at`."""
+        """Sum the seconds of the tenant's own work that is due no later than `due_at`."""
         if due_at >= self.latest_at:
             return self.cost_s
         return sum(
@@ -53,22 +53,22 @@ class _TenantQueue(Generic[W]):
 
 
 class FairQueue(Generic[W]):
-    """A queue of requests of equal importance.
+    """A queue of requests of the same priority.
 
-    Invariant: `cost_s` is the sum over the requests that wait and are not gone.
+    Invariant: `cost_s` is the sum over the queued requests that are not gone.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Start empty.
 
         Args:
-            weights: of tenants; all others have 1.
+            weights: Tenant -> weight; all others have 1.
         """
         self.weights = weights
         self.cost_s = 0.0
         self._tenants: dict[str, _TenantQueue[W]] = {}
-        self._virtual_s = 0.0  # at which the request that was served last began
-        # of two that are due at the same instant, the first goes first
+        self._virtual_s = 0.0  # virtual time at which the request served last began
+        # breaks ties between equal deadlines: first come, first served
         self._numbers = itertools.count()
         self._waiting = 0
 
@@ -77,11 +77,11 @@ class FairQueue(Generic[W]):
 
     @property
     def names(self) -> KeysView[str]:
-        """The tenants for which something waits."""
+        """Names of the tenants with queued requests."""
         return self._tenants.keys()
 
     def ahead_s(self, tenant: str, due_at: float) -> float:
-        """Estimate the seconds of work that would go before a request of a tenant that came now."""
+        """Estimate the seconds of work in front of a tenant's request that arrives now."""
         if not self._waiting:
             return 0.0
         own = self._tenants.get(self._queue_of(tenant))
@@ -110,11 +110,11 @@ class FairQueue(Generic[W]):
         self._waiting += 1
 
     def head(self, over: Set[str] = frozenset(), without: Set[str] = frozenset()) -> W | None:
-        """Return the request that goes next; None = nothing waits for a tenant that may go.
+        """Return the next request; None = no tenant that may go has one.
 
         Args:
-            over: tenants that go behind the others.
-            without: tenants that may not go at all.
+            over: Tenants that go after all others.
+            without: Tenants that may not go at all.
         """
         may_go = [
             (name in over, one.virtual_s, name)
@@ -124,18 +124,18 @@ class FairQueue(Generic[W]):
         return self._tenants[min(may_go)[2]].heap[0][2] if may_go else None
 
     def heads(self) -> list[W]:
-        """List the request of each tenant that goes first among its own."""
+        """List the first request of each tenant."""
         return [tenant.heap[0][2] for tenant in self._tenants.values()]
 
     def take(self, queued: W) -> None:
-        """Remove a request that is served: its tenant has had its turn."""
+        """Remove a request that is served, and charge its cost to its tenant."""
         tenant = self._tenants[queued.queue]
         self._virtual_s = tenant.virtual_s
         tenant.virtual_s += queued.cost_s / tenant.weight
         self.drop(queued)
 
     def drop(self, queued: W) -> None:
-        """Remove a request that will not be served; its tenant has not had a turn."""
+        """Remove a request that will not be served; its tenant is not charged."""
         tenant = self._tenants[queued.queue]
         queued.is_gone = True
         tenant.cost_s -= queued.cost_s
@@ -146,24 +146,27 @@ class FairQueue(Generic[W]):
         if not tenant.heap:
             del self._tenants[queued.queue]
         if not self._waiting:
-            self.cost_s = 0.0  # what rounding left
+            self.cost_s = 0.0  # clears rounding errors
 
     def _queue_of(self, tenant: str) -> str:
         return name_of(tenant, self.weights, self._tenants)
 
 
-# tenants ask at the same time while the newest requests of two of them are no older
+# Tenants compete while the newest requests of two of them are no older than this.
 TOGETHER_S = 1.0
-MAX_PASSES = 1.5  # of the device; with 1 a tenant lost a sixth of its rate, with 2 the others wait
-# signals that one request to the device earns: it may come late, or its signal may be sent again
+# Device passes whose requests one tenant may hold while tenants compete. With 1 a tenant lost a
+# sixth of its throughput, with 2 the other tenants wait.
+MAX_PASSES = 1.5
+# Signals that one request to the device earns: the request may come late, or its signal be resent.
 EARNED = 2.0
-MAX_CREDIT = 64.0  # signals; what a tenant begins with
-UNEARNED_SHARE = 0.02  # of the event loop, for signals that nobody has earned, all tenants together
-_NOBODY: Set[str] = frozenset()
+MAX_CREDIT = 64.0  # signals; also the initial credit of a tenant
+# Fraction of the event loop's time for signals without earned credit, all tenants together.
+UNEARNED_SHARE = 0.02
+_NO_TENANTS: Set[str] = frozenset()
 
 
 class PriorityQueue(Generic[W]):
-    """Fair queues one behind the other, by importance; 0 goes first."""
+    """One fair queue per priority, served in order; priority 0 goes first."""
 
     def __init__(
         self, num_priorities: int, weights: Mapping[str, float], clock: Callable[[], float]
@@ -171,14 +174,14 @@ class PriorityQueue(Generic[W]):
         """Start empty.
 
         Args:
-            num_priorities: of them.
-            weights: of tenants; all others have 1.
-            clock: seconds that never go back.
+            num_priorities: Number of queues.
+            weights: Tenant -> weight; all others have 1.
+            clock: Monotonic clock in seconds.
         """
         self._queues = [FairQueue[W](weights) for _ in range(num_priorities)]
         self._clock = clock
         self._waiting = 0
-        self._since_at: float | None = None  # since when it has not been empty
+        self._since_at: float | None = None  # when it became non-empty; None = it is empty
 
     def __len__(self) -> int:
         return self._waiting
@@ -189,15 +192,15 @@ class PriorityQueue(Generic[W]):
             queue.weights = weights
 
     def stood_s(self) -> float:
-        """Seconds for which it has not been empty."""
+        """Return the seconds since the queue became non-empty; 0 = it is empty."""
         return 0.0 if self._since_at is None else self._clock() - self._since_at
 
-    def is_anybody_before(self, priority: int) -> bool:
-        """Whether something waits that is as important, or more."""
+    def is_any_before(self, priority: int) -> bool:
+        """Whether a request of this or a higher priority is queued."""
         return self._waiting > 0 and any(map(len, self._queues[: priority + 1]))
 
     def ahead_s(self, priority: int, tenant: str, due_at: float) -> float:
-        """Estimate the seconds of work that would go before a request that came now."""
+        """Estimate the seconds of queued work in front of a request that arrives now."""
         if not self._waiting:
             return 0.0
         before_s = sum(queue.cost_s for queue in self._queues[:priority])
@@ -211,21 +214,23 @@ class PriorityQueue(Generic[W]):
             self._since_at = self._clock()
 
     def first(self, over: Callable[[Set[str]], Set[str]], without: Set[str]) -> W | None:
-        """Return the request that goes next; None = nothing waits that may go.
+        """Return the next request; None = none may go.
+
+        Only the first non-empty queue is looked at: a lower priority must not take the places that
+        a full tenant of a higher one is waiting for.
 
         Args:
-            over: of the tenants that wait, names those that go behind the others.
-            without: tenants that may not go; what is less important must not take what they may not
-                have.
+            over: Maps the names of the waiting tenants to those that go after all others.
+            without: Tenants that may not go at all.
         """
         for queue in self._queues:
             if not len(queue):
                 continue
-            return queue.head(over(queue.names) if len(queue.names) > 1 else _NOBODY, without)
+            return queue.head(over(queue.names) if len(queue.names) > 1 else _NO_TENANTS, without)
         return None
 
     def heads(self) -> list[W]:
-        """List the request of each tenant that goes first among its own, of every importance."""
+        """List the first request of each tenant in each queue."""
         return [head for queue in self._queues for head in queue.heads()]
 
     def take(self, queued: W, priority: int) -> None:
@@ -245,18 +250,18 @@ class PriorityQueue(Generic[W]):
 
 
 class Holder:
-    """What one tenant holds."""
+    """The permits of one tenant."""
 
     __slots__ = ("active", "admitted", "name")
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the tenant, or that which the tenants beyond `MAX_TENANTS` share
-        self.admitted = 0  # permits
+        self.name = name  # the tenant's, or the name that tenants beyond `MAX_TENANTS` share
+        self.admitted = 0  # permits, suspended ones included
         self.active = 0  # permits that are not suspended
 
 
 class _SignalCredit(Account):
-    """The signals that one tenant may still send."""
+    """The number of signals that one tenant may still send."""
 
     __slots__ = ("filled_at", "left")
 
@@ -267,7 +272,10 @@ class _SignalCredit(Account):
 
 
 class Tenants:
-    """Who holds how much, and who asks. Event loop only."""
+    """Permits and signal credit of the tenants, and their limits while they compete.
+
+    Event loop only.
+    """
 
     def __init__(
         self, weights: Mapping[str, float], pass_requests: int, clock: Callable[[], float]
@@ -275,37 +283,40 @@ class Tenants:
         """Start without tenants.
 
         Args:
-            weights: of tenants; all others have 1.
-            pass_requests: that fill a pass of the device.
-            clock: seconds that never go back.
+            weights: Tenant -> weight; all others have 1.
+            pass_requests: Number of requests that fill one device pass.
+            clock: Monotonic clock in seconds.
         """
-        self.weights = weights  # others take effect at once
+        self.weights = weights  # a new value takes effect at once
         self._pass_requests = pass_requests
         self._clock = clock
         self._holders: dict[str, Holder] = {}
-        self._last: str | None = None  # who asked last
-        self._mixed_at = float("-inf")  # when the tenant that asked was another than the one before
+        self._last: str | None = None  # the tenant of the newest request
+        self._mixed_at = float("-inf")  # when the tenant last differed from the one before
         self._credit = Shares(_SignalCredit, clock)
 
-    # ---- asking
+    # ---- arrivals
 
     def saw(self, tenant: str) -> None:
-        """Note that a tenant asks."""
+        """Note that a request of a tenant arrived."""
         if tenant != self._last:
             if self._last is not None:
                 self._mixed_at = self._clock()
             self._last = tenant
 
     def are_sharing(self) -> bool:
-        """Whether several tenants have asked within `WANTS_S`."""
+        """Whether requests of several tenants arrived within the last `WANTS_S`."""
         return self._clock() - self._mixed_at < WANTS_S
 
     def take_signal(self, tenant: str, service_s: float) -> bool:
-        """Take one signal of a tenant's credit; False = it has none left, and others share the instance.
+        """Take one signal from a tenant's credit.
 
         Args:
-            tenant: that signals.
-            service_s: seconds that a signal takes.
+            tenant: Sender of the signal.
+            service_s: Service time of a signal in seconds.
+
+        Returns:
+            False: the credit is spent while other tenants share the instance.
         """
         if not self.are_sharing():
             return True
@@ -322,13 +333,14 @@ class Tenants:
         credit.left -= 1.0
         return True
 
-    # ---- holding
+    # ---- permits
 
     def admitted(self, tenant: str, *, uses_device: bool) -> Holder:
-        """Count one more permit of a tenant, active; a request to the device earns signals.
+        """Count one more active permit of a tenant; a request to the device earns signals.
 
         Returns:
-            its holder, for `left`, and for the count of the active while a permit is suspended.
+            The tenant's holder: pass it to `left`. The caller adjusts `active` while the permit is
+            suspended.
         """
         name = name_of(tenant, self.weights, self._holders)
         holder = self._holders.get(name)
@@ -342,25 +354,25 @@ class Tenants:
         return holder
 
     def left(self, holder: Holder) -> None:
-        """Count one permit less, which was active."""
+        """Count one active permit less."""
         holder.active -= 1
         holder.admitted -= 1
         if not holder.admitted:
             del self._holders[holder.name]
 
-    # ---- what each may hold
+    # ---- limits while tenants compete
 
     def is_full(self, tenant: str) -> bool:
-        """Whether a tenant has all the places that it may have while others ask."""
+        """Whether a tenant has as many active permits as it may while tenants compete."""
         if not self._holders or not self._ask_together():
             return False
         holder = self._holders.get(name_of(tenant, self.weights, self._holders))
         return holder is not None and holder.active >= self._max_active(holder.name)
 
     def full(self) -> Set[str]:
-        """Name all tenants that are full."""
+        """Return the names of the tenants that are full."""
         if not self._ask_together():
-            return _NOBODY
+            return _NO_TENANTS
         return {
             name
             for name, holder in self._holders.items()
@@ -368,13 +380,12 @@ class Tenants:
         }
 
     def over_their_share(self, waiting: Set[str], num: int, *, of_permits: bool) -> Set[str]:
-        """Name the tenants that hold more than their share.
+        """Return the names of the tenants that hold more than their weighted share.
 
         Args:
-            waiting: names of those that wait; they have a share, too.
-            num: that all tenants hold together.
-            of_permits: of the permits, as where the last one is about to go; else of the active
-                ones.
+            waiting: Tenants with queued requests; they have a share too.
+            num: Number of permits that all tenants hold together.
+            of_permits: Compare all permits; False = the active ones only.
         """
         total = sum([self.weights.get(name, 1.0) for name in self._holders.keys() | waiting])
         over = set()
@@ -388,5 +399,5 @@ class Tenants:
         return self._clock() - self._mixed_at < TOGETHER_S
 
     def _max_active(self, name: str) -> float:
-        """Places of a tenant while others ask; a fraction counts as one."""
+        """Compute a tenant's largest number of active permits while tenants compete."""
         return MAX_PASSES * self._pass_requests * self.weights.get(name, 1.0)

@@ -1,17 +1,19 @@
-"""Admission over HTTP: receive the body, ask the controller before anything is parsed, answer 429 or call the handler.
+"""Admission over HTTP: receive the body, ask the controller, answer 429 or call the handler.
 
-    head is here --> its whole body, too? -- yes --> admission --> handler
-                          |                            ^
-                          no: would it be rejected? 429 |
-                          '-- receive, in its time -----'
+Nothing is parsed before a request is admitted.
 
-A request whose body is still on its way holds no place, only the bytes that have come. So no limit
-is held by what a client says, only by what it has sent.
+    head received --> body complete? -- yes --> admission --> handler
+                          |                         ^
+                          no: would be rejected? 429 |
+                          '-- receive within budget -'
 
-A rejected client that retries at once would cost more than it gets. So rejections to clients that
-connect directly wait for so long that all of them together leave at most `REJECTIONS_PER_S` times a
-second. A proxy's connections carry other clients' requests and are answered at once; its own queue
-paces. Proxies are `server.trusted_proxies`, and who asks the agent how many requests fit.
+A request whose body is still arriving holds no place, only the bytes received so far. So a client
+cannot occupy a place by announcing a body that it does not send.
+
+A rejected client that retries at once would cost more than it gets. Rejections to clients that
+connect directly are therefore delayed so that at most `REJECTIONS_PER_S` leave in a second. Proxies
+get theirs at once: a proxy's connection carries other clients' requests, and its own queue paces
+them. Proxies are `server.trusted_proxies`, and the addresses that ask HAProxy's agent-check.
 """
 
 from __future__ import annotations
@@ -39,43 +41,38 @@ from npu_gr.server.config import ServerConfig
 log = logging.getLogger(__name__)
 
 REJECTIONS_PER_S = 1400  # to clients that connect directly
-MAX_PAUSED = 2000  # rejections that wait at once; one more is answered at once
+MAX_PAUSED = 2000  # rejections that are delayed at once; one more is answered at once
 MAX_PAUSE_S = 0.25
 LOG_S = 1.0  # between two lines about rejections
-SEARCHED_BYTES = 2048  # of each end of a body, for its tenant
-# of the objective: what a proxy sends at once; its own queue takes most of the rest
+SEARCHED_BYTES = 2048  # at each end of a body, for the name of its tenant
+# Fraction of the objective that the requests take which a proxy sends at once; most of the rest is
+# for its own queue.
 AGENT_SHARE = 0.12
-AGENT_LIMITS = (2, 64)  # requests
-AGENT_MEMORY_S = 5.0  # a proxy asks ten times a second
+AGENT_LIMITS = (2, 64)  # smallest and largest number of requests that a proxy sends at once
+AGENT_MEMORY_S = 5.0  # an address counts as a proxy for so long; a proxy asks ten times a second
 BODY = web.RequestKey("body", bytes)
 REJECTED = web.RequestKey("rejected", bool)  # by admission, which has counted it
 COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
-# and the head of its value
+# the key, and the msgpack header of its value
 _MSGPACK_TENANT = re.compile(rb"\xa6tenant([\xa0-\xbf]|\xd9.)", re.DOTALL)
 
 
 class Admission:
-    """What the requests of one instance pass before they are parsed. Event loop only."""
+    """Receives and admits the requests of one instance. Event loop only."""
 
     def __init__(
         self, controller: AdmissionControl, config: ServerConfig, metrics: Metrics
     ) -> None:
-        """Start empty.
-
-        Args:
-            controller: decides.
-            config: bounds bodies and budgets.
-            metrics: where rejections are counted.
-        """
+        """Start empty."""
         self._controller = controller
         self._config = config
         self._metrics = metrics
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
-        self._asked_at: dict[str, float] = {}  # address -> when it last asked the agent
-        self._counts: Counter[str] = Counter()  # rejections by kind, since the last line of the log
-        self.receiving_bytes = 0  # of bodies that arrive, wait or are served
-        self.paused = 0  # rejections that wait
+        self._asked_at: dict[str, float] = {}  # address -> instant of its last agent-check
+        self._counts: Counter[str] = Counter()  # rejections by kind since the last log line
+        self.receiving_bytes = 0  # bodies that arrive, are queued or are served
+        self.paused = 0  # rejections that are delayed now
         metrics.admission.observe(
             controller.work, lambda: self.paused, lambda: self.receiving_bytes
         )
@@ -92,23 +89,24 @@ class Admission:
         """Receive the body of a request into `request[BODY]`; `release` gives its bytes back.
 
         Args:
-            request: whose head is here.
-            kind: that needs admission; None = none.
-            tenant: of the key; "" = the body names it.
-            granted_s: the time budget of the client.
-            is_counted: its bytes count against `max_receiving_bytes`; those of operators do not, so
-                that clients cannot shut them out.
+            request: Request of which the head has been read.
+            kind: Kind of the request; None = it needs no admission.
+            tenant: Tenant of the API key; "" = the body names it.
+            granted_s: The client's time limit in seconds.
+            is_counted: Count the bytes against `max_receiving_bytes`. Operators' bodies are not
+                counted, so that clients cannot lock operators out.
 
         Raises:
-            TooLarge: it is over `max_body_bytes`. BodyTooSlow: it did not come within the budget or
-                `body_timeout_s`.
-            Unavailable: all bodies together are over `max_receiving_bytes`.
-            Overloaded: it is not here yet, and the request would be rejected if it were.
+            TooLarge: The body is over `max_body_bytes`.
+            BodyTooSlow: The body did not arrive within the time limit or `body_timeout_s`.
+            Unavailable: All bodies together are over `max_receiving_bytes`.
+            Overloaded: The body has not arrived, and the request would be rejected if it had.
         """
         limit = self._config.max_body_bytes
         if (request.content_length or 0) > limit:
             raise TooLarge(
-                f"the body is over server.max_body_bytes: {request.content_length} bytes of {limit}"
+                f"the body has {request.content_length} bytes; "
+                f"the limit server.max_body_bytes is {limit}"
             )
         is_here = request.content.is_eof()
         if kind is not None and not is_here:
@@ -131,11 +129,12 @@ class Admission:
                     self.receiving_bytes += len(chunk) * is_counted
                     if num_bytes > limit:
                         raise TooLarge(
-                            f"the body is over server.max_body_bytes: more than {limit} bytes"
+                            f"the body is larger than the limit server.max_body_bytes, {limit}"
                         )
                     if is_counted and self.receiving_bytes > self._config.max_receiving_bytes:
                         raise Unavailable(
-                            "the bodies that arrive now are over server.max_receiving_bytes"
+                            "the bodies being received are over the limit "
+                            f"server.max_receiving_bytes, {self._config.max_receiving_bytes}"
                         )
         except BaseException as error:
             self.receiving_bytes -= num_bytes * is_counted
@@ -148,7 +147,7 @@ class Admission:
         request[COUNTED_BYTES] = num_bytes * is_counted
 
     def release(self, request: web.Request) -> None:
-        """Give the bytes of a body back; later calls do nothing."""
+        """Release the bytes of a body; later calls do nothing."""
         self.receiving_bytes -= request.get(COUNTED_BYTES, 0)
         request[COUNTED_BYTES] = 0
         request[BODY] = b""
@@ -164,14 +163,14 @@ class Admission:
         """Wait until the request is admitted.
 
         Args:
-            request: whose body is here.
-            kind: of it.
-            tenant: of the key; "" = the body names it.
-            arrived_at: instant at which its body was here.
-            budget_s: what is left of the client's budget at that instant.
+            request: Request with its body in `request[BODY]`.
+            kind: Kind of the request.
+            tenant: Tenant of the API key; "" = the body names it.
+            arrived_at: Instant at which the body was complete.
+            budget_s: Seconds of the client's time limit that were left at that instant.
 
         Raises:
-            Overloaded: it could not be answered in time; the metrics have it.
+            Overloaded: The request would miss its SLO; it is counted in the metrics.
         """
         try:
             return await self._controller.enter(
@@ -191,7 +190,7 @@ class Admission:
         await self.pause(request)
 
     async def pause(self, request: web.Request) -> None:
-        """Let a rejection wait for its turn, where its client connects directly."""
+        """Delay a rejection unless it goes to a proxy; see the module's docstring."""
         self.release(request)
         asked_at = self._asked_at.get(request.remote or "", -AGENT_MEMORY_S)
         if (
@@ -208,24 +207,24 @@ class Admission:
             self.paused -= 1
 
     def is_proxy(self, request: web.Request) -> bool:
-        """Whether a request comes from one of `server.trusted_proxies`, which carry other clients' requests."""
+        """Whether a request comes from one of `server.trusted_proxies`."""
         peer = None if request.transport is None else request.transport.get_extra_info("peername")
         if not self._trusted or not isinstance(peer, tuple):
             return False
         return any(ipaddress.ip_address(peer[0]) in network for network in self._trusted)
 
     def agent_line(self, asker: str, *, is_ready: bool) -> bytes:
-        """Return what HAProxy's agent-check is told: how many requests to send at once, or to send none.
+        """Return the answer to HAProxy's agent-check: drain, or how many requests to send at once.
 
-        HAProxy keeps those over the limit in its own queue. The limit follows the learnt service
-        time, so a slower core is sent fewer at once.
+        HAProxy queues the requests over that limit itself. The limit follows the service-time
+        estimate, so a slower instance gets fewer at once.
 
         Args:
-            asker: the address of the proxy; rejections to it are not delayed.
-            is_ready: the instance accepts work.
+            asker: Address of the proxy; rejections to it are not delayed.
+            is_ready: Whether the instance accepts work.
         """
         now_at = time.monotonic()
-        if asker not in self._asked_at:  # the only time at which it grows
+        if asker not in self._asked_at:  # drop old entries only when one is added
             self._asked_at = {
                 one: at for one, at in self._asked_at.items() if now_at - at < AGENT_MEMORY_S
             }
@@ -242,14 +241,17 @@ class Admission:
             await asyncio.sleep(LOG_S)
             if self._counts:
                 counts = ", ".join(f"{num} {plural}" for plural, num in self._counts.items())
-                log.warning("admission rejected %s in %.1f s", counts, LOG_S)
+                log.warning("admission control rejected %s in %.1f s", counts, LOG_S)
                 self._counts.clear()
 
 
 def named_tenant(body: bytes) -> str:
-    """Find the tenant that a body names, without parsing it; "" = it names none, or not at either end.
+    """Find the tenant that a body names by searching its first and last bytes, without parsing it.
 
-    It decides whose turn a request takes, and nothing else.
+    The result decides the tenant's turn in the queue and nothing else.
+
+    Returns:
+        The name, or "" where neither end of the body has it.
     """
     ends = (
         body if len(body) <= 2 * SEARCHED_BYTES else body[:SEARCHED_BYTES] + body[-SEARCHED_BYTES:]

@@ -1,8 +1,7 @@
-"""Change a key file while instances and other commands read it, and others change it.
+"""Changes a key file atomically, while instances read it and other commands change it.
 
-Whoever reads the file sees all of it as it was, or all of it as it is. Two changes at once happen
-one after the other: each holds the lock of the file's folder from before it reads until after it
-has written.
+Readers see the old file or the new one, never a mixture. Concurrent changes are serialised by a
+lock on the file's folder, held from before the read until after the write.
 """
 
 from __future__ import annotations
@@ -15,52 +14,51 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.auth.keys import KeyEntry, KeyFile, read_keys, written
+from npu_gr.server.auth.keys import KeyEntry, KeyFile, read_keys, to_yaml
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
-    """Add a key to a file, which is made if need be.
+    """Add a key to a file, which is created if it does not exist.
 
     Raises:
-        ConfigError: the file has a key of that name, or the same key; or it cannot be read or
-            written.
+        ConfigError: The file has the name or the key already, or cannot be read or written.
     """
 
     def add(keys: list[KeyEntry]) -> list[KeyEntry]:
         for other in keys:
             if other.name == entry.name:
                 raise ConfigError(
-                    f"{path}: has a key {entry.name!r} already; revoke it, or choose another name"
+                    f"{path} has a key {entry.name!r} already; revoke it, or choose another name"
                 )
             if other.sha256 == entry.sha256:
-                raise ConfigError(f"{path}: has the same key already, as {other.name!r}")
+                raise ConfigError(f"{path} has the same key already, under the name {other.name!r}")
         return [*keys, entry]
 
     _change(path, add)
 
 
 def revoke_key(path: Path, name: str) -> int:
-    """Take a key out of a file; returns how many are left.
+    """Remove a key from a file, and return how many are left.
 
     Raises:
-        ConfigError: the file has no key of that name; or it cannot be read or written.
+        ConfigError: The file has no key of that name, or cannot be read or written.
     """
 
     def revoke(keys: list[KeyEntry]) -> list[KeyEntry]:
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
-            raise ConfigError(f"{path}: has no key {name!r}")
+            raise ConfigError(f"{path} has no key {name!r}; `npu-gr keys list` shows the names")
         return left
 
     return _change(path, revoke)
 
 
 def _change(path: Path, change: Callable[[list[KeyEntry]], list[KeyEntry]]) -> int:
-    target = path.resolve()  # a link stays one
+    target = path.resolve()  # replace the target of a symbolic link, not the link
     try:
         with _locked(target.parent):
             keys = change(read_keys(target).keys if target.exists() else [])
-            _replace(target, written(KeyFile(keys=keys)))
+            _replace(target, to_yaml(KeyFile(keys=keys)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     return len(keys)
@@ -68,7 +66,7 @@ def _change(path: Path, change: Callable[[list[KeyEntry]], list[KeyEntry]]) -> i
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; whoever dies lets go of it."""
+    """Hold the lock of a folder; the kernel releases it if the process dies."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -78,11 +76,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a file of mode 0600 in the place of another one, of the same owner, durably.
-
-    Or change nothing.
-    """
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
+    """Replace a file atomically and durably, with mode 0600 and the old file's owner."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             if path.exists():
@@ -92,9 +87,9 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(aside)
+        os.unlink(temporary)
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,13 +1,13 @@
-"""API keys: who may do what, for which tenant, how often and until when.
+"""API keys: scopes, tenant, rate limit and expiry of each client.
 
-A key is a long random text that a caller sends as `Authorization: Bearer KEY`. The file holds its SHA-256 and never the
-key itself, so whoever reads the file can call nobody. A hash without salt is enough because a key is random: nobody
-can try its 256 bits. `npu-gr keys new|list|revoke` writes the file:
+A key is a long random text that a client sends as `Authorization: Bearer KEY`. The file holds its
+SHA-256 and never the key itself, so the file is of no use to an attacker. A hash without salt is
+enough, because 256 random bits cannot be guessed. `npu-gr keys new|list|revoke` writes the file:
 
     keys:
-    - name: ranking                   # in logs and metrics; never the key
-      sha256: 0f3a...                 # of the key
-      tenant: shop                    # '*' = the one that each request names
+    - name: ranking                   # appears in logs and metrics
+      sha256: 0f3a...                 # hash of the key
+      tenant: shop                    # '*' = the tenant that each request names
       scopes: [infer, ingest]         # infer | ingest | erase | observe | admin
       rate_per_s: 500.0               # requests; absent = no limit
       expires: '2027-01-31T00:00:00Z' # absent = never
@@ -44,7 +44,7 @@ ANY_TENANT = "*"
 class KeyEntry(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One key, as the file has it."""
+    """One entry of the key file."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -60,12 +60,12 @@ class KeyEntry(
             )
         if self.expires is not None and not 1970 <= self.expires.year < 9999:
             raise ValueError(
-                f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998"
+                f"expires: {self.expires.isoformat()} is outside of the years 1970 to 9998"
             )
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of keys."""
+    """The content of a key file."""
 
     keys: list[KeyEntry] = []
 
@@ -81,17 +81,17 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What a caller may do."""
+    """The rights of a client."""
 
     name: str
-    tenant: str | None  # None = the one that each request names
+    tenant: str | None  # None = the tenant that each request names
     scopes: frozenset[Scope]
     rate_per_s: float | None = None
     expires_at: float = float("inf")  # seconds since 1970
 
     @classmethod
     def of(cls, entry: KeyEntry) -> Key:
-        """Make the key of an entry of the file."""
+        """Convert an entry of the file."""
         return cls(
             name=entry.name,
             tenant=None if entry.tenant == ANY_TENANT else entry.tenant,
@@ -101,56 +101,50 @@ class Key:
         )
 
     def require(self, scope: Scope) -> None:
-        """Check that the key allows something.
-
-        Raises:
-            Forbidden: it does not.
-        """
+        """Raise Forbidden if the key lacks the scope."""
         if scope not in self.scopes:
             has = ", ".join(sorted(self.scopes))
-            raise Forbidden(f"the key {self.name!r} has the scopes {has}; this needs {scope.value}")
+            raise Forbidden(f"the key {self.name!r} has the scopes {has}; needs {scope.value}")
 
     def tenant_of(self, named: str) -> str:
-        """Decide whose data a request is about.
+        """Return the tenant of a request.
 
         Args:
-            named: the tenant that the request names; "" = none.
+            named: The tenant that the request names; "" = none.
 
         Raises:
-            Forbidden: it names another one than the key's.
+            Forbidden: The request names another tenant than the key's.
         """
         if self.tenant is None:
             return named
         if named not in ("", self.tenant):
-            raise Forbidden(
-                f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} alone"
-            )
+            raise Forbidden(f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} only")
         return self.tenant
 
 
-# Who calls an instance that has no key file: everybody may do everything.
-ANYBODY = Key(name="anybody", tenant=None, scopes=frozenset(Scope))
+# The key of every client of an instance without a key file: all scopes, any tenant.
+ANONYMOUS = Key(name="anybody", tenant=None, scopes=frozenset(Scope))
 
 
 def hash_of(key: bytes) -> str:
-    """Return what the file has of a key."""
+    """Return the SHA-256 of a key as hex, as the key file has it."""
     return hashlib.sha256(key).hexdigest()
 
 
 def parse_keys(text: str, where: str) -> KeyFile:
-    """Read the text of a key file; an empty one has no keys.
+    """Parse the YAML text of a key file; an empty text has no keys.
 
     Args:
-        text: YAML.
-        where: names the file in errors.
+        text: Content of the file.
+        where: Prefix of error messages, such as the path of the file.
 
     Raises:
-        ConfigError: names the field and the limit.
+        ConfigError: A field is unknown, missing or out of range.
     """
     if not text.strip():
         return KeyFile()
     if not re.search(r"^keys:", text, re.MULTILINE):
-        raise ConfigError(f"{where}: needs a list `keys`; `npu-gr keys new` writes one")
+        raise ConfigError(f"{where}: the list `keys` is missing; `npu-gr keys new` writes it")
     return parse(text, KeyFile, where)
 
 
@@ -158,7 +152,7 @@ def read_keys(path: Path) -> KeyFile:
     """Read a key file.
 
     Raises:
-        ConfigError: it cannot be read, or a field is wrong.
+        ConfigError: The file cannot be read, or a field is wrong.
     """
     try:
         text = path.read_text()
@@ -167,15 +161,15 @@ def read_keys(path: Path) -> KeyFile:
     return parse_keys(text, str(path))
 
 
-def written(file: KeyFile) -> str:
-    """Write a key file as text."""
+def to_yaml(file: KeyFile) -> str:
+    """Return the YAML text of a key file."""
     table = msgspec.to_builtins(file)
     text: str = yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=200)
     return text
 
 
 def in_utc(entry: KeyEntry) -> str:
-    """Say when a key expires."""
+    """Return when a key expires as text, in UTC; "never" = it does not."""
     return (
         "never"
         if entry.expires is None
@@ -185,25 +179,25 @@ def in_utc(entry: KeyEntry) -> str:
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two looks at the file
-BURST_S = 1.0  # of a key's rate that may come at once
+LOOK_S = 0.5  # period of the checks whether the file has changed
+BURST_S = 1.0  # burst size of a key's rate limit, in seconds of its rate
 _SCHEME = b"bearer "
 
 
 class KeyRejection(StrEnum):
-    """Why a request was rejected for its key; the value of the metric label `reason`."""
+    """Why a request was rejected because of its key; values of the metric label `reason`."""
 
-    MISSING = auto()  # no key, or one of another scheme
-    SHORT = auto()  # too short to be one
+    MISSING = auto()  # no Authorization header, or another scheme than Bearer
+    SHORT = auto()  # shorter than MIN_CHARACTERS
     UNKNOWN = auto()
     EXPIRED = auto()
-    SCOPE = auto()  # the key does not allow this
-    TENANT = auto()  # the key is another tenant's
-    RATE = auto()  # the key is over its rate
+    SCOPE = auto()  # the key lacks the scope
+    TENANT = auto()  # the request names another tenant than the key's
+    RATE = auto()  # the key is over its rate limit
 
 
 class KeyRing:
-    """The keys of one file. Without a file everybody may do everything."""
+    """The keys of one file, and their rate limits. Without a file every client has all rights."""
 
     def __init__(
         self,
@@ -215,21 +209,21 @@ class KeyRing:
         """Read the file.
 
         Args:
-            path: of the file; None = there are no keys.
-            clock: seconds that never go back, for rates.
-            wall_clock: seconds since 1970, for expiry.
+            path: Key file; None = clients need no key.
+            clock: Monotonic clock in seconds, for rate limits.
+            wall_clock: Unix time in seconds, for expiry.
 
         Raises:
-            ConfigError: the file cannot be used, or holds no key.
+            ConfigError: The file cannot be used, or holds no key.
         """
         self._path = path
-        self.has_keys = path is not None  # callers need one
+        self.has_keys = path is not None  # clients need one
         self._clock = clock
         self._wall_clock = wall_clock
         self._read: bytes | None = None
         self._keys: dict[bytes, Key] = {}  # by SHA-256
         self._buckets: dict[str, TokenBucket] = {}
-        self.is_stale = False  # the file cannot be used; the keys are older than it
+        self.is_stale = False  # the file has changed but cannot be used; the old keys apply
         self.on_rejected: Callable[[KeyRejection], None] = lambda _reason: None
         self._rejections = ThrottledLog(log)
         self._wrong_keys = Throttle()
@@ -239,7 +233,7 @@ class KeyRing:
             except OSError as error:
                 raise ConfigError(f"api_keys_file: {path}: {error.strerror}") from error
             if not self._keys:
-                raise ConfigError(f"api_keys_file: {path} holds no key")
+                raise ConfigError(f"api_keys_file: {path} holds no key; `npu-gr keys new` adds one")
 
     def __len__(self) -> int:
         now_at = self._wall_clock()
@@ -266,9 +260,9 @@ class KeyRing:
         self._buckets = buckets
 
     def reload_if_changed(self) -> None:
-        """Read the file again; other content is in force at once.
+        """Read the file again, and use its keys from now on if it has changed.
 
-        A file that cannot be parsed changes nothing.
+        A file that cannot be used changes nothing.
         """
         if self._path is None:
             return
@@ -279,10 +273,10 @@ class KeyRing:
         except OSError as error:
             if not self.is_stale:
                 log.error(
-                    "the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror
+                    "api_keys_file: %s: %s; the old keys still apply", self._path, error.strerror
                 )
             self.is_stale = True
-            self._read = None  # so that the same content ends this state
+            self._read = None  # so that reading the same content again resets `is_stale`
             return
         if content == self._read:
             return
@@ -290,37 +284,37 @@ class KeyRing:
             self._use(content)
         except ConfigError as error:
             self.is_stale = True
-            log.error("the old keys stay in force: %s", error)
+            log.error("%s; the old keys still apply", error)
         else:
             self.is_stale = False
             level = logging.INFO if self._keys else logging.ERROR
-            log.log(level, "%d API keys are in force", len(self._keys))
+            log.log(level, "api_keys_file: read %d API keys", len(self._keys))
 
     async def follow(self) -> None:
-        """Look twice a second whether the file has changed, in a thread, until cancelled."""
+        """Call `reload_if_changed` in a thread every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await asyncio.to_thread(self.reload_if_changed)
 
-    # ---- a caller
+    # ---- requests
 
     def find(self, authorization: bytes | None) -> Key:
-        """Find the key that a caller has sent.
+        """Find the key that a client has sent.
 
         Args:
-            authorization: the header's value as it came; None = there is no such header.
+            authorization: Value of the Authorization header; None = there is no such header.
 
         Raises:
-            Unauthorized: it is none of the keys in force. `on_rejected` was told why.
+            Unauthorized: No valid key was sent. `on_rejected` has received the reason.
         """
         if self._path is None:
-            return ANYBODY
+            return ANONYMOUS
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise self._rejection(KeyRejection.MISSING)
         sent = authorization[len(_SCHEME) :].strip()
         if len(sent) < MIN_CHARACTERS:
             raise self._rejection(KeyRejection.SHORT)
-        # what is looked up is the hash of what was sent: how long that takes tells nothing of a key
+        # looking up the hash of the sent text: its timing reveals nothing about a valid key
         key = self._keys.get(hashlib.sha256(sent).digest())
         if key is None:
             raise self._rejection(KeyRejection.UNKNOWN)
@@ -328,11 +322,8 @@ class KeyRing:
             raise self._rejection(KeyRejection.EXPIRED)
         return key
 
-    async def of_caller(self, sent: str | None) -> Key:
-        """Find the key of a caller as `find` does.
-
-        Where keys are guessed, the rejection is held back.
-        """
+    async def of_client(self, sent: str | None) -> Key:
+        """Find the key of a client as `find` does; delay the rejection while keys are guessed."""
         try:
             return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
         except Unauthorized:
@@ -340,27 +331,23 @@ class KeyRing:
             raise
 
     def spend(self, key: Key) -> None:
-        """Count one request against a key's rate.
+        """Count one request against a key's rate limit.
 
         Raises:
-            Overloaded: the key is over its rate.
+            Overloaded: The key is over its rate limit.
         """
         bucket = self._buckets.get(key.name)
         if bucket is None or bucket.take(self._clock()):
             return
         self._rejected(KeyRejection.RATE, key)
         raise Overloaded(
-            f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
+            f"the key {key.name!r} is over its limit of {bucket.rate_per_s:g} requests a second",
             retry_after_s=1.0,
             reason=Rejection.RATE,
         )
 
     def require(self, key: Key, scope: Scope) -> None:
-        """Check that a key allows something.
-
-        Raises:
-            Forbidden: it does not. `on_rejected` was told.
-        """
+        """Raise Forbidden if the key lacks the scope; `on_rejected` receives the reason."""
         try:
             key.require(scope)
         except Forbidden:
@@ -368,14 +355,15 @@ class KeyRing:
             raise
 
     def tenant_of(self, key: Key, named: str) -> str:
-        """Decide whose data a request is about.
+        """Return the tenant of a request.
 
         Args:
-            key: of the caller.
-            named: the tenant that the request names; "" = none.
+            key: The client's key.
+            named: The tenant that the request names; "" = none.
 
         Raises:
-            Forbidden: it names another one than the key's. `on_rejected` was told.
+            Forbidden: The request names another tenant than the key's. `on_rejected` has received
+                the reason.
         """
         try:
             return key.tenant_of(named)
@@ -391,31 +379,27 @@ class KeyRing:
 
     def _rejection(self, reason: KeyRejection) -> Unauthorized:
         self._rejected(reason)
-        return Unauthorized("Authorization: needs `Bearer` and a valid API key")
+        return Unauthorized("Authorization: send `Bearer` and a valid API key")
 
 
-RATE_PER_S = 10.0  # wrong keys that are answered at once
+RATE_PER_S = 10.0  # wrong keys a second that are answered at once
 BURST = 20.0
-HOLD_S = 1.0
-# answers: to hold one costs a connection, so the ones over this limit leave at once
+HOLD_S = 1.0  # delay of the other answers
+# Answers delayed at once; each occupies a connection, so more of them are not delayed.
 MAX_HELD = 1000
 
 
 class Throttle:
-    """Counts wrong keys."""
+    """Slows down the guessing of keys: delays the rejections over `RATE_PER_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with nothing counted.
-
-        Args:
-            clock: seconds that never go back.
-        """
+        """Start without rejections; `clock` is monotonic, in seconds."""
         self._clock = clock
         self._bucket = TokenBucket(RATE_PER_S, BURST)
-        self._held: deque[float] = deque()  # when each answer that is held back leaves, in order
+        self._held: deque[float] = deque()  # when each delayed answer is sent, in order
 
     def hold_s(self) -> float:
-        """Count one wrong key. Returns for how long its answer is to be held back, mostly 0."""
+        """Count one wrong key, and return the delay of its answer in seconds."""
         now_at = self._clock()
         while self._held and self._held[0] <= now_at:
             self._held.popleft()

@@ -1,9 +1,8 @@
-"""What a route needs: the address that serves it, and the scope of the key.
+"""Access rules: which address serves a route, and which scope its key needs.
 
-One table; a route without a rule is a bug.
-
-The public address serves the kinds and what a client of them reads. Everything that changes the
-instance, or reveals how it is doing, is on the admin address. Health is on both, without a key.
+Every route has a rule in one table. The public address serves the kinds of requests and their
+metadata. Routes that change the instance or show its state are on the admin address. Health checks
+are on both, without a key.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from npu_gr.core.kinds import KINDS, Scope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What one route needs."""
+    """Where a route is served, and for whom."""
 
-    scope: Scope | None  # that the key must have; None = no key is needed
+    scope: Scope | None  # scope that the key must have; None = no key is needed
     is_public: bool  # served on the public address
     is_admin: bool  # served on the admin address
 
@@ -30,12 +29,13 @@ class Rule:
 _HEALTH = Rule(scope=None, is_public=True, is_admin=True)
 _READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
 _OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
-# where the protocol's clients ask for them
+# on both addresses, because the protocol's clients ask the public one
 _STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)
 _PAGE = Rule(scope=None, is_public=False, is_admin=True)
 _ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
 
-# without data: they ask for them with a key; no page of another site may show them
+# HTML pages without data, served without a key; their scripts fetch the data with a key. Pages of
+# other sites must not embed them.
 PAGES = ("/", "/debug/console")
 
 _OTHERS: dict[tuple[str, str], Rule] = {
@@ -80,10 +80,7 @@ _OTHERS: dict[tuple[str, str], Rule] = {
 
 
 def rules() -> dict[tuple[str, str], Rule]:
-    """Return the rule of each route by its method and its pattern.
-
-    Those of the kinds follow from their table.
-    """
+    """Map (method, pattern) of each route to its rule; those of the kinds follow from `KINDS`."""
     kinds = {
         (kind.method, path): Rule(scope=kind.scope, is_public=True, is_admin=False)
         for kind in KINDS.values()
@@ -93,17 +90,18 @@ def rules() -> dict[tuple[str, str], Rule]:
 
 
 class Address:
-    """One address that an instance listens on, and the routes that it serves."""
+    """An address that an instance listens on, and the routes that it serves."""
 
     def __init__(
         self, *, is_public: bool = True, is_admin: bool = True, rejects_foreign_hosts: bool = False
     ) -> None:
-        """Serve routes.
+        """Choose the routes.
 
         Args:
-            is_public: those for clients.
-            is_admin: those for operators.
-            rejects_foreign_hosts: only if they are sent to a name of this machine.
+            is_public: Serve the routes for clients.
+            is_admin: Serve the routes for operators.
+            rejects_foreign_hosts: Reject requests whose Host header is no loopback name, against
+                DNS rebinding.
         """
         self.is_public = is_public
         self.rejects_foreign_hosts = rejects_foreign_hosts
@@ -114,29 +112,25 @@ class Address:
         self._elsewhere = frozenset(path for path, is_served in served.items() if not is_served)
 
     def serves(self, path: str) -> bool:
-        """Whether it serves a route: the route's pattern.
-
-        Where none matched, the path of the request.
-        """
+        """Whether it serves a route, given its pattern (or the path where no route matches)."""
         return path not in self._elsewhere
 
 
-_OWN_SITE = ("same-origin", "none")  # none: the user typed the address
+_OWN_SITE = ("same-origin", "none")  # "none": the user typed the address
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
 def reject_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> None:
-    """Check that no page of another site is behind a request.
+    """Reject requests that a browser sends for a page of another site.
 
-    What is no browser sends none of these headers.
+    Clients other than browsers send none of the headers checked here, except Host.
 
     Args:
-        headers: of the request, found by any spelling of their names.
-        is_loopback: it came to a loopback address, which no other name than a loopback one may
-            mean.
+        headers: Headers of the request; names in any case.
+        is_loopback: The request came to a loopback address, so Host must be a loopback name.
 
     Raises:
-        Forbidden: names the header.
+        Forbidden: A header shows another site; the message names it.
     """
     site = headers.get("Sec-Fetch-Site")
     if site is not None and site.strip().lower() not in _OWN_SITE:
@@ -144,14 +138,14 @@ def reject_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> No
     host = headers.get("Host", "")
     origin = headers.get("Origin")
     if origin is not None and _authority(origin) != host.strip().lower():
-        raise Forbidden(f"Origin: {origin[:64]!r} is not the address that the request was sent to")
+        raise Forbidden(f"Origin: {origin[:64]!r} is not the host that the request was sent to")
     if is_loopback and host and not is_loopback_name(_name(host)):
-        raise Forbidden(f"Host: {host[:64]!r} is no loopback name, and this is a loopback address")
+        raise Forbidden(f"Host: {host[:64]!r} is not a loopback name, but the address is loopback")
 
 
 @lru_cache(maxsize=64)
 def is_loopback_name(name: str) -> bool:
-    """Whether a host name or an address without a port can mean nothing but this machine."""
+    """Whether a host name or an address (without port) is a loopback one."""
     if name.lower().rstrip(".") in _LOOPBACK_NAMES:
         return True
     try:
@@ -161,7 +155,7 @@ def is_loopback_name(name: str) -> bool:
 
 
 def _authority(origin: str) -> str:
-    """Return host and port of an origin; "" for an opaque one, which is nobody's."""
+    """Return host and port of an origin; "" = an opaque origin, which equals no host."""
     try:
         return urlsplit(origin.strip()).netloc.lower()
     except ValueError:

@@ -1,7 +1,6 @@
-"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report, the runbooks.
+"""Debug routes: stacks, a profile, a bundle for a bug report, the runbooks.
 
-An instance and the router's admin application have them; each says what its bundle holds beyond the
-common part.
+Instances and the router's admin application have them; each adds its own files to the bundle.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
 from npu_gr.core.text_format import quoted
 from npu_gr.metrics.rules import RUNBOOKS
-from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, packed
+from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, make_archive
 
 DEFAULT_S = 10.0
 
 
 class DebugRoutes:
-    """These routes."""
+    """The routes under /debug that instances and routers share."""
 
     def __init__(
         self,
@@ -31,12 +30,12 @@ class DebugRoutes:
         stacks: Callable[[], Awaitable[str]],
         profile: Callable[[float], Awaitable[str]],
     ) -> None:
-        """Make nothing yet.
+        """Set the sources.
 
         Args:
-            own_texts: the process's files of a bundle, by name.
-            stacks: of all threads and tasks.
-            profile: of so many seconds.
+            own_texts: Maps file names of the bundle to the texts of this process.
+            stacks: Returns the stacks of all threads and tasks.
+            profile: Returns a profile over a number of seconds.
         """
         self._own_texts = own_texts
         self._all_stacks = stacks
@@ -60,7 +59,7 @@ class DebugRoutes:
         except ValueError:
             seconds = 0.0
         if not MIN_S <= seconds <= MAX_S:
-            raise BadRequest(f"seconds: {given[:32]!r} is not {MIN_S} to {MAX_S}")
+            raise BadRequest(f"seconds: {given[:32]!r} is not a number from {MIN_S} to {MAX_S}")
         return web.Response(text=await self._take_profile(seconds))
 
     async def _bundle(self, _: web.Request) -> web.Response:
@@ -71,7 +70,7 @@ class DebugRoutes:
             "environment.json": await asyncio.to_thread(environment),
         }
         name = time.strftime("npu_gr-%Y%m%dT%H%M%SZ", time.gmtime())
-        body = await asyncio.to_thread(packed, texts, name)
+        body = await asyncio.to_thread(make_archive, texts, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
 
@@ -80,7 +79,7 @@ class DebugRoutes:
 
 
 def _runbook(name: str | None) -> str:
-    """Read a page; None = list their names. Raises NotFound where there is none."""
+    """Read a runbook; None = list the names. Raises NotFound for unknown names."""
     try:
         pages = {page.stem: page for page in sorted(shipped.path(RUNBOOKS).glob("*.md"))}
     except ConfigError as error:
@@ -88,5 +87,5 @@ def _runbook(name: str | None) -> str:
     if name is None:
         return "".join(f"{one}\n" for one in pages)
     if name not in pages:
-        raise NotFound(f"name: there is no runbook {quoted(name)}")
+        raise NotFound(f"name: there is no runbook {quoted(name)}; /debug/runbooks lists the names")
     return pages[name].read_text()

@@ -1,8 +1,7 @@
-"""What every thread and every asyncio task does at this moment, as text.
+"""Stacks of all threads and asyncio tasks, sampled profiles, and the files of a debug bundle.
 
-The signal `SIGUSR1` logs it. The signal's handler is one in C (`faulthandler`'s), which writes to a
-pipe; a thread of ours waits at the pipe and makes the text. So it also works while the event loop
-is blocked, and it never kills.
+The signal `SIGUSR1` logs the stacks. `faulthandler`'s C handler writes to a pipe, and a thread that
+reads the pipe makes the text, so it works while the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -37,18 +36,15 @@ from npu_gr.core.secret import redacted
 
 log = logging.getLogger(__name__)
 
-MOST_DEPTH = 100  # awaits of one task
-MOST_NAMES = 5  # of tasks that wait at the same place
-_GATHER_S = 0.05  # the handler writes one signal in several pieces
+MOST_DEPTH = 100  # awaits shown of one task
+MOST_NAMES = 5  # names shown of tasks with the same stack
+_GATHER_S = 0.05  # wait for the rest: the handler writes one signal in several pieces
 
 
 def all_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
-    """Write the stacks of all threads, then those of the loop's tasks; equal ones once.
+    """Return the stacks of all threads, then those of the loop's tasks; equal stacks once.
 
-    From any thread.
-
-    Args:
-        loop: whose tasks are shown; None = threads only.
+    May be called from any thread. `loop` None = threads only.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: dict[str, list[str]] = defaultdict(list)
@@ -63,7 +59,7 @@ def all_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
 
 
 async def own_stacks() -> str:
-    """Write the stacks of this process, from the event loop."""
+    """Return the stacks of this process and of the running loop's tasks."""
     return await asyncio.to_thread(all_stacks, asyncio.get_running_loop())
 
 
@@ -75,7 +71,7 @@ def _listed(what: str, by_stack: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> str:
-    """Follow a task's awaits down to what it waits for; `Task.print_stack` shows the outermost one only."""
+    """Follow a task's awaits to the innermost one; `Task.print_stack` shows the outermost only."""
     lines: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None and len(lines) < MOST_DEPTH:
@@ -98,10 +94,10 @@ def logged_on_signal(loops: list[asyncio.AbstractEventLoop]) -> Iterator[None]:
     """Log all stacks at every SIGUSR1 while the block runs.
 
     Args:
-        loops: its first one's tasks are shown; it may be empty when the block begins.
+        loops: The tasks of its first loop are logged; the loop may be appended later.
     """
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # the handler never waits, whoever reads
+    os.set_blocking(writer, False)  # the signal handler must not block on a full pipe
     thread = threading.Thread(
         target=_log_when_written, args=(reader, loops), name="stacks", daemon=True
     )
@@ -111,7 +107,7 @@ def logged_on_signal(loops: list[asyncio.AbstractEventLoop]) -> Iterator[None]:
         yield
     finally:
         faulthandler.unregister(signal.SIGUSR1)
-        # a late one must not kill a process that stops
+        # a late signal must not kill the process: the default action would
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         os.close(writer)
         thread.join()
@@ -124,14 +120,14 @@ def _log_when_written(reader: int, loops: list[asyncio.AbstractEventLoop]) -> No
         try:
             os.read(reader, 65536)
         except BlockingIOError:
-            pass  # it was all
+            pass  # the pipe is empty
         finally:
             os.set_blocking(reader, True)
         log.warning("stacks at SIGUSR1:\n%s", all_stacks(loops[0] if loops else None))
     os.close(reader)
 
 
-PERIOD_S = 0.01  # between two samples: below 1 % of a core with twenty threads
+PERIOD_S = 0.01  # time between two samples; below 1 % of a core with twenty threads
 MIN_S = 1
 MAX_S = 60
 
@@ -143,16 +139,13 @@ class Profiler:
         self._is_running = False
 
     async def profile(self, seconds: float) -> str:
-        """Sample all threads but its own; a caller that is cancelled ends it.
-
-        Args:
-            seconds: how long.
+        """Sample all threads for some seconds; cancelling ends it early.
 
         Raises:
-            Overloaded: another profile is being taken.
+            Overloaded: Another profile is being taken.
         """
         if self._is_running:
-            raise Overloaded("another profile is being taken", retry_after_s=MAX_S)
+            raise Overloaded("another profile is being taken; try again later", retry_after_s=MAX_S)
         self._is_running = True
         stop = threading.Event()
         try:
@@ -163,11 +156,10 @@ class Profiler:
 
 
 def folded_stacks(seconds: float, stop: threading.Event) -> str:
-    """Sample the threads but this one.
+    """Sample all other threads for some seconds or until `stop` is set.
 
-    Args:
-        seconds: how long.
-        stop: ends it early.
+    Returns:
+        Folded stacks, "thread;outer;...;inner count" per line, the most frequent first.
     """
     seen: Counter[tuple[int, tuple[CodeType, ...]]] = Counter()
     own = threading.get_ident()
@@ -196,7 +188,7 @@ def _name(code: CodeType) -> str:
     return f"{code.co_qualname} ({path.parent.name}/{path.name})".replace(";", ",")
 
 
-# beginnings; none is a secret
+# prefixes of environment variables without secrets
 _VARIABLES = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTHON", "ASCEND_", "CUDA_")
 _CGROUP_FILES = (
     "cpu.max",
@@ -208,12 +200,12 @@ _CGROUP_FILES = (
 )
 
 
-def packed(texts: Mapping[str, str], folder: str) -> bytes:
-    """Pack texts; a file is named after its key.
+def make_archive(texts: Mapping[str, str], folder: str) -> bytes:
+    """Make a .tar.gz archive, with credentials redacted.
 
     Args:
-        texts: by file name.
-        folder: that the archive unpacks into.
+        texts: File name -> text.
+        folder: Folder of the files within the archive.
     """
     out = io.BytesIO()
     now_at = time.time()
@@ -228,9 +220,9 @@ def packed(texts: Mapping[str, str], folder: str) -> bytes:
 
 
 def environment() -> str:
-    """Describe the interpreter, the packages, the limits and the machine, as JSON.
+    """Describe the interpreter, packages, limits and machine as JSON.
 
-    Reads files: not on the loop.
+    Reads files, so it must not run on the event loop.
     """
     facts: dict[str, Any] = {
         "npu_gr": __version__,

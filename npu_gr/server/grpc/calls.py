@@ -1,9 +1,9 @@
-"""One gRPC call from its metadata to its status: the course of a request over HTTP (`server/middleware.py`).
+"""One gRPC call from its metadata to its status: the counterpart of `server/middleware.py`.
 
-    metadata -> key -> message -> rate of the key -> work -> status
+    metadata -> key -> message -> rate limit of the key -> work -> status
 
-A caller without a key is rejected before its message is read. Who cancels, or whose deadline is
-over, gives up everything that the call holds: gRPC cancels the coroutine.
+A client without a key is rejected before its message is read. When a client cancels or its deadline
+passes, gRPC cancels the coroutine, which releases what the call holds.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from npu_gr.core.errors import (
 from npu_gr.core.kinds import Scope
 from npu_gr.server import http
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.middleware import ABANDONED, Course
+from npu_gr.server.middleware import ABANDONED, RequestLifecycle
 
 log = logging.getLogger(__name__)
 
-STATUS = "npu-gr-status"  # trailing metadata of an error: its status over HTTP, which says more
-# clients heed it, where their service config lets them retry
+STATUS = "npu-gr-status"  # trailing metadata of an error: the more precise HTTP status
+# Clients wait so long before a retry, where their service config allows retries.
 PUSHBACK_MS = "grpc-retry-pushback-ms"
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.FAILED_PRECONDITION,  # it fails again as it is: send the history whole
+    409: grpc.StatusCode.FAILED_PRECONDITION,  # a retry fails too: send the whole history
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -50,20 +50,20 @@ Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
 
 
 async def unary(
-    course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any
+    lifecycle: RequestLifecycle, path: str, scope: Scope | None, work: Work, _: Any, context: Any
 ) -> bytes:
     """Serve a call with one message.
 
     Args:
-        course: of every request.
+        lifecycle: Steps shared with HTTP.
         path: "/package.Service/Method".
-        scope: that its key needs; None = it needs no key.
-        work: makes the answer of the message.
-        context: gRPC's, which has the message too.
+        scope: Scope that the key must have; None = no key is needed.
+        work: Maps the message's bytes to those of the answer.
+        context: gRPC's context; the message is read from it.
     """
-    call = begin(course, path, context)
+    call = begin(lifecycle, path, context)
     try:
-        answer = await counted(course, call, scope, work, context)
+        answer = await counted(lifecycle, call, scope, work, context)
     except Exception as error:
         await context.abort(*status_of(error, call))
         raise AssertionError("gRPC's abort raises") from error
@@ -72,70 +72,70 @@ async def unary(
 
 
 async def stream(
-    course: Course,
+    lifecycle: RequestLifecycle,
     path: str,
     scope: Scope | None,
     answer: Callable[[Any], Awaitable[None]],
     _: Any,
     context: Any,
 ) -> None:
-    """Reject the stream of a caller without a key before it is read.
+    """Serve a call with a stream of messages.
 
-    Each message is looked at again.
+    A client without a key is rejected before the stream is read; `answer` checks each message.
     """
-    call = begin(course, path, context)
+    call = begin(lifecycle, path, context)
     try:
         if scope is not None:
-            await course.find_key(call, scope)
+            await lifecycle.find_key(call, scope)
         await answer(context)
     except NpuGrError as error:
         await context.abort(*status_of(error, call))
 
 
-def begin(course: Course, path: str, context: Any) -> ServerCall:
+def begin(lifecycle: RequestLifecycle, path: str, context: Any) -> ServerCall:
     """Begin a call, or one message of a stream; `counted` ends it."""
     headers: CIMultiDict[str] = CIMultiDict()
     for name, value in context.invocation_metadata() or ():
         if isinstance(value, str):
             headers.add(name, value)
     if len(headers.getall("authorization", ())) > 1:
-        headers["authorization"] = ""  # of two keys neither
-    return course.begin("POST", path, headers)
+        headers["authorization"] = ""  # two keys are ambiguous: accept neither
+    return lifecycle.begin("POST", path, headers)
 
 
 async def counted(
-    course: Course,
+    lifecycle: RequestLifecycle,
     call: ServerCall,
     scope: Scope | None,
     work: Work,
     context: Any,
     body: bytes | None = None,
 ) -> bytes:
-    """Run a call, and count, trace and log it however it ends.
+    """Run a call; count, trace and log it however it ends.
 
     Args:
-        course: of every request.
-        call: that has begun.
-        scope, work, context: as of `unary`.
-        body: one message of a stream; None = the call's is read.
+        lifecycle: Steps shared with HTTP.
+        call: Result of `begin`.
+        scope, work, context: See `unary`.
+        body: One message of a stream; None = read the call's only message.
 
     Raises:
-        NpuGrError: what the key, the time limit or the message is rejected for. What `work` raises.
+        NpuGrError: The key, the time limit or the message is invalid. Also what `work` raises.
     """
     status = ABANDONED
     failure: Exception | None = None
-    course.metrics.requests.in_flight.inc()
+    lifecycle.metrics.requests.in_flight.inc()
     try:
         if scope is not None:
-            await course.find_key(call, scope)
-        course.limit(call, context.time_remaining())
-        sent = await _read(course, call, context) if body is None else body
-        course.keys.spend(call.key)
+            await lifecycle.find_key(call, scope)
+        lifecycle.limit(call, context.time_remaining())
+        sent = await _read(lifecycle, call, context) if body is None else body
+        lifecycle.keys.spend(call.key)
         answer = await work(call, sent)
         status = 200
         return answer
     except asyncio.CancelledError:
-        if time.monotonic() >= call.until_at:  # gRPC cancels what is over its deadline
+        if time.monotonic() >= call.until_at:  # gRPC cancels calls at their deadline
             status = DeadlineExceeded.status
         raise
     except Exception as error:
@@ -145,32 +145,32 @@ async def counted(
             log.error("request %s failed", call.request_id, exc_info=error)
         raise
     finally:
-        course.metrics.requests.in_flight.dec()
-        course.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
+        lifecycle.metrics.requests.in_flight.dec()
+        lifecycle.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
         failure = None  # its traceback holds this frame: a cycle would wait for the collector
 
 
-async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
-    left_s = min(call.until_at - time.monotonic(), course.config.body_timeout_s)
+async def _read(lifecycle: RequestLifecycle, call: ServerCall, context: Any) -> bytes:
+    left_s = min(call.until_at - time.monotonic(), lifecycle.config.body_timeout_s)
     try:
         async with asyncio.timeout(left_s):
             body = await context.read()
     except TimeoutError:
-        late = "the message did not arrive within its time or server.body_timeout_s"
+        late = "the message did not arrive within the time limit or server.body_timeout_s"
         raise DeadlineExceeded(late) from None
     if not isinstance(body, bytes):
         raise BadRequest("the call has no message")
-    call.whole_at = time.monotonic()
+    call.body_at = time.monotonic()
     return body
 
 
 def _about(call: ServerCall) -> Metadata:
-    """Trailing metadata of every answer."""
+    """Return the trailing metadata of every answer."""
     return (http.REQUEST_ID.lower(), call.request_id), ("traceparent", call.trace.header)
 
 
 def status_of(error: Exception, call: ServerCall) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Translate an error: code, text, trailing metadata."""
+    """Translate an error to gRPC: code, text, trailing metadata."""
     if not isinstance(error, NpuGrError):
         return grpc.StatusCode.INTERNAL, http.UNEXPECTED, (*_about(call), (STATUS, "500"))
     is_callers = error.status < 500

@@ -1,8 +1,9 @@
-"""The Open Inference Protocol v2 over gRPC, `inference.GRPCInferenceService`, and gRPC's own health service.
+"""The Open Inference Protocol v2 over gRPC, and gRPC's health service.
 
-The models are those of `server/oip`. Messages are the public protocols' (`protos/`). What protoc
-makes of them, `compiled.binpb` (`make proto`), is read into a pool of descriptors of its own: in a
-process that has other copies of these protocols, a client of Triton's for one, the two do not meet.
+The models are those of `server/oip`. The messages are those of the public protocols (`protos/`),
+compiled by protoc to `compiled.binpb` (`make proto`). They are loaded into a descriptor pool of
+their own, so that they do not clash with other copies in the process, such as those of Triton's
+client.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from npu_gr.server.service_protocol import ServiceProtocol
 
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
-LOOK_S = 0.25  # between two looks whether health has changed
+LOOK_S = 0.25  # period of the checks whether health has changed
 SERVING = 1
 NOT_SERVING = 2
 SERVICE_UNKNOWN = 3
-_CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
+_CONTENTS = {  # datatype -> field of `InferTensorContents`
     "BOOL": "bool_contents",
     "INT16": "int_contents",
     "INT32": "int_contents",
@@ -87,10 +88,10 @@ class InferenceService:
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._course = inference.course
+        self._lifecycle = inference.lifecycle
 
     def unary(self) -> dict[str, tuple[Scope | None, Work]]:
-        """Name the methods with one message: the scope that each needs, and its work."""
+        """Map each method with one message to the scope that it needs and its handler."""
         return {
             "ServerLive": (None, self._live),
             "ServerReady": (None, self._server_ready),
@@ -129,9 +130,9 @@ class InferenceService:
         return _written("inference.ModelStatisticsResponse", model_stats=found)
 
     async def infer(self, call: ServerCall, body: bytes) -> bytes:
-        """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
+        """Answer a serialised ModelInferRequest with a serialised ModelInferResponse.
 
-        Admission is the service's: it asks the door itself, with what is left of the caller's time.
+        The service itself asks for admission, with what is left of the client's time limit.
         """
         message = _read("inference.ModelInferRequest", body)
         version = message.model_version or None
@@ -141,9 +142,9 @@ class InferenceService:
         return _response(model.kind.name, asked.id, answer)
 
     async def stream(self, context: Any) -> None:
-        """Answer the messages of a ModelStreamInfer in their order, several of them under way at once.
+        """Answer the messages of a ModelStreamInfer in order; up to MOST_UNDER_WAY run at once.
 
-        An error is a message, too, and the stream goes on.
+        An error is sent as a message, and the stream continues.
         """
         under_way: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_UNDER_WAY)
 
@@ -161,9 +162,9 @@ class InferenceService:
     async def _streamed(self, context: Any, body: bytes) -> bytes:
         path = f"/{INFERENCE}/ModelStreamInfer"
         name = "inference.ModelStreamInferResponse"
-        call = begin(self._course, path, context)
+        call = begin(self._lifecycle, path, context)
         try:
-            made = await counted(self._course, call, Scope.INFER, self.infer, context, body)
+            made = await counted(self._lifecycle, call, Scope.INFER, self.infer, context, body)
         except Exception as error:  # noqa: BLE001  (counted and logged)
             return _written(name, error_message=status_of(error, call)[1])
         return _written(
@@ -171,15 +172,15 @@ class InferenceService:
         )
 
 
-# messages of a stream: the caller waits for the oldest before another one is read
+# Messages of a stream that run at once; the next is read when the oldest has been answered.
 MOST_UNDER_WAY = 32
 
 
 def asked_by(message: Any) -> InferRequest:
-    """Make an infer of a ModelInferRequest; the contents of its inputs are not read yet.
+    """Convert a ModelInferRequest; the contents of its inputs are read later.
 
     Raises:
-        TooLarge, Unprocessable: with the tensor or the parameter.
+        TooLarge, Unprocessable: The message names the tensor or the parameter.
     """
     for name, given, most in (
         ("inputs", message.inputs, MOST_TENSORS),
@@ -190,7 +191,7 @@ def asked_by(message: Any) -> InferRequest:
             raise TooLarge(f"{name}: {len(given)} entries, the limit is {most}")
     for one in message.outputs:
         if any(name != "binary_data" for name in one.parameters):  # contents are raw anyway
-            raise Unprocessable(f"outputs: {cut(one.name)}: parameters: an output has none here")
+            raise Unprocessable(f"outputs: {cut(one.name)}: parameters are not supported")
     parameters: dict[str, Parameter] = {}
     for name, value in message.parameters.items():
         which = value.WhichOneof("parameter_choice")
@@ -205,19 +206,19 @@ def _tensors(message: Any) -> list[Tensor]:
     raws = message.raw_input_contents
     if raws and len(raws) != len(message.inputs):
         both = f"{len(raws)}, and there are {len(message.inputs)} inputs"
-        raise Unprocessable(f"raw_input_contents: {both}: all are raw, or none is")
+        raise Unprocessable(f"raw_input_contents: {both}; send all inputs raw, or none")
     tensors = []
     for index, one in enumerate(message.inputs):
-        # KServe's client sends it here, too
+        # KServe's client sends binary_data_size over gRPC too
         if any(name != "binary_data_size" for name in one.parameters):
             raise Unprocessable(
-                f"{cut(one.name)}: parameters: an input has none here (no shared memory)"
+                f"{cut(one.name)}: parameters (such as shared memory) are not supported"
             )
         if raws and one.HasField("contents"):
-            raise Unprocessable(f"{cut(one.name)}: has contents, and raw_input_contents too")
+            raise Unprocessable(f"{cut(one.name)}: has both contents and raw_input_contents")
         if len(one.shape) > 8:
             raise Unprocessable(f"{cut(one.name)}: shape has {len(one.shape)} dimensions; takes 1")
-        # a datatype that nothing takes is rejected by its name
+        # an unknown datatype is rejected later, with the name of the input
         field = _CONTENTS.get(one.datatype, "bytes_contents")
         values = raws[index] if raws else getattr(one.contents, field)
         tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values))
@@ -246,23 +247,20 @@ def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
 
 
 class HealthService:
-    """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing.
-
-    No key.
-    """
+    """`grpc.health.v1.Health`: readiness for probes and load balancing; needs no key."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
 
     async def check(self, _call: ServerCall, body: bytes) -> bytes:
-        """Answer with the status. Raises NotFound where there is no such service."""
+        """Answer with the status of a service. Raises NotFound for unknown services."""
         status = self._status(_read("grpc.health.v1.HealthCheckRequest", body).service)
         if status == SERVICE_UNKNOWN:
-            raise NotFound(f"service: there is no such one here; {INFERENCE}, {HEALTH} are")
+            raise NotFound(f"service: unknown service; there are {INFERENCE} and {HEALTH}")
         return _written("grpc.health.v1.HealthCheckResponse", status=status)
 
     async def watch(self, context: Any) -> None:
-        """Write the status now, and again whenever it changes, until the caller leaves."""
+        """Send the status now and after every change, until the client cancels."""
         body = await context.read()
         name = _read(
             "grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b""

@@ -1,8 +1,7 @@
-"""The gRPC server of a process: it listens, serves in the event loop of HTTP, drains and stops with it.
+"""The gRPC server of an instance; it shares the event loop of HTTP, and drains and stops with it.
 
-Needs the extra `grpc`, which is imported where the server is made. All methods read their message
-themselves, so that none is read of a caller without a key; whatever method is not here, gRPC
-answers with UNIMPLEMENTED.
+Needs the extra `grpc`, which is imported in the constructor. The methods read their messages
+themselves, after the check of the key. gRPC answers unknown methods with UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_METADATA_BYTES = 16_384  # of a call
-MAX_STREAMS = 1024  # calls of a connection at once
-MAX_CALLS = 4096  # at once
-HANDSHAKE_S = 5.0
-KEEPALIVE_TIMEOUT_S = 10.0  # for a client to answer a ping
-KEEPALIVE_S = 30.0  # without a sign of life the other end is asked for one
-LEAST_PING_S = 10.0  # between two questions of a client's; who asks more often is told to go
+MAX_METADATA_BYTES = 16_384  # metadata of one call
+MAX_STREAMS = 1024  # concurrent calls of one connection
+MAX_CALLS = 4096  # concurrent calls of the server
+HANDSHAKE_S = 5.0  # time limit of the TLS handshake
+KEEPALIVE_TIMEOUT_S = 10.0  # time for a client to answer a ping
+KEEPALIVE_S = 30.0  # idle time of a connection before the server pings the client
+LEAST_PING_S = 10.0  # shortest period of a client's pings; gRPC closes connections that ping faster
 
 
 class RpcServer:
-    """Event loop only."""
+    """The gRPC server of an instance. Event loop only."""
 
     def __init__(self, inference: Inference) -> None:
-        """Make the server of the models of an instance; it listens to nobody yet.
+        """Register the methods; `listen` opens the port.
 
         Raises:
-            ConfigError: the extra `grpc` is not installed.
+            ConfigError: The extra `grpc` is not installed.
         """
         try:
             import grpc
@@ -56,10 +55,10 @@ class RpcServer:
         except ImportError as error:
             raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
 
-        self._config = inference.course.config
+        self._config = inference.lifecycle.config
         health = HealthService(inference.service)
         infers = InferenceService(inference)
-        course = inference.course
+        lifecycle = inference.lifecycle
         with_one = {f"/{INFERENCE}/{name}": method for name, method in infers.unary().items()}
         with_one[f"/{HEALTH}/Check"] = (None, health.check)
         with_many = {
@@ -69,13 +68,13 @@ class RpcServer:
         self._handlers: dict[str, Any] = {
             **{
                 path: grpc.stream_unary_rpc_method_handler(
-                    partial(unary, course, path, scope, work)
+                    partial(unary, lifecycle, path, scope, work)
                 )
                 for path, (scope, work) in with_one.items()
             },
             **{
                 path: grpc.stream_stream_rpc_method_handler(
-                    partial(stream, course, path, scope, answer)
+                    partial(stream, lifecycle, path, scope, answer)
                 )
                 for path, (scope, answer) in with_many.items()
             },
@@ -87,7 +86,7 @@ class RpcServer:
         """Listen at `server.host` and `server.grpc_port`.
 
         Raises:
-            ConfigError: the address cannot be bound, or the certificate cannot be used.
+            ConfigError: The address cannot be bound, or the certificate cannot be used.
         """
         import grpc
 
@@ -117,7 +116,7 @@ class RpcServer:
         log.info("gRPC listening on %s:%d%s", config.host, self.port, is_tls)
 
     async def stop(self) -> None:
-        """Take no new call, and let those under way end within `server.shutdown_timeout_s`."""
+        """Reject new calls, and let running ones end within `server.shutdown_timeout_s`."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._config.shutdown_timeout_s)
@@ -127,7 +126,7 @@ RPC: web.AppKey[RpcServer] = web.AppKey("rpc", RpcServer)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    seconds = {  # milliseconds to gRPC
+    seconds = {  # converted to milliseconds below
         "grpc.server_handshake_timeout_ms": HANDSHAKE_S,
         "grpc.max_connection_idle_ms": config.idle_timeout_s,
         "grpc.keepalive_time_ms": KEEPALIVE_S,
@@ -147,9 +146,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
-    """TLS as HTTP has it; new connections have what is in the files.
+    """Make credentials that read the certificate files again for new connections.
 
-    Raises ConfigError: a file cannot be read.
+    Raises ConfigError where a file cannot be read.
     """
     import grpc
 
@@ -163,22 +162,22 @@ def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)  # type: ignore[list-item]
 
     try:
-        in_force = read()
+        current = read()
     except OSError as error:
         raise ConfigError(f"server.tls: {error.filename}: {error.strerror}") from error
 
     def changed() -> Any:
-        """Give gRPC other files, from a thread of its own, before a handshake; None = they are the same."""
-        nonlocal in_force
+        """Return the new files before a handshake, from a thread of gRPC; None = unchanged."""
+        nonlocal current
         try:
             content = read()
         except OSError:
-            return None  # `core/tls.py` follows the same files, and says so
-        if content == in_force:
+            return None  # `core/tls.py` watches the same files, and logs the error
+        if content == current:
             return None
-        in_force = content
+        current = content
         return configuration(content)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(in_force), changed, config.client_ca is not None
+        configuration(current), changed, config.client_ca is not None
     )

@@ -1,19 +1,22 @@
-"""A kind as a model of the Open Inference Protocol: its inputs and outputs are the fields of its body and its answer.
+"""The kinds as models of the Open Inference Protocol (OIP).
 
-    column of a body                INT64, or what else it may be: [-1]
-    single value                    [1], or a parameter of the request
+The fields of a kind's body are the inputs, those of its answer the outputs:
+
+    column of a body                its datatype, e.g. INT64 [-1]
+    single value                    its datatype [1], or a parameter of the request
     list of texts                   BYTES [-1]
-    anything else                   BYTES [1] that holds the JSON of /v1, or a parameter that does
+    anything else                   BYTES [1] with the JSON of /v1, or a parameter with it
 
-    column of an answer             its datatype: [-1]; a map of columns is one output each, `scores.click`
-    column of items                 also their names, as BYTES: `items.names`
+    column of an answer             its datatype [-1]; a map of columns is one output per key, such
+                                    as `scores.click`
+    column of items                 also a BYTES output with their names: `items.names`
     list of texts                   BYTES [-1]
     single value, or anything else  a parameter of the answer
 
-A field within another one is named by its path, as in errors: `history.items`. All of it is derived
-from the Structs of the codec, so that a kind needs nothing here. In binary form an element of BYTES
-is four bytes of its length, little-endian, and the element; of everything else the elements stand
-in a row, little-endian.
+Nested fields are named by their path, as in errors: `history.items`. Everything is derived from the
+codec's Structs, so a new kind needs no code here. In binary form an element of BYTES is its length
+(4 bytes, little-endian) and its bytes; the elements of other datatypes are contiguous and
+little-endian.
 """
 
 from __future__ import annotations
@@ -43,12 +46,11 @@ from npu_gr.server.schemas.fields import MOST_NAMES, Codec, ResponseFields
 from npu_gr.server.schemas.media import MSGPACK, convert
 
 Parameter = bool | int | float | str
-# parameter of a request: microseconds that the caller waits, as Triton's clients send them
-TIMEOUT = "timeout"
-NAMES = ".names"  # behind a column of items: the output that names them
-MOST_TENSORS = 64  # of a request
+TIMEOUT = "timeout"  # parameter of a request: time limit in microseconds, as Triton's clients send
+NAMES = ".names"  # suffix of the output with the names of a column of items
+MOST_TENSORS = 64  # inputs of a request
 BYTES = "BYTES"
-DTYPES = {  # of the datatypes that a model here takes or gives; BYTES has none
+DTYPES = {  # datatype -> NumPy dtype; BYTES has none
     "BOOL": np.dtype("?"),
     "INT16": np.dtype("<i2"),
     "INT32": np.dtype("<i4"),
@@ -56,9 +58,9 @@ DTYPES = {  # of the datatypes that a model here takes or gives; BYTES has none
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-_ITEMS = "INT64"  # of a column of items
-_VERSIONS = ("model_version", "vectors_version")  # of an answer, or a body
-_WIDTHS = {"sids": "num_levels"}  # a column of rows: the field that has their width
+_ITEMS = "INT64"  # datatype of a column of items
+_VERSIONS = ("model_version", "vectors_version")  # fields of bodies and answers with a version
+_WIDTHS = {"sids": "num_levels"}  # column of rows -> field with the width of a row
 _LENGTH = struct.Struct("<I")
 
 
@@ -66,21 +68,21 @@ _LENGTH = struct.Struct("<I")
 
 
 class Tensor(NamedTuple):
-    """An input as it came, or an output."""
+    """An input as it was received, or an output."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    # raw bytes, or of BYTES a list of str; of an input also what is not read yet: `msgspec.Raw`
-    # with a list in JSON, or a field of protobuf, where BYTES has bytes
+    # Output: raw bytes, or a list of str for BYTES. Input: raw bytes, `msgspec.Raw` with a JSON
+    # list, or a repeated protobuf field (of bytes for BYTES).
     values: Any
 
     def texts(self, num: int) -> list[str]:
-        """Read the elements of BYTES, which are UTF-8; its shape has `num`.
+        """Read the `num` elements of a BYTES tensor as UTF-8.
 
         Raises:
-            Unprocessable: they are not so many, or one is not UTF-8. BadRequest: JSON that cannot
-                be parsed.
+            Unprocessable: There are more or fewer elements, or one is not UTF-8.
+            BadRequest: The JSON cannot be parsed.
         """
         values = self._listed(num) if isinstance(self.values, msgspec.Raw) else self.values
         if isinstance(values, bytes):
@@ -92,17 +94,17 @@ class Tensor(NamedTuple):
         ]
 
     def raw(self, num: int) -> bytes:
-        """Read the elements of a datatype of `DTYPES` as raw bytes; its shape has `num`.
+        """Read the `num` elements of a datatype in `DTYPES` as raw bytes.
 
         Raises:
-            Unprocessable: they are not so many, or one is out of range. BadRequest: JSON that
-                cannot be parsed.
+            Unprocessable: There are more or fewer elements, or one is out of range.
+            BadRequest: The JSON cannot be parsed.
         """
         dtype = DTYPES[self.datatype]
         if isinstance(self.values, bytes):
             if len(self.values) != num * dtype.itemsize:
-                whole = f"{num} elements of {self.datatype} have {num * dtype.itemsize}"
-                raise Unprocessable(f"{self.name}: {len(self.values)} bytes, {whole}")
+                expected = f"{num} elements of {self.datatype} have {num * dtype.itemsize}"
+                raise Unprocessable(f"{self.name}: {len(self.values)} bytes, {expected}")
             return self.values
         values = self._listed(num) if isinstance(self.values, msgspec.Raw) else self.values
         self._check_count(len(values), num)
@@ -110,13 +112,13 @@ class Tensor(NamedTuple):
             return np.fromiter(values, dtype, num).tobytes()
         except OverflowError:
             raise Unprocessable(
-                f"{self.name}: a number is out of the range of {self.datatype}"
+                f"{self.name}: a number is outside of the range of {self.datatype}"
             ) from None
 
     def one(self) -> Parameter:
         """Read the only element.
 
-        Raises as `texts` and `raw`; Unprocessable: a number that is not finite, too.
+        Raises as `texts` and `raw` do, and Unprocessable where a number is not finite.
         """
         if self.datatype == BYTES:
             return self.texts(1)[0]
@@ -127,7 +129,7 @@ class Tensor(NamedTuple):
 
     def _check_count(self, count: int, num: int) -> None:
         if count != num:
-            raise Unprocessable(f"{self.name}: {count} elements, its shape has {num}")
+            raise Unprocessable(f"{self.name}: {count} elements, but its shape has {num}")
 
     def _text(self, index: int, raw: bytes) -> str:
         try:
@@ -136,11 +138,11 @@ class Tensor(NamedTuple):
             raise Unprocessable(f"{self.name}: element {index} is not UTF-8") from None
 
     def _listed(self, num: int) -> list[Any]:
-        """Read a list in JSON; how long it is is known before an object is made of any element."""
+        """Read a JSON list after a check of its length, before objects are made of its elements."""
         raw = bytes(self.values)
         most = count_elements(raw, 1, num)
         if most is not None and most > max(num, 1):
-            raise Unprocessable(f"{self.name}: {most} elements, its shape has {num}")
+            raise Unprocessable(f"{self.name}: {most} elements, but its shape has {num}")
         lists: dict[str, Any] = {
             BYTES: list[str],
             "BOOL": list[bool],
@@ -156,7 +158,7 @@ class Tensor(NamedTuple):
         return values
 
     def _split(self, num: int) -> list[bytes]:
-        """Cut the binary form of BYTES into its elements."""
+        """Split the binary form of a BYTES tensor into its elements."""
         raw: bytes = self.values
         elements = []
         at = 0
@@ -171,12 +173,12 @@ class Tensor(NamedTuple):
                 raise Unprocessable(f"{self.name}: element {index} has {length} bytes, and {left}")
             elements.append(raw[begin:at])
         if at != len(raw):
-            raise Unprocessable(f"{self.name}: {len(raw) - at} bytes behind its {num} elements")
+            raise Unprocessable(f"{self.name}: {len(raw) - at} bytes after its {num} elements")
         return elements
 
 
 def pack(texts: list[str]) -> bytes:
-    """Write the binary form of a BYTES tensor."""
+    """Return the binary form of a BYTES tensor."""
     raws = [text.encode() for text in texts]
     return b"".join(part for raw in raws for part in (_LENGTH.pack(len(raw)), raw))
 
@@ -185,7 +187,7 @@ def pack(texts: list[str]) -> bytes:
 
 
 class Form(Enum):
-    """What an input holds."""
+    """The form of an input's value."""
 
     COLUMN = auto()
     ONE = auto()
@@ -196,21 +198,21 @@ class Form(Enum):
 class Input(NamedTuple):
     """A field of the body."""
 
-    name: str  # its path
+    name: str  # path of the field
     form: Form
-    datatypes: tuple[str, ...]  # that it takes; metadata name the first
-    limit: str | int  # setting of section `server`, or elements at most
+    datatypes: tuple[str, ...]  # accepted datatypes; the model's metadata has the first
+    limit: str | int  # largest number of elements, or the setting of section `server` with it
     is_needed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As metadata have it; -1 = any number."""
+        """The shape in the model's metadata; -1 = any number."""
         return (1,) if self.form in (Form.ONE, Form.JSON) else (-1,)
 
     def value(self, tensor: Tensor, config: ServerConfig) -> Any:
-        """Read what a tensor gives the field.
+        """Convert a tensor to the value of the field.
 
-        Raises Unprocessable, TooLarge or BadRequest, with its name.
+        Raises Unprocessable, TooLarge or BadRequest; the message has the name of the input.
         """
         if tensor.datatype not in self.datatypes:
             takes = " or ".join(self.datatypes)
@@ -231,7 +233,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output in metadata."""
+    """An output in the model's metadata."""
 
     name: str
     datatype: str
@@ -239,23 +241,26 @@ class Output(NamedTuple):
 
 
 class InferRequest(NamedTuple):
-    """An infer, of whichever transport."""
+    """An inference request, over HTTP or gRPC."""
 
     id: str
     inputs: list[Tensor]
     parameters: dict[str, Parameter]
-    outputs: Mapping[str, bool]  # that are wanted, and whether as raw bytes; {} = all
-    is_raw: bool = True  # all are wanted as raw bytes where none is named
+    outputs: Mapping[str, bool]  # requested output -> whether as raw bytes; {} = all outputs
+    is_raw: bool = True  # whether outputs that are not named are sent as raw bytes
 
     def waits_until(self, call: ServerCall, max_s: float) -> float:
-        """Find when the caller gives up, by the parameter `timeout` too, which alone replaces the default; 0 is none.
+        """Return the instant at which the client stops waiting.
+
+        The parameter `timeout` (microseconds, 0 = none) replaces the default time limit; if a
+        header names one too, the earlier one counts.
 
         Args:
-            call: of the infer.
-            max_s: at most, from its arrival.
+            call: Call of the request.
+            max_s: Largest time limit in seconds, counted from the arrival.
 
         Raises:
-            Unprocessable: the parameter is no whole number of microseconds.
+            Unprocessable: The parameter is not a whole number of microseconds.
         """
         value = self.parameters.get(TIMEOUT, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -268,7 +273,7 @@ class InferRequest(NamedTuple):
 
 
 class InferAnswer(NamedTuple):
-    """The answer of an infer."""
+    """The answer to an inference request."""
 
     version: str
     parameters: dict[str, Parameter]
@@ -277,15 +282,15 @@ class InferAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One kind."""
+    """A kind as a model."""
 
     kind: Kind[Any, Any]
     codec: Codec[Any, Any, Any]
     inputs: Mapping[str, Input]
-    version_field: str | None  # of the body, that names a version
+    version_field: str | None  # field of the body that names a version
 
     def outputs(self, tasks: tuple[str, ...]) -> list[Output]:
-        """List what an answer may have where the ranker has these tasks."""
+        """List the outputs that an answer may have, given the tasks of the ranker."""
         listed: list[Output] = []
         for field in msgspec.structs.fields(self.codec.answer):  # type: ignore[arg-type]
             datatype, is_map = _output_type(field.type)
@@ -299,17 +304,22 @@ class Model:
         return listed
 
     def check_outputs(self, wanted: Iterable[str], tasks: tuple[str, ...]) -> None:
-        """Check that there are such outputs. Raises Unprocessable."""
+        """Raise Unprocessable if one of the requested outputs does not exist."""
         names = [one.name for one in self.outputs(tasks)]
         for name in wanted:
             if name not in names:
                 raise Unprocessable(f"outputs: unknown output {cut(name)}{near(name, names)}")
 
     def body(self, infer: InferRequest, version: str | None, config: ServerConfig) -> Any:
-        """Make the kind's body of an infer, whose address names a version, or none.
+        """Convert an inference request to the kind's body.
+
+        Args:
+            infer: The request.
+            version: Version in the URL or message; None = none is named.
+            config: Bounds the columns.
 
         Raises:
-            Unprocessable, TooLarge, BadRequest: name the input or the parameter.
+            Unprocessable, TooLarge, BadRequest: The message names the input or the parameter.
         """
         table: dict[str, Any] = {}
         for tensor in infer.inputs:
@@ -320,12 +330,13 @@ class Model:
                 continue
             one = self._input(name, "parameter")
             if one.form is Form.COLUMN:
-                raise Unprocessable(f"parameter {name}: is an input, not a parameter")
+                raise Unprocessable(f"parameter {name}: must be sent as an input")
             _put(table, name, "parameter", value if one.form is Form.ONE else _json(name, value))
         if version is not None and self.version_field is not None:
             if table.get(self.version_field, version) != version:
                 raise Unprocessable(
-                    f"{self.version_field}: {quoted(version)} is the one that the address names"
+                    f"{self.version_field}: differs from the version of the address, "
+                    f"{quoted(version)}"
                 )
             table[self.version_field] = version
         assert self.codec.body is not None
@@ -338,20 +349,20 @@ class Model:
         return one
 
     def answer(
-        self, answer: Any, request_id: str, shown: ResponseFields, wanted: Collection[str]
+        self, answer: Any, request_id: str, response_fields: ResponseFields, wanted: Collection[str]
     ) -> InferAnswer:
-        """Make tensors of a kind's answer.
+        """Convert a kind's answer to tensors.
 
         Args:
-            answer: of the service.
-            request_id: under which the log has it.
-            shown: as for the codec.
-            wanted: outputs; empty = all that the answer has.
+            answer: Answer of the service.
+            request_id: Id of the request in the log.
+            response_fields: Item fields that the response includes.
+            wanted: Requested outputs; empty = all.
 
         Raises:
-            Unprocessable: the answer to this request does not have one that is wanted.
+            Unprocessable: The answer lacks a requested output.
         """
-        rendered = self.codec.render(answer, request_id, MSGPACK, shown)
+        rendered = self.codec.render(answer, request_id, MSGPACK, response_fields)
         made: dict[str, Tensor] = {}
         parameters: dict[str, Parameter] = {}
         for field in msgspec.structs.fields(type(rendered)):  # type: ignore[arg-type]
@@ -373,11 +384,11 @@ class Model:
             }
             if datatype == _ITEMS and (not wanted or field.name + NAMES in wanted):
                 ids: I64 = np.frombuffer(made[field.name].values, np.int64)
-                names = [str(one) for one in shown.names.items(ids)]
+                names = [str(one) for one in response_fields.names.items(ids)]
                 made[field.name + NAMES] = Tensor(field.name + NAMES, BYTES, (len(names),), names)
         for name in wanted:
             if name not in made:
-                raise Unprocessable(f"outputs: {name}: the answer to this request has none")
+                raise Unprocessable(f"outputs: {name}: the answer to this request lacks it")
         version = next((parameters[name] for name in _VERSIONS if name in parameters), "")
         return InferAnswer(str(version), parameters, [made[name] for name in wanted or made])
 
@@ -392,9 +403,9 @@ def _put(table: dict[str, Any], name: str, what: str, value: Any) -> None:
 
 
 def _json(name: str, value: Parameter) -> Any:
-    """Read a text of JSON."""
+    """Decode a JSON text."""
     if not isinstance(value, str) or len(value) > LOOSE_BYTES:
-        raise Unprocessable(f"{name}: takes JSON as a text of at most {LOOSE_BYTES} characters")
+        raise Unprocessable(f"{name}: takes a JSON text of at most {LOOSE_BYTES} characters")
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError):
@@ -423,7 +434,7 @@ def _add_parameters(parameters: dict[str, Parameter], name: str, value: Any) -> 
         )
 
 
-# ---- what is derived from the Structs
+# ---- derived from the Structs
 
 
 def _inputs(about: inspect.StructType, prefix: str = "", *, is_needed: bool = True) -> list[Input]:
@@ -447,9 +458,9 @@ def _inputs(about: inspect.StructType, prefix: str = "", *, is_needed: bool = Tr
 
 
 def _column_types(extra: Mapping[str, Any], kinds: list[inspect.Type]) -> tuple[str, ...]:
-    """A list of names may be texts; raw elements have a width.
+    """Return the datatypes of a column: raw elements, and BYTES where it may hold names.
 
-    Items are ids first, actions names first.
+    The preferred one comes first: ids for items, names for actions.
     """
     raw = {8: "INT64", 2: "INT16"}[extra["element_bytes"]]
     listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
@@ -493,7 +504,10 @@ _ELEMENTS: dict[frozenset[type[inspect.Type]], str] = {
 
 @cache
 def _output_type(annotation: Any) -> tuple[str | None, bool]:
-    """The datatype of a field of an answer, and whether it is a map of columns; None = it is a parameter."""
+    """Return the datatype of an answer's field, and whether it is a map of columns.
+
+    Datatype None = the field is a parameter of the answer.
+    """
     _, kinds = parts(inspect.type_info(annotation))
     mapped = next((kind for kind in kinds if isinstance(kind, inspect.DictType)), None)
     if mapped is not None:

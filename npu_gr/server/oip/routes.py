@@ -1,8 +1,8 @@
-"""The Open Inference Protocol v2 over HTTP: JSON, and behind it the raw bytes of tensors (binary tensor data).
+"""The Open Inference Protocol v2 over HTTP: JSON, followed by raw bytes of tensors.
 
-Its models are the kinds that score (`Kind.is_model`): rank, generate, ... An infer is the kind's
-request in another form, with the same admission and errors. Its JSON is skimmed first: of a
-tensor's `data` no object is made before the model has said how much it may be.
+The models are the kinds that score (`Kind.is_model`): rank, generate, ... An inference request is
+the kind's request in another form, with the same admission and errors. Its JSON is skimmed first: a
+tensor's `data` is decoded after the model has bounded its length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.http import json_response
 from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body
-from npu_gr.server.middleware import CALL, OCTETS, Course
+from npu_gr.server.middleware import CALL, OCTETS, RequestLifecycle
 from npu_gr.server.oip.models import (
     BYTES,
     DTYPES,
@@ -43,12 +43,12 @@ from npu_gr.server.schemas.bulk import LOOSE_BYTES
 from npu_gr.server.schemas.fields import ResponseFields
 from npu_gr.server.schemas.media import JSON, decode, encode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
-from npu_gr.server.status import Insight
+from npu_gr.server.status import DebugViews
 
-NAME = "npu_gr"  # of the server, and of the platform of its models
+NAME = "npu_gr"  # name of the server, and platform of its models
 EXTENSIONS = ("binary_tensor_data", "statistics")
-HEADER_LENGTH = "Inference-Header-Content-Length"  # bytes of JSON in front of the raw ones
-# a parameter: raw bytes of every output that does not say otherwise
+HEADER_LENGTH = "Inference-Header-Content-Length"  # length of the JSON before the raw bytes
+# Parameter of a request: send outputs as raw bytes unless their own `binary_data` is false.
 BINARY_OUTPUT = "binary_data_output"
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
@@ -58,13 +58,13 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class InputParameters(_Read, frozen=True):
-    """What may stand beside an input."""
+    """The parameters of an input."""
 
-    binary_data_size: _Size | None = None  # of the raw bytes that it has; None = `data` holds it
+    binary_data_size: _Size | None = None  # length of its raw bytes; None = `data` holds it
 
 
 class InputIn(_Read, frozen=True):
-    """An input."""
+    """An input in a request."""
 
     name: str
     datatype: str
@@ -76,30 +76,30 @@ class InputIn(_Read, frozen=True):
 
 
 class OutputParameters(_Read, frozen=True):
-    """What may stand beside a wanted output."""
+    """The parameters of a requested output."""
 
-    binary_data: bool | None = None  # raw bytes; None = as `binary_data_output` of the request says
+    binary_data: bool | None = None  # send raw bytes; None = as the request's `binary_data_output`
 
 
 class OutputIn(_Read, frozen=True):
-    """An output that is wanted."""
+    """A requested output."""
 
     name: str
     parameters: OutputParameters = OutputParameters()
 
 
 class InferIn(_Read, frozen=True):
-    """The JSON of an infer; its parts are decoded once it is known how long they are."""
+    """The JSON of an inference request; its parts are decoded after a check of their lengths."""
 
     inputs: msgspec.Raw
-    model_name: str = ""  # KServe's client sends it beside the address
+    model_name: str = ""  # KServe's client repeats the name of the URL
     id: Annotated[str, msgspec.Meta(max_length=128)] = ""
     parameters: msgspec.Raw = msgspec.Raw()
     outputs: msgspec.Raw = msgspec.Raw()
 
 
 class OutputOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An output: its elements in row-major order, or how many raw bytes it has. null: not a number."""
+    """An output: elements in row-major order (null = NaN), or the length of its raw bytes."""
 
     name: str
     datatype: str
@@ -109,7 +109,7 @@ class OutputOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InferOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of an answer."""
+    """The JSON of an answer to an inference request."""
 
     model_name: str
     model_version: str
@@ -119,23 +119,23 @@ class InferOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(body: bytes, header_length: str | None, model: str) -> InferRequest:
-    """Read the body of an infer; `data` stays as it came.
+    """Parse the body of an inference request; `data` of the inputs stays undecoded.
 
     Args:
-        body: whole.
-        header_length: the header `HEADER_LENGTH`; None = the body is JSON alone.
-        model: that the address names.
+        body: JSON, and raw bytes of tensors after it.
+        header_length: Value of the header `HEADER_LENGTH`; None = the body is JSON only.
+        model: Name of the model in the URL.
 
     Raises:
-        BadRequest: it cannot be parsed, or the lengths do not fit. Unprocessable: a field is not as
-            it should be.
-        TooLarge: too many tensors, or too many bytes beside their data.
+        BadRequest: The body cannot be parsed, or the lengths do not match.
+        Unprocessable: A field is unknown, missing or out of range.
+        TooLarge: There are too many tensors, or too many bytes outside of their data.
     """
     num_json = _json_bytes(body, header_length)
     skimmed = decode(body[:num_json], JSON, InferIn)
     if skimmed.model_name not in ("", model):
         raise Unprocessable(
-            f"model_name: {quoted(skimmed.model_name)}, and the address names {model}"
+            f"model_name: {quoted(skimmed.model_name)} differs from the model of the URL, {model}"
         )
     inputs_raw = bytes(skimmed.inputs)
     if (num := inputs_raw.count(b'"datatype"')) > MOST_TENSORS:
@@ -158,21 +158,23 @@ def read(body: bytes, header_length: str | None, model: str) -> InferRequest:
 
 
 def _json_bytes(body: bytes, header_length: str | None) -> int:
-    """How many bytes of the body are JSON."""
+    """Return how many bytes of the body are JSON."""
     if header_length is None:
         return len(body)
     if not (header_length.isascii() and header_length.isdigit() and len(header_length) <= 15):
-        raise BadRequest(f"{HEADER_LENGTH}: expected up to 15 digits")
+        raise BadRequest(f"{HEADER_LENGTH}: expected 1 to 15 digits")
     if int(header_length) > len(body):
         raise BadRequest(
-            f"{HEADER_LENGTH}: {int(header_length)}, and the body has {len(body)} bytes"
+            f"{HEADER_LENGTH}: {int(header_length)}, but the body has {len(body)} bytes"
         )
     return int(header_length)
 
 
-def _check_loose(what: str, num_bytes: int, beside: str) -> None:
+def _check_loose(what: str, num_bytes: int, outside_of: str) -> None:
     if num_bytes > LOOSE_BYTES:
-        raise TooLarge(f"{what}: {num_bytes} bytes beside {beside}, the limit is {LOOSE_BYTES}")
+        raise TooLarge(
+            f"{what}: {num_bytes} bytes outside of {outside_of}, the limit is {LOOSE_BYTES}"
+        )
 
 
 def _part(raw: bytes, name: str, kind: Any) -> Any:
@@ -186,17 +188,17 @@ def _part(raw: bytes, name: str, kind: Any) -> Any:
 
 
 def _tensors(inputs: Iterable[InputIn], body: bytes, at: int) -> list[Tensor]:
-    """Give each input its bytes: those in `data`, or the next ones behind the JSON."""
+    """Give each input its values: `data`, or the next raw bytes after the JSON."""
     tensors = []
     for one in inputs:
         size = one.parameters.binary_data_size
         values: Any = one.data
         if size is not None:
             if bytes(one.data):
-                raise Unprocessable(f"{cut(one.name)}: has data, and binary_data_size too")
+                raise Unprocessable(f"{cut(one.name)}: has both data and binary_data_size")
             if at + size > len(body):
                 raise BadRequest(
-                    f"{cut(one.name)}: binary_data_size {size}, and {len(body) - at} bytes are left"
+                    f"{cut(one.name)}: binary_data_size {size}, but {len(body) - at} bytes are left"
                 )
             values = body[at : at + size]
             at += size
@@ -204,18 +206,18 @@ def _tensors(inputs: Iterable[InputIn], body: bytes, at: int) -> list[Tensor]:
             raise Unprocessable(f"{cut(one.name)}: has neither data nor binary_data_size")
         tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values))
     if at != len(body):
-        raise BadRequest(f"body: {len(body) - at} bytes behind its tensors")
+        raise BadRequest(f"body: {len(body) - at} bytes after its tensors")
     return tensors
 
 
 def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, int | None]:
-    """Write the answer of a model to an infer.
+    """Serialise the answer to an inference request.
 
     Returns:
-        The body, and how many bytes of it are JSON; None = all are.
+        The body, and how many bytes of it are JSON; None = all.
     """
     outputs: list[OutputOut] = []
-    behind: list[bytes] = []
+    raws: list[bytes] = []
     for tensor in answer.outputs:
         about: dict[str, Any] = {
             "name": tensor.name,
@@ -224,7 +226,7 @@ def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, i
         }
         if asked.outputs.get(tensor.name, asked.is_raw):
             raw = pack(tensor.values) if tensor.datatype == BYTES else tensor.values
-            behind.append(raw)
+            raws.append(raw)
             outputs.append(
                 OutputOut(**about, parameters=InputParameters(binary_data_size=len(raw)))
             )
@@ -242,45 +244,49 @@ def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, i
         outputs=outputs,
     )
     head = encode(out, JSON)
-    return (b"".join((head, *behind)), len(head)) if behind else (head, None)
+    return (b"".join((head, *raws)), len(head)) if raws else (head, None)
 
 
-# ---- what is served
+# ---- the models
 
 
 class Inference:
-    """The models that a service has at this moment, whichever way they are asked."""
+    """The models that a service currently has, over HTTP and gRPC."""
 
     def __init__(
-        self, service: ServiceProtocol, course: Course, reader: Reader, insight: Insight
+        self,
+        service: ServiceProtocol,
+        lifecycle: RequestLifecycle,
+        reader: Reader,
+        debug_views: DebugViews,
     ) -> None:
-        """Ask nothing yet.
+        """Refer to the service.
 
         Args:
-            service: answers.
-            course: of every request.
-            reader: lets long requests take turns.
-            insight: has the metrics.
+            service: Answers the requests.
+            lifecycle: Steps that every request passes.
+            reader: Bounds the event loop's time for decoding.
+            debug_views: Gives the metrics for the statistics.
         """
         self.service = service
-        self.course = course
+        self.lifecycle = lifecycle
         self._reader = reader
-        self._insight = insight
+        self._debug_views = debug_views
 
     def find(self, name: str, version: str | None = None) -> tuple[Model, tuple[str, ...]]:
-        """Find a model, and the versions of it that can be asked for.
+        """Find a model and its served versions.
 
         Raises:
-            NotFound: there is none of that name, or none of that version.
+            NotFound: The model or the version is not served.
         """
         versions = self.service.kind_versions().get(name)
         if name not in MODELS or versions is None:
             raise NotFound(
-                f"model: {quoted(name)} is not served; {', '.join(self._names()) or 'none'} is"
+                f"model: {quoted(name)} is not served; served: {', '.join(self._names()) or 'none'}"
             )
         if version is not None and version not in versions:
             raise NotFound(
-                f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is"
+                f"version: {quoted(version)} of {name} is not served; served: {', '.join(versions)}"
             )
         return MODELS[name], versions
 
@@ -293,7 +299,7 @@ class Inference:
         return models[0].tasks if models else ()
 
     def metadata(self, name: str, version: str | None) -> dict[str, Any]:
-        """Describe a model as the protocol does. Raises NotFound."""
+        """Return the protocol's metadata of a model. Raises NotFound."""
         model, versions = self.find(name, version)
         return {
             "name": name,
@@ -309,38 +315,37 @@ class Inference:
     async def infer(
         self, call: ServerCall, model: Model, version: str | None, read: Callable[[], InferRequest]
     ) -> tuple[InferRequest, InferAnswer]:
-        """Answer an infer.
+        """Answer an inference request.
 
         Args:
-            call: of it.
-            model: that it asks.
-            version: that it names.
-            read: makes the infer of its message; its tensors are read once the model has bounded
-                them.
+            call: Call of the request.
+            model: Result of `find`.
+            version: Version that the request names; None = none.
+            read: Parses the message; tensors are decoded after the model has bounded their lengths.
         """
 
         def parse() -> tuple[InferRequest, object, ResponseFields]:
             asked = read()
             model.check_outputs(asked.outputs, self._tasks())
-            body = model.body(asked, version, self.course.config)
-            return asked, *parse_body(call, body, model.codec, self.service, self.course)
+            body = model.body(asked, version, self.lifecycle.config)
+            return asked, *parse_body(call, body, model.codec, self.service, self.lifecycle)
 
-        asked, parsed, shown = await self._reader.in_turn(parse, call.until_at)
-        call.until_at = asked.waits_until(call, self.course.config.max_budget_s)
+        asked, parsed, response_fields = await self._reader.in_turn(parse, call.until_at)
+        call.until_at = asked.waits_until(call, self.lifecycle.config.max_budget_s)
         answer = await ask(call, model.kind, parsed, self.service)
-        return asked, model.answer(answer, call.request_id, shown, asked.outputs)
+        return asked, model.answer(answer, call.request_id, response_fields, asked.outputs)
 
     async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:
-        """Return what metrics have counted since the start of a model, or where none is named, of all.
+        """Return the protocol's statistics of a model, or of all models, since the start.
 
-        What is counted is of all versions. How long rejected and failed requests took is not
-        measured, nor the writing of answers, nor batches by their size.
+        The counts cover all versions. The time of rejected and failed requests, the writing of
+        answers and batch sizes are not measured, and are 0 or empty.
 
         Raises:
-            NotFound: there is no such model.
+            NotFound: The model is not served.
         """
         asked = [(one, self.find(one, version)[1]) for one in ([name] if name else self._names())]
-        text, _ = await self._insight.exposition("", _NAMES)
+        text, _ = await self._debug_views.exposition("", _NAMES)
         samples = [
             one
             for family in text_string_to_metric_families(text.decode())
@@ -361,7 +366,7 @@ _NAMES = (
     _ADMISSIONS,
     *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")),
 )
-# stages that make the device's input
+# stages before the device pass, the protocol's compute_input
 _BEFORE = frozenset({"http", "history", "lease", "preprocess"})
 
 
@@ -369,7 +374,7 @@ def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any
     own = [one for one in samples if one.labels.get("kind") == kind]
 
     def times(family: str, stages: Iterable[str] = ("",)) -> dict[str, int]:
-        """Add the times of stages; their count is that of the one that was measured most often."""
+        """Sum the times of stages; the count is the largest among them."""
         named = [one for one in own if one.labels.get("stage", "") in stages]
         counts = [int(one.value) for one in named if one.name == f"{family}_count"]
         seconds = sum(one.value for one in named if one.name == f"{family}_sum")

@@ -1,7 +1,4 @@
-"""`CODECS`: the table that says how HTTP reads and writes each kind of request.
-
-There is one module a kind.
-"""
+"""`CODECS`: how HTTP parses and renders each kind of request; one module per kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies and answers of the routes that administer the catalogue and the vectors."""
+"""Bodies and answers of the admin routes of the catalogue and the vectors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from npu_gr.server.schemas.fields import MOST_NAMES, Item, Items, Name, Value, o
 
 MAX_TITLE = 1024  # characters
 MAX_VALUE = 256  # characters of a feature's value
-MOST_VALUES = 64  # of one feature of an item
-MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
-CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are entries of maps
+MOST_VALUES = 64  # values of one feature of an item
+MOST_ADDED = 10_000  # items of one change; for more, publish a file and reload
+# Largest part of a change outside of its columns; it takes 30 ms to decode if it is all maps.
+CHANGE_BYTES = 262_144
 
 
 FeatureValue = Annotated[str, msgspec.Meta(max_length=MAX_VALUE)] | int | float
@@ -25,15 +26,15 @@ FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUE
 
 
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """An item for the catalogue, as in its file: order score and attributes if the others have them.
+    """A new item of the catalogue, with the same fields as in its file.
 
-    `features`, by name, are what the ranker was trained to read of an item; with the semantic ID
-    they make its score. Without `sid` they make its semantic ID too.
+    `order` and `attributes` are needed if the other items have them. `features` are the item
+    features that the ranker was trained on; without `sid` the semantic ID is computed from them.
     """
 
     item_id: Item  # its name
     title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
-    sid: (  # null: made of its features
+    sid: (  # null: computed from the features
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]],
             msgspec.Meta(min_length=1, max_length=16),
@@ -48,7 +49,7 @@ class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
+    """Items to add, withdraw and restore, applied in this order as one atomic change."""
 
     add: Annotated[list[NewItemBody], msgspec.Meta(max_length=MOST_ADDED)] = []
     withdraw: Items | None = None
@@ -56,9 +57,9 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The version of the catalogue that is served, and the one that a rollback would serve.
+    """The served version of the catalogue, and `previous`, to which a rollback returns.
 
-    `sids` are the semantic IDs that a change made, by item.
+    `sids` maps the items of a change to their computed semantic IDs.
     """
 
     version: str
@@ -70,7 +71,7 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of the vectors that is served, and the one that a rollback would serve."""
+    """The served version of the vectors, and `previous`, to which a rollback returns."""
 
     version: str
     num_users: int
@@ -81,10 +82,10 @@ class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
-    """Read a change of the catalogue.
+    """Convert the body of a change.
 
     Raises:
-        TooLarge, Unprocessable: names the field and the limit.
+        TooLarge, Unprocessable: The message names the field and the limit.
     """
     return CatalogueChange(
         add=tuple(_new_item(place, new) for place, new in enumerate(body.add)),
@@ -110,10 +111,10 @@ def _new_item(place: int, new: NewItemBody) -> NewItem:
 
 
 def render_catalogue(info: CatalogueInfo) -> CatalogueOut:
-    """Write the state of the catalogue."""
+    """Convert the state of the catalogue for the wire."""
     return CatalogueOut(**asdict(info))
 
 
 def render_vectors(info: VectorsInfo) -> VectorsOut:
-    """Write the state of the vectors."""
+    """Convert the state of the vectors for the wire."""
     return VectorsOut(**asdict(info))

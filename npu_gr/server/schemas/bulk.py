@@ -1,12 +1,11 @@
-"""Is a long body worth decoding? Found by skimming it, without making its objects.
+"""Bounds the cost of decoding a long body, by skimming it without making its objects.
 
-Decoding is one call that nothing interrupts: the event loop stands still for it, and a thread would
-not help, for the call holds the interpreter's lock. A number of a list costs 20 ns, an entry of a
-map over a microsecond, so 8 MB of names would stop the loop for a second, and the limit of the map
-is checked after that.
+Decoding is one uninterruptible call that blocks the event loop; a thread would not help, since the
+call holds the GIL. An element of a list costs 20 ns, an entry of a map over a microsecond, so 8 MB
+of names would block the loop for a second before the limit of the map is checked.
 
-So what a body has beside its columns is bounded in bytes, and each column in elements, before an
-object is made. Skimming costs 5 ns a byte at worst, and a list of texts 5 more.
+Therefore each column is bounded in elements, and the rest of the body in bytes, before any object
+is made. Skimming costs up to 5 ns a byte, and another 5 for lists of texts.
 """
 
 from __future__ import annotations
@@ -21,33 +20,34 @@ from msgspec import inspect
 from npu_gr.core.errors import TooLarge
 from npu_gr.server.config import ServerConfig
 
-LOOSE_BYTES = 65_536  # beside the columns of a body: 10 ms if all of it are entries of maps
+# Largest part of a body outside of its columns; it takes 10 ms to decode if it is all maps.
+LOOSE_BYTES = 65_536
 
 
-class _Bulk(NamedTuple):
+class _Column(NamedTuple):
     """A column of a body."""
 
     path: tuple[str, ...]
-    limit: str  # setting of section `server`: elements at most
-    element_bytes: int  # of a raw one
-    # of a map of columns, whose elements count together; 0 = it is one column
+    limit: str  # setting of section `server` with the largest number of elements
+    element_bytes: int  # bytes of an element in raw form
+    # largest number of columns of a map, whose elements count together; 0 = it is one column
     most_entries: int = 0
 
 
 class Skimmer(NamedTuple):
-    """What skimming a Struct needs."""
+    """How to skim bodies of a Struct."""
 
-    struct: type[msgspec.Struct]  # the same fields, whose values are found but not read
-    columns: tuple[_Bulk, ...]
+    struct: type[msgspec.Struct]  # the same fields, with raw undecoded values
+    columns: tuple[_Column, ...]
 
 
 @cache
 def skimmer(cls: Any) -> Skimmer:
-    """Derive it from the Struct."""
+    """Derive the skimmer of a Struct."""
     about = inspect.type_info(cls)
     assert isinstance(about, inspect.StructType)
     fields: list[tuple[str, Any, Any]] = []
-    columns: list[_Bulk] = []
+    columns: list[_Column] = []
     for field in about.fields:
         extra, kinds = parts(field.type)
         nested = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
@@ -62,7 +62,7 @@ def skimmer(cls: Any) -> Skimmer:
         if "limit" in extra:
             most = extra.get("most_entries", 0)
             columns.append(
-                _Bulk((field.encode_name,), extra["limit"], extra["element_bytes"], most)
+                _Column((field.encode_name,), extra["limit"], extra["element_bytes"], most)
             )
     struct = msgspec.defstruct(
         about.cls.__name__, fields, kw_only=True, forbid_unknown_fields=True, gc=False
@@ -73,17 +73,17 @@ def skimmer(cls: Any) -> Skimmer:
 def check(
     skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfig, most: int
 ) -> None:
-    """Check the length of each column, and how much there is beside them.
+    """Check the length of each column, and the number of bytes outside of the columns.
 
     Args:
-        skimmed: of the Struct in `skimmer(cls)`.
-        num_bytes: of the whole body.
-        cls: the Struct that the body holds.
-        config: bounds the columns.
-        most: bytes beside the columns.
+        skimmed: Instance of `skimmer(cls).struct`.
+        num_bytes: Length of the body.
+        cls: Struct of the body.
+        config: Bounds the columns.
+        most: Largest number of bytes outside of the columns.
 
     Raises:
-        TooLarge: names the column and its limit.
+        TooLarge: The message names the column and its limit.
     """
     loose_bytes = num_bytes
     for column in skimmer(cls).columns:
@@ -103,11 +103,14 @@ def check(
             raise TooLarge(f"{name}: {count} entries, the limit is {limit}")
         loose_bytes -= len(raw)
     if loose_bytes > most:
-        raise TooLarge(f"body: {loose_bytes} bytes beside its columns, the limit is {most}")
+        raise TooLarge(f"body: {loose_bytes} bytes outside of its columns, the limit is {most}")
 
 
 def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
-    """Count the elements of a column that is not decoded, or bound them within the limit; None = it is no column."""
+    """Count the elements of an undecoded column, or return an upper bound within the limit.
+
+    None = the value is not a column.
+    """
     if not raw:
         return None
     first = raw[0]
@@ -125,13 +128,13 @@ def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
     return None
 
 
-def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
-    """Count the elements of all columns of a map together; None = it is no map.
+def _count_map(raw: bytes, column: _Column, limit: int, name: str) -> int | None:
+    """Count the elements of all columns of a map together, those of nested lists included.
 
-    A list within a list counts too.
+    None = the value is not a map.
 
     Raises:
-        TooLarge: the map has too many columns. Whether its texts are names is not yet known.
+        TooLarge: The map has too many columns.
     """
     if not raw or (raw[0] != ord("{") and raw[0] not in _MAPS and not 0x80 <= raw[0] <= 0x8F):
         return None
@@ -159,7 +162,7 @@ def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
             if total > limit:
                 break
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # decoding says what is wrong with it
+        return None  # decoding will raise the error
     return total
 
 
@@ -168,21 +171,21 @@ def _is_list(marker: int) -> bool:
 
 
 def _decoded_bytes(raw: bytes) -> int:
-    """Count what a JSON text of base64 holds; some writers escape a slash or the padding."""
+    """Return the decoded length of a base64 JSON text, whose slash or padding may be escaped."""
     num_chars = len(raw) - 2 - raw.count(b"\\/") - 5 * raw.count(b"\\u")
     end = raw[-13:-1].replace(b"\\u003d", b"=").replace(b"\\u003D", b"=")
     return num_chars * 3 // 4 - (len(end) - len(end.rstrip(b"=")))
 
 
 def _count_texts(raw: bytes) -> int:
-    """Count the elements of a JSON list of texts and numbers: a comma within a text is not one between two of them."""
+    """Count the elements of a JSON list of texts and numbers; commas within texts do not count."""
     return _count_outside(raw, ord(",")) + 1
 
 
 def _count_outside(raw: bytes, sign: int) -> int:
-    """Count a sign of JSON outside of its texts."""
-    # Once escapes are gone, every quotation mark begins or ends a text. Pairs go from left to
-    # right, as they are read.
+    """Count a character of JSON outside of its texts."""
+    # Without escapes every quotation mark begins or ends a text. First the pairs of backslashes
+    # are removed, from left to right as a parser reads them.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     signs = np.frombuffer(raw, np.uint8)
@@ -193,8 +196,8 @@ def _count_outside(raw: bytes, sign: int) -> int:
 _JSON_MAP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MSGPACK_MAP = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _MSGPACK_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_MAPS = {0xDE: 2, 0xDF: 4}  # of msgpack: marker -> bytes of its length
-_LENGTH_BYTES = {  # of msgpack: marker -> (whether it is an array, bytes of its length)
+_MAPS = {0xDE: 2, 0xDF: 4}  # msgpack: marker of a map -> bytes of its length
+_LENGTH_BYTES = {  # msgpack: marker -> (whether it is an array, bytes of its length)
     0xDC: (True, 2),
     0xDD: (True, 4),
     0xC4: (False, 1),
@@ -204,7 +207,7 @@ _LENGTH_BYTES = {  # of msgpack: marker -> (whether it is an array, bytes of its
 
 
 def parts(kind: inspect.Type) -> tuple[dict[str, Any], list[inspect.Type]]:
-    """Return what our Meta says of a type, and the types that it may be."""
+    """Return the merged `extra` of a type's Meta, and the members of the union (or the type)."""
     if isinstance(kind, inspect.Metadata):
         extra, kinds = parts(kind.type)
         return {**extra, **(kind.extra or {})}, kinds

@@ -1,7 +1,6 @@
-"""The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL.
+"""The codec of erasures: DELETE /v1/users/{user_id}, without a body.
 
-204 without content says that nothing of the user is left; 202 names the places that still hold
-something of the user.
+204: no data of the user is left. 202: the answer names the stores that still hold data.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from npu_gr.server.schemas.fields import MAX_NAME, Codec, ResponseFields, UrlPar
 
 
 def parse(parts: UrlParts, _config: ServerConfig, _names: Names) -> EraseRequest:
-    """Make a request of the URL. Raises Unprocessable where a name is too long."""
+    """Make a request from the URL. Raises Unprocessable where a name is too long."""
     tenant, user = parts.user
     for name, text in (("user_id", user), ("tenant", tenant)):
         if len(text) > MAX_NAME:
@@ -25,17 +24,20 @@ def parse(parts: UrlParts, _config: ServerConfig, _names: Names) -> EraseRequest
 
 
 class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An erasure that goes on: the store and the tiers have forgotten the user, and these places hold something yet."""
+    """An erasure that is not complete: `pending` names the places that still hold data.
+
+    The history store and the caches no longer find the user.
+    """
 
     request_id: str
-    # store, recordings: the instance removes the bytes; vectors: made without the user next
+    # store, recordings: the instance is still removing the bytes; vectors: until they are rebuilt
     pending: list[str]
 
 
 def render(
-    answer: EraseAnswer, request_id: str, _media: str, _shown: ResponseFields
+    answer: EraseAnswer, request_id: str, _media: str, _response_fields: ResponseFields
 ) -> EraseBody | None:
-    """Answer without content where nothing is left: the status says it all."""
+    """Return None, for 204 without content, where no data is left."""
     return (
         EraseBody(request_id=request_id, pending=list(answer.pending)) if answer.pending else None
     )
@@ -56,5 +58,5 @@ CODEC = Codec(
             "required": False,
         },
     ),
-    done="Forgotten, and no byte is left.",
+    done="Erased; no data of the user is left.",
 )

@@ -25,7 +25,7 @@ _PARAMETER = {
     "name": IDEMPOTENCY_KEY,
     "in": "header",
     "required": False,
-    "description": "The events that come with one key of a user are appended once.",
+    "description": "A repeated request of a user with the same key appends its events once.",
     "schema": _KEY_SCHEMA,
 }
 
@@ -34,21 +34,21 @@ class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """New behaviours of a user."""
 
     events: History
-    # in the place of the header: events that come with one key of a user are appended once
+    # instead of the header: a repeated request of a user with the same key appends once
     idempotency_key: Key | None = None
 
 
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How many events the store now keeps for the user."""
+    """The result of an append."""
 
     request_id: str
-    num_events: int
-    # of these, stood later than newer ones, and were sorted (`service.unsorted_history`)
+    num_events: int  # events that the store now has of the user
+    # events that were sent after newer ones and were sorted (`service.unsorted_history`)
     sorted_events: int
 
 
 def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    """Make a request from a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     return EventsRequest(
         user=body.user,
         events=stored_events(body.events, config, names),
@@ -59,23 +59,25 @@ def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest
 def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRequest:
     """Add the key of the header.
 
-    Raises BadRequest where it cannot be one, or the body has another.
+    Raises BadRequest where the key is malformed, or the body has another one.
     """
     key = headers.get(IDEMPOTENCY_KEY)
     if key is None:
         return request
     if not re.fullmatch(PRINTABLE, key):
         raise BadRequest(
-            f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} "
+            f"{IDEMPOTENCY_KEY}: {len(key)} characters; send 1 to {MAX_KEY} "
             "printable ASCII characters"
         )
     if request.idempotency_key not in (None, key):
-        raise BadRequest(f"{IDEMPOTENCY_KEY}: the body's idempotency_key is another one")
+        raise BadRequest(f"{IDEMPOTENCY_KEY}: differs from idempotency_key in the body")
     return replace(request, idempotency_key=key)
 
 
-def render(answer: EventsAnswer, request_id: str, _media: str, _shown: ResponseFields) -> EventsOut:
-    """Write how many events the store keeps."""
+def render(
+    answer: EventsAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> EventsOut:
+    """Convert the answer for the wire."""
     return EventsOut(
         request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events
     )

@@ -1,4 +1,4 @@
-"""`Codec`: the body of one kind of request, its answer on the wire, and the two translations."""
+"""`Codec`, and the fields, parsers and renderers that the codecs of the kinds share."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from npu_gr.server.schemas import bulk
 
 
 class NamesUser(Protocol):
-    """A body that names its user.
+    """A body with a user.
 
-    The access log needs the user even of a request that is rejected after decoding.
+    The access log needs the user even if the request is rejected after decoding.
     """
 
     @property
@@ -41,25 +41,25 @@ B = TypeVar("B", bound=NamesUser)
 
 
 class UrlParts(NamedTuple):
-    """The URL of a request without a body: variables of its path, and its query, each decoded once."""
+    """The URL of a request without a body: path variables and query, decoded."""
 
     path: Mapping[str, str]
     query: Mapping[str, str]
 
     @property
     def user(self) -> UserKey:
-        """The user that the path names; the tenant is in the query."""
+        """The user in the path, of the tenant in the query."""
         return UserKey(self.query.get("tenant", ""), self.path["user_id"])
 
 
 class ResponseFields(NamedTuple):
-    """What an answer says of its items."""
+    """Which item fields the response includes, and the names to fill them."""
 
     names: Names
-    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `codec/fields.py`
+    fields: tuple[str, ...] = ()  # a subset of ITEM_FIELDS
 
     def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
-        """Return the titles of items where the request asks for them; null = one has none."""
+        """Return the titles of items if the request asks for them; None = an item has none."""
         return (
             self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
         )
@@ -69,34 +69,34 @@ class ResponseFields(NamedTuple):
 class Codec(Generic[B, Q, A]):
     """One kind of request on the wire. B = body, Q = request, A = answer of the service.
 
-    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with
-    the field and the limit; `read_headers` raises BadRequest. `render` gets the answer, the
-    request's id, the media type and what is shown of items: msgpack carries raw columns where JSON
-    has lists.
+    `parse` receives the body, the limits and the names of the served versions; it raises TooLarge
+    or Unprocessable with the field and the limit. `read_headers` raises BadRequest. `render`
+    receives the answer, the request's id, the media type and the item fields to include; msgpack
+    has raw columns where JSON has lists.
     """
 
-    # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
+    # Struct of the body; None: no body, `parse` receives `UrlParts`
     body: type[B] | None
-    # the Struct that `render` makes; None: an answer without content
+    # Struct that `render` returns; None: an answer without content
     answer: type[msgspec.Struct] | None
-    # the Struct of an answer with status 202: done, but not to the end
+    # Struct of an answer with status 202: accepted, but not complete
     begun: type[msgspec.Struct] | None = None
     parse: Callable[[B, ServerConfig, Names], Q]
     render: Callable[[A, str, str, ResponseFields], msgspec.Struct | None]
-    loose_bytes: int = bulk.LOOSE_BYTES  # that a body may have beside its columns
-    # what the HTTP headers add; None = nothing
+    loose_bytes: int = bulk.LOOSE_BYTES  # largest part of a body outside of its columns, in bytes
+    # adds the fields of HTTP headers to the request; None = there are none
     read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None
     operation: str | None = None  # OpenAPI's operationId; None = the kind's name
-    # OpenAPI's, beside those of the path and the time limit
+    # OpenAPI's parameters, in addition to those of the path and the time limit
     parameters: tuple[dict[str, Any], ...] = ()
-    done: str = "Done."  # OpenAPI's description of a good answer
+    done: str = "Success."  # OpenAPI's description of a successful answer
 
 
-MOST_ITEMS = 1000  # of one request
+MOST_ITEMS = 1000  # items of one request to /v1/items
 
 
 class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
-    """An item: raw columns hold its id, lists its name. null: no table that is served knows it."""
+    """An item: its id (as in raw columns) and name (as in lists). null: unknown to all tables."""
 
     id: int
     name: str | int | None
@@ -104,7 +104,7 @@ class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Item = (  # a name of an item
+Item = (  # name of an item; a whole number is its own id
     Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
     | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
 )
@@ -116,7 +116,7 @@ Action = (
 
 
 def _a_column(what: str, raw: str, dtype: str, limit: str) -> msgspec.Meta:
-    """Describe a column: its raw elements, and the setting of `server` that bounds it (`bulk.py` reads both)."""
+    """Describe a column for OpenAPI; `bulk.py` reads its limit and the size of raw elements."""
     name = np.dtype(dtype).name
     text = f"{what}, or {raw} as raw little-endian {name} (base64 in JSON). At most server.{limit}."
     return msgspec.Meta(
@@ -139,20 +139,22 @@ Times = Annotated[
 Candidates = Annotated[
     list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_candidates")
 ]
-LAST_S = 10**11  # unix seconds (the year 5138): a larger number counts something shorter
-MAX_NAME = 128  # characters of a user id, a tenant, a version
+LAST_S = 10**11  # unix seconds (the year 5138); larger numbers are milliseconds or shorter units
+MAX_NAME = 128  # characters of a user id, tenant or version
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
-Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # any of them
-MOST_NAMES = 100  # of attributes of one item or one filter
-ITEM_FIELDS = ("title",)  # what an answer can say of its items beside their names
+Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # alternatives
+MOST_NAMES = 100  # attributes of one item or one filter
+ITEM_FIELDS = ("title",)  # item fields that an answer can include in addition to the names
 ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
-# of each item; absent: the request did not ask for them
+# title of each item; absent: the request did not ask for them
 Titles = list[str | None] | msgspec.UnsetType
 
 
-UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
+UserId = (
+    Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+)  # 7 and "7" are the same user
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,11 +163,11 @@ class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     items: Items
     actions: Actions
     timestamps: Times
-    features: ColumnMap | msgspec.UnsetType = msgspec.UNSET  # of each event
+    features: ColumnMap | msgspec.UnsetType = msgspec.UNSET  # features of each event
 
 
 class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that names its user."""
+    """A body with a user."""
 
     user_id: UserId
     tenant: Tenant = ""
@@ -177,78 +179,75 @@ class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that brings the user's history or names a known prefix of it.
+    """A body with the user's history, or a known prefix (`base`) and the events after it.
 
     With neither, the history store is read.
     """
 
-    history: History | None = None  # absent: from the history store
-    base: Name | None = None  # fingerprint of a known prefix that `history` continues
+    history: History | None = None
+    base: Name | None = None  # fingerprint of the known prefix that `history` continues
     model_version: Name | None = None
 
 
 class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source.
+    """How the model read the history, and where it came from.
 
-    `sorted_events` of them stood later than newer ones, and were sorted
-    (`service.unsorted_history`). `features_source` and `features_fault` are there if the user's
-    features came from `feature_store`.
+    `features_source` and `features_fault` are present if the user's features came from
+    `feature_store`.
     """
 
     fingerprint: str
-    num_tokens: int
-    cut_tokens: int
-    unknown_items: int
+    num_tokens: int  # tokens that the model read
+    cut_tokens: int  # tokens left out because the history is longer than the model reads
+    unknown_items: int  # events whose items the catalogue lacks
     source: str  # request | store | last_known | nothing; the last two: the history store failed
-    fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
+    fault: str  # fault of the history store: store_unavailable | store_slow | ...; "" = none
+    # events that were sent after newer ones and were sorted (`service.unsorted_history`)
     sorted_events: int
     # source | remembered | last_known | nothing
     features_source: str | msgspec.UnsetType = msgspec.UNSET
-    # of the source, as `fault` of the store; "" = none
+    # fault of the feature source; "" = none
     features_fault: str | msgspec.UnsetType = msgspec.UNSET
 
 
-# ---- reading
+# ---- parsing
 
 
 def optional_items(values: list[str | int] | bytes | None, field: str, limit: int) -> I64 | None:
-    """Read a column of items that may be absent. Raises as `parse_items` does."""
+    """Parse a column of items that may be absent. Raises as `parse_items` does."""
     return None if values is None else parse_items(values, field, limit)
 
 
 def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
-    """Read a column of items.
+    """Parse a column of items.
 
     Args:
-        values: names, or raw ids.
-        field: its name in messages.
-        limit: elements at most.
+        values: Items, as names or as ids in raw little-endian int64.
+        field: Name of the field in error messages.
+        limit: Largest number of elements.
+
+    Returns:
+        Ids, int64 [n].
 
     Raises:
-        TooLarge: more than `limit` elements. Unprocessable: raw bytes that are no ids, or a name
-            that is no item's.
+        TooLarge: There are more than `limit` elements.
+        Unprocessable: A raw id is negative, the bytes are not whole ids, or a name is invalid.
     """
     ids: I64 = _column(values, field, "<i8", limit, item_ids)
     return ids
 
 
 def check_item_fields(fields: list[str]) -> None:
-    """Check what an answer is to say of its items.
-
-    Raises Unprocessable where that is none of `ITEM_FIELDS`.
-    """
+    """Raise Unprocessable if a requested item field is not one of `ITEM_FIELDS`."""
     for field in fields:
         if field not in ITEM_FIELDS:
             raise Unprocessable(
-                f"fields: {quoted(field)} is none; there is {', '.join(ITEM_FIELDS)}"
+                f"fields: unknown field {quoted(field)}; there are: {', '.join(ITEM_FIELDS)}"
             )
 
 
 def shown_at(timestamp: int | None) -> int | None:
-    """Check the instant that items are shown at.
-
-    Raises Unprocessable where it is not in seconds.
-    """
+    """Return a timestamp after a check. Raises Unprocessable if it is not in unix seconds."""
     if timestamp is not None and timestamp > LAST_S:
         raise Unprocessable(f"timestamp: {timestamp} {_unit(timestamp)}")
     return timestamp
@@ -263,22 +262,22 @@ def parse_events(
     *,
     continues: bool = False,
 ) -> Events:
-    """Make arrays of the three columns of a history.
+    """Convert the columns of a history to arrays.
 
     Args:
-        history: as it was decoded.
-        field: its name in messages.
-        limit: events at most.
-        names: of actions, and what becomes of rows that run backwards.
-        version: of the ranker whose actions these are; None = the current one.
-        continues: they continue a base. Where rows that run backwards are sorted, whoever has the
-            base sorts them.
+        history: Decoded body.
+        field: Name of the field in error messages.
+        limit: Largest number of events.
+        names: Actions of the served models, and the policy for events that are not in time order.
+        version: Version of the ranker that defines the actions; None = the current one.
+        continues: The events continue a base. Under the policy "sort" they are then left unsorted
+            here, because the code that has the base sorts all of them.
 
     Raises:
-        TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none
-            of the model's, a timestamp is not in seconds, rows run backwards, or the columns differ
-            in length.
-        NotFound: the version is not served.
+        TooLarge: As `parse_items` does.
+        Unprocessable: As `parse_items` does; also if the model lacks an action, a timestamp is not
+            in seconds, events are not in time order, or the columns differ in length.
+        NotFound: The version is not served.
     """
     ids = parse_items(history.items, f"{field}.items", limit)
     known = names.actions(version)
@@ -306,7 +305,7 @@ def parse_events(
 
 
 def stored_events(history: History, config: ServerConfig, names: Names) -> Events:
-    """Read behaviours for the history store. Raises as `parse_events` does."""
+    """Parse events for the history store. Raises as `parse_events` does."""
     return parse_events(history, "events", config.max_history_events, names)
 
 
@@ -317,7 +316,7 @@ def parse_history(
     version: str | None = None,
     of_user: Row | None = None,
 ) -> HistoryRef:
-    """Read where a request's behaviours come from, and the user's features.
+    """Parse the history of a request, its base and the user's features.
 
     Raises as `parse_events` does.
     """
@@ -342,7 +341,7 @@ def _column(
     limit: int,
     read: Callable[[list[Any]], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Make an array of a list by `read`, or of raw bytes, which are read in place, without a copy."""
+    """Make an array from a list by `read`, or from raw bytes without a copy."""
     dt = np.dtype(dtype)
     if isinstance(values, bytes):
         if len(values) % dt.itemsize:
@@ -366,7 +365,7 @@ def _column(
 
 
 def _indices(actions: Sequence[str | float]) -> I16:
-    """Take actions for indices where no model names them."""
+    """Read actions as indices, 0 to 2^15 - 1, where no model names actions."""
     for place, action in enumerate(actions):
         is_digits = (
             isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
@@ -381,18 +380,18 @@ def _indices(actions: Sequence[str | float]) -> I16:
 
 
 def _unit(timestamp: int) -> str:
-    """Say what a time that is too large for seconds looks like, and the remedy."""
+    """Describe a timestamp that is too large for seconds: its likely unit and the remedy."""
     for divisor, unit in ((10**3, "milliseconds"), (10**6, "microseconds"), (10**9, "nanoseconds")):
         if timestamp <= LAST_S * divisor:
             return f"looks like {unit}: divide by {divisor} for unix seconds"
-    return "is no unix time in seconds"
+    return "is not a unix time in seconds"
 
 
-# ---- writing
+# ---- rendering
 
 
 def render_history(report: HistoryReport) -> HistoryOut:
-    """Write how the model read the behaviours."""
+    """Convert the report about a history for the wire."""
     of_user = report.user_features
     return HistoryOut(
         fingerprint=report.fingerprint,
@@ -408,17 +407,17 @@ def render_history(report: HistoryReport) -> HistoryOut:
 
 
 def render_items(ids: I64, names: Names, is_raw: bool) -> list[str | int] | bytes:
-    """Write items as raw ids if `is_raw`, or else by their names."""
+    """Render items as raw ids if `is_raw`, else as a list of names."""
     return ids.astype("<i8", copy=False).tobytes() if is_raw else names.items(ids)
 
 
 def render_column(values: npt.NDArray[Any], dtype: str, is_raw: bool) -> Any:
-    """Write an array as one flat column: raw bytes of the little-endian `dtype` if `is_raw`, or else a list."""
+    """Render an array as one flat column: raw bytes of `dtype` if `is_raw`, else a list."""
     return values.astype(dtype, copy=False).tobytes() if is_raw else values.ravel().tolist()
 
 
 def render_scores(values: F32, is_raw: bool) -> list[float | None] | bytes:
-    """Write scores as raw float32 if `is_raw`, or else as a list, in which msgspec writes NaN (unknown) as null."""
+    """Render scores as raw float32 if `is_raw`, else as a list, where NaN becomes null."""
     scores: list[float | None] | bytes = render_column(values, "<f4", is_raw)
     return scores
 
@@ -431,9 +430,9 @@ Row = Annotated[dict[FeatureName, Cell], msgspec.Meta(max_length=MOST_FEATURES)]
 ColumnMap = Annotated[
     dict[FeatureName, list[Cell] | bytes],
     msgspec.Meta(
-        description="Features, each a list with a value a row, or raw little-endian float32 of a "
-        "number and uint64 "
-        "hashes of names (base64 in JSON). At most server.max_feature_values together.",
+        description="Features: each a list with one value per row, or raw little-endian float32 "
+        "(numbers) or uint64 hashes (names), in base64 in JSON. At most server.max_feature_values "
+        "values in total.",
         max_length=MOST_FEATURES,
         extra={"limit": "max_feature_values", "element_bytes": 4, "most_entries": MOST_FEATURES},
     ),
@@ -441,27 +440,27 @@ ColumnMap = Annotated[
 
 
 class SignalFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of the user before the signal; a part of the prefix."""
+    """Features known at the signal: those of the user, which are a part of the prefix."""
 
-    user: Row | None = None  # absent: those of `base`
+    user: Row | None = None  # absent: those stored with `base`
 
 
 class RequestFeatures(SignalFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of the user, and of this request: hour, page, device."""
+    """Features of the user and of this request, such as hour, page or device."""
 
     request: Row = msgspec.field(default_factory=dict)
 
 
 class RankFeatures(RequestFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of the user, of this request, and of the user with each candidate."""
+    """Features of the user, of this request, and of each user-candidate pair."""
 
     cross: ColumnMap = msgspec.field(default_factory=dict)
 
 
 def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: str) -> OneRow:
-    """Check the features of one user or request.
+    """Parse the features of one user or request.
 
-    Raises Unprocessable, with the feature and the limit.
+    Raises Unprocessable with the feature and the limit.
     """
     try:
         for name, value in row.items():
@@ -481,9 +480,9 @@ def parse_columns(
     num_rows: int,
     field: str,
 ) -> Columns:
-    """Read the features of n candidates or events.
+    """Parse the features of `num_rows` candidates or events.
 
-    Raises Unprocessable, with the feature, the row and the limit.
+    Raises Unprocessable with the feature, the row and the limit.
     """
     if not columns:
         return Columns()
@@ -502,7 +501,7 @@ def parse_columns(
 def _raw_numbers(
     columns: Mapping[str, list[Cell] | bytes], features: Mapping[str, Feature], num_rows: int
 ) -> Mapping[str, F32] | None:
-    """Read columns that are all raw numbers, none of them missing, at once; None = they are something else."""
+    """Parse columns at once if all are raw numbers without missing values, else return None."""
     for name, values in columns.items():
         feature = features.get(name)
         if feature is None or feature.kind != "number" or feature.computed:
@@ -521,7 +520,7 @@ def _values(feature: Feature, values: list[Any] | bytes) -> ColumnValues:
     )
     if len(values) % (dtype.itemsize * width):
         raise ValueError(
-            f"{feature.name}: {len(values)} bytes are no whole rows of {width} {dtype.name}"
+            f"{feature.name}: {len(values)} bytes are not whole rows of {width} {dtype.name}"
         )
     read = np.frombuffer(values, dtype)
     return read if feature.kind == "number" else read.reshape(-1, width)

@@ -1,4 +1,4 @@
-"""The codec of generates: POST /v1/generate."""
+"""The codec of generative retrieval: POST /v1/generate."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from npu_gr.server.schemas.media import MSGPACK
 
 
 class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best items after a user's history, by semantic-ID beam search."""
+    """Generate the best next items for a user by semantic-ID beam search."""
 
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
-    beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
-    normalise: Normalise | None = None  # absent: the service's
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: as configured
+    normalise: Normalise | None = None  # absent: as configured
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
-    # attribute of the catalogue -> values, of which an item has one
+    # attribute of the catalogue -> accepted values; an item must have one of them
     attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )
@@ -49,7 +49,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Items, best first, as flat columns: `sids` holds num_levels codes an item."""
+    """Items, best first, as flat columns; `sids` has `num_levels` codes per item."""
 
     request_id: str
     model_version: str
@@ -68,7 +68,7 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    """Make a request from a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     check_item_fields(body.fields)
     return GenerateRequest(
         user=body.user,
@@ -87,9 +87,9 @@ def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateReq
 
 
 def render(
-    answer: GenerateAnswer, request_id: str, media: str, shown: ResponseFields
+    answer: GenerateAnswer, request_id: str, media: str, response_fields: ResponseFields
 ) -> GenerateOut:
-    """Write the answer of a generate.
+    """Convert the answer for the wire.
 
     In msgpack items are raw int64, sids int32, scores float32, little-endian.
     """
@@ -101,8 +101,8 @@ def render(
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         status=answer.status,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         sids=render_column(answer.sids, "<i4", is_raw),
         num_levels=answer.sids.shape[1],
         scores=render_column(answer.scores, "<f4", is_raw),

@@ -1,7 +1,7 @@
-"""The codec of ingests: POST /v1/events/bulk, events of many users of one tenant.
+"""The codec of bulk events: POST /v1/events/bulk, events of many users of one tenant.
 
-A body that has not this form is rejected whole. A user whose events cannot be used fails alone: the
-answer has the reason in the user's place.
+A malformed body is rejected as a whole. A user with invalid events fails alone: the answer has the
+error at the user's index.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from npu_gr.server.schemas.fields import (
     stored_events,
 )
 
-MOST_USERS = 1000  # of a call
-INGEST_BYTES = 262_144  # of a call: decoding it stops the event loop for some 10 ms
+MOST_USERS = 1000  # users of a request
+INGEST_BYTES = 262_144  # length of a body; decoding it blocks the event loop for about 10 ms
 
 
 class UserEvents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """New behaviours of one of the users."""
+    """New behaviours of one user."""
 
     user_id: UserId
     events: History
-    idempotency_key: Key | None = None  # events that come with one key of a user are appended once
+    # a repeated request of a user with the same key appends once
+    idempotency_key: Key | None = None
 
 
 class IngestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """New behaviours of many users; one may be named several times."""
+    """New behaviours of many users; a user may appear several times."""
 
     users: Annotated[list[UserEvents], msgspec.Meta(min_length=1, max_length=MOST_USERS)]
     tenant: Tenant = ""
-    # append | merge: only what the store lacks, in time order | replace: in the place of all that it has of these users
+    # append | merge: add the events that the store lacks, in time order | replace: all events of
+    # these users
     mode: Mode = Mode.APPEND
 
     @property
     def user(self) -> UserKey:
-        """Nobody, of the tenant."""
+        """The tenant with an empty user id; the access log has no single user."""
         return UserKey(self.tenant, "")
 
 
 class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why nothing was written, as the problem details of a single call say it."""
+    """Why a user's events were not written, with the fields of problem details."""
 
     status: int
     title: str
@@ -60,21 +62,16 @@ class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserWritten(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a user: how many events the store keeps now, and how many of them are new.
+    """The result for one user: the counts, or the error."""
 
-    Or the error.
-
-    `num_filled` of the events that a merge found in the store gained features.
-    """
-
-    num_events: int | None = None
+    num_events: int | None = None  # events that the store now has of the user
     num_added: int = 0
-    num_filled: int = 0
+    num_filled: int = 0  # stored events that gained features by a merge
     error: UserFailure | None = None
 
 
 class IngestOut(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the users, in the order of the body."""
+    """The results, in the order of the body's users."""
 
     request_id: str
     num_added: int
@@ -83,7 +80,7 @@ class IngestOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest:
-    """Make a request of a body; what cannot be read of a user is kept as its error."""
+    """Make a request from a body; a user with invalid events gets the error in its place."""
 
     def write(one: UserEvents) -> Write | RequestError:
         try:
@@ -95,8 +92,10 @@ def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest
     return IngestRequest(tenant=body.tenant, writes=tuple(write(one) for one in body.users))
 
 
-def render(answer: IngestAnswer, request_id: str, _media: str, _shown: ResponseFields) -> IngestOut:
-    """Write what became of the users."""
+def render(
+    answer: IngestAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> IngestOut:
+    """Convert the answer for the wire."""
 
     def out(one: Written | NpuGrError) -> UserWritten:
         if isinstance(one, Written):

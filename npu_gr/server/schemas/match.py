@@ -1,4 +1,4 @@
-"""The codec of matches: POST /v1/match."""
+"""The codec of cross-domain vector retrieval: POST /v1/match."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from npu_gr.server.schemas.media import MSGPACK
 
 
 class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best items for a user by vectors trained across domains."""
+    """Retrieve the best items for a user by vectors trained across domains."""
 
     # in the target domain; absent: from the history store, if there is one
     history: History | None = None
     num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
-    # without the history, and what the user had when the vectors were trained
+    # leave out the items of the history, and those that the user had in the training data
     exclude_seen: bool = True
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
@@ -48,7 +48,7 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     vectors_version: str
     basis: str  # target | folded | source | popularity; scores are comparable within one
-    status: str  # complete | exhausted: fewer than asked
+    status: str  # complete | exhausted: fewer than requested
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float] | bytes
@@ -56,7 +56,7 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    """Make a request from a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     check_item_fields(body.fields)
     history = (
         None
@@ -74,8 +74,10 @@ def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
     )
 
 
-def render(answer: MatchAnswer, request_id: str, media: str, shown: ResponseFields) -> MatchOut:
-    """Write the answer of a match.
+def render(
+    answer: MatchAnswer, request_id: str, media: str, response_fields: ResponseFields
+) -> MatchOut:
+    """Convert the answer for the wire.
 
     In msgpack items are raw int64, scores float32, little-endian.
     """
@@ -85,8 +87,8 @@ def render(answer: MatchAnswer, request_id: str, media: str, shown: ResponseFiel
         vectors_version=answer.vectors_version,
         basis=answer.basis.value,
         status=answer.status,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         scores=render_column(answer.scores, "<f4", is_raw),
         stages_s=answer.stages_s,
     )

@@ -1,4 +1,4 @@
-"""Reading and writing bodies: JSON and msgpack by the same Structs."""
+"""Decodes and encodes bodies, JSON and msgpack, by the same Structs."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def decode(body: bytes, content_type: str, cls: type[S]) -> S:
     """Parse and validate a body.
 
     Args:
-        body: as it was received.
-        content_type: its media type, without parameters.
-        cls: the Struct to read.
+        body: The received bytes.
+        content_type: Media type without parameters.
+        cls: Struct to decode.
 
     Raises:
-        UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable:
-            a field is unknown, missing, of the wrong type or out of range; the message has its
-            path.
+        UnsupportedMedia: The media type is neither JSON nor msgpack.
+        BadRequest: The body cannot be parsed.
+        Unprocessable: A field is unknown, missing, of the wrong type or out of range; the message
+            has its path.
     """
     decoded: S = _decode(body, content_type, cls, cls)
     return decoded
 
 
 def skim(body: bytes, content_type: str, cls: Any) -> msgspec.Struct:
-    """Find the fields of a body without reading their values: the Struct of `skimmer(cls)`.
+    """Split a body into its undecoded fields, as an instance of `skimmer(cls).struct`.
 
     Raises as `decode` does.
     """
@@ -52,11 +53,7 @@ def skim(body: bytes, content_type: str, cls: Any) -> msgspec.Struct:
 
 
 def check_type(content_type: str) -> None:
-    """Check the media type of a body, without parameters.
-
-    Raises:
-        UnsupportedMedia: it is neither JSON nor msgpack.
-    """
+    """Raise UnsupportedMedia if a media type (without parameters) is neither JSON nor msgpack."""
     if content_type not in _DECODERS:
         raise UnsupportedMedia(
             f"Content-Type: {quoted(content_type)} is neither {JSON} nor {MSGPACK}"
@@ -64,11 +61,7 @@ def check_type(content_type: str) -> None:
 
 
 def convert(table: dict[str, Any], cls: type[S]) -> S:
-    """Make a Struct of a table whose values were read already.
-
-    Raises:
-        Unprocessable: as `decode`.
-    """
+    """Make a Struct from decoded values. Raises Unprocessable as `decode` does."""
     try:
         return msgspec.convert(table, cls)
     except msgspec.ValidationError as error:
@@ -86,18 +79,18 @@ def _decode(body: bytes, content_type: str, cls: Any, meant: Any) -> Any:
 
 
 def encode(answer: msgspec.Struct, media: str) -> bytes:
-    """Write an answer as JSON or msgpack."""
+    """Encode an answer as JSON or msgpack."""
     return _ENCODERS[media](answer)
 
 
 @cache
 def _decoder(media: str, cls: Any) -> Any:
-    """Compile the checks of a Struct once: that takes far longer than one use of them."""
+    """Cache the decoder of a Struct: making it takes far longer than one use."""
     return _DECODERS[media](cls)
 
 
 def _reason(error: Exception) -> str:
-    """Say why bytes are no text, without the bytes, which are a part of that error."""
+    """Describe a decoding error without the client's bytes, which UnicodeDecodeError quotes."""
     return (
         (f"{error.reason} at byte {error.start}")
         if isinstance(error, UnicodeDecodeError)
@@ -106,7 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def _explain(message: str, cls: Any) -> str:
-    """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field."""
+    """Put the path before msgspec's message, and suggest the nearest name of an unknown field."""
     text, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
@@ -114,15 +107,15 @@ def _explain(message: str, cls: Any) -> str:
         name = cut(unknown[1])
         full = f"{path}.{name}" if path else name
         return f"unknown field {full}{near(unknown[1], names)}"
-    text = cut(text, 100)  # a choice that does not exist is quoted in it
+    text = cut(text, 100)  # the message quotes an invalid choice at any length
     return f"{path}: {text}" if path else text
 
 
 @cache
 def _fields_at(cls: Any, path: str) -> list[str]:
-    """Name the fields of the Struct at a path, `users[].events`.
+    """List the fields of the Struct at a path such as `users[].events`.
 
-    There are as many paths as fields.
+    The cache is bounded: there are as many paths as fields.
     """
     kinds = [inspect.type_info(cls)]
     for step in re.findall(r"\[\]|[^.\[]+", path):
@@ -136,7 +129,7 @@ def _fields_at(cls: Any, path: str) -> list[str]:
 
 
 def _within(kind: inspect.Type, step: str) -> list[inspect.Type]:
-    """Return what a value of a type holds at one step of a path."""
+    """Return the types that a value of a type may have at one step of a path."""
     if isinstance(kind, inspect.StructType):
         return [
             one

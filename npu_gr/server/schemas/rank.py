@@ -1,4 +1,4 @@
-"""The codec of ranks: POST /v1/rank."""
+"""The codec of ranking: POST /v1/rank."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Score candidates for a user."""
 
     candidates: Candidates
-    timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
+    timestamp: Int | None = None  # unix seconds at which the candidates are shown; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    # reject: 422 instead of null for a candidate
+    # ignore: score null for candidates that the catalogue lacks; reject: 422
     unknown_items: AnyUnknownItems | None = None
     features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
 
 class RankOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Logits per task in candidate order (null: the catalogue lacks the item), and how they came to be."""
+    """Logits per task in the order of the candidates; null: the catalogue lacks the item."""
 
     request_id: str
     model_version: str
@@ -57,20 +57,20 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     titles: Titles = msgspec.UNSET
     prefix_tokens: int
     unknown_candidates: int
-    missing_features: list[str] = []  # of.name: features of the model that nothing was said of
+    missing_features: list[str] = []  # model features absent from the request, as "group.name"
     history: HistoryOut
     stages_s: dict[str, float]
 
 
 def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
-    """Make a request of a body.
+    """Make a request from a body.
 
     Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
     """
     check_item_fields(body.fields)
     candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
-        raise Unprocessable("candidates: needs at least one")
+        raise Unprocessable("candidates: is empty; send at least one item")
     known = names.features(body.model_version)
     given = body.features or RankFeatures()
     return RankRequest(
@@ -83,15 +83,17 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
         ),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
-        unknown_items=current(body.unknown_items),
+        unknown_items=body.unknown_items and current(body.unknown_items),
         model_version=body.model_version,
     )
 
 
-def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseFields) -> RankOut:
-    """Write the answer of a rank.
+def render(
+    answer: RankAnswer, request_id: str, media: str, response_fields: ResponseFields
+) -> RankOut:
+    """Convert the answer for the wire.
 
-    In msgpack the scores are raw little-endian float32, NaN where unknown.
+    In msgpack the scores are raw little-endian float32, NaN where the catalogue lacks the item.
     """
     is_raw = media == MSGPACK
     return RankOut(
@@ -100,8 +102,8 @@ def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseField
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         scores={task: render_scores(values, is_raw) for task, values in answer.scores.items()},
-        top=_top(answer, shown.names, is_raw),
-        titles=shown.titles(answer.top),
+        top=_top(answer, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.top),
         prefix_tokens=answer.prefix_tokens,
         unknown_candidates=answer.unknown_candidates,
         missing_features=list(answer.missing_features),

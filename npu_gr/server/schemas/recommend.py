@@ -1,4 +1,4 @@
-"""The codec of recommends: POST /v1/recommend."""
+"""The codec of recommendations: POST /v1/recommend."""
 
 from __future__ import annotations
 
@@ -36,69 +36,65 @@ from npu_gr.server.schemas.media import MSGPACK
 
 
 class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to show a user: signal, retrieval, pre-processing and rank in one."""
+    """Recommend items: signal, retrieval, pre-processing and rank in one request."""
 
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
-    # ranked at most, up to the config's
+    # most candidates to rank, up to the configured number
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
-    # last: items that the ranker does not know come after all others, without a score; drop: not;
-    # absent: as configured
+    # items that the ranker does not know: "last" = after all others, without a score; "drop" = left
+    # out; absent: as configured
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: Candidates | None = None
-    timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
+    timestamp: Int | None = None  # unix seconds at which the items are shown; absent = now
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
-    )  # for the service's hook
+    )  # passed to the service's hook
     features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
-    # only these of the configured ones; absent: all
+    # subset of the configured sources; absent: all
     sources: (
         Annotated[list[AnySourceName], msgspec.Meta(max_length=len(get_args(AnySourceName)))] | None
     ) = None
-    order: AnyOrderName | None = None  # retrieval: nothing is ranked; absent: as configured
+    order: AnyOrderName | None = None  # retrieval = without ranking; absent: as configured
 
 
 class StageOut(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage: how it ended, from when on (after the cascade began), for how long, and how many items it had."""
+    """One stage of the cascade."""
 
     stage: str
-    result: str
-    began_s: float
+    result: str  # how it ended
+    began_s: float  # seconds after the cascade began
     took_s: float
     num_items: int
 
 
 class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Items, best first, as flat columns, and how they came to be.
-
-    Scores: the ranker's; null = not ranked.
-    """
+    """Items, best first, as flat columns. Scores are the ranker's; null = not ranked."""
 
     request_id: str
     model_version: str
-    verdict: str | None  # null: no signal, because the shared encoder got the prefix itself
-    # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
+    verdict: str | None  # null: no signal, because the shared encoder loaded the prefix itself
+    # outcome of the prefix cache; null: nothing was ranked, items are in the order of retrieval
     outcome: str | None
     reason: str
-    order: str  # that the items are in: blended, rank, fused or retrieval
+    order: str  # order of the items: blended, rank, fused or retrieval
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
-    num_candidates: int  # that were ranked
-    # that were found too, and that the ranker does not know: the last ones, or dropped
-    num_unknown: int
-    degraded: list[str]  # stages that did not do their part
+    num_candidates: int  # ranked candidates
+    num_unknown: int  # retrieved items that the ranker does not know: placed last, or dropped
+    degraded: list[str]  # stages that failed or were skipped
     stages: list[StageOut]
     prefix_tokens: int
-    missing_features: list[str] = []  # of.name: features of the ranker that nothing was said of
+    missing_features: list[str] = []  # ranker features absent from the request, as "group.name"
     history: HistoryOut
     stages_s: dict[str, float]
 
 
 def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
-    """Make a request of a body.
+    """Make a request from a body.
 
     Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
     """
@@ -118,15 +114,15 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         context=body.context,
         request_features=parse_row(given.request, known.request.features, "features.request"),
         sources=None if body.sources is None else tuple(current(body.sources)),
-        order=current(body.order),
+        order=body.order and current(body.order),
         model_version=body.model_version,
     )
 
 
 def render(
-    answer: RecommendAnswer, request_id: str, media: str, shown: ResponseFields
+    answer: RecommendAnswer, request_id: str, media: str, response_fields: ResponseFields
 ) -> RecommendOut:
-    """Write the answer of a recommend.
+    """Convert the answer for the wire.
 
     In msgpack items are raw int64 and scores float32 (NaN = not ranked).
     """
@@ -138,8 +134,8 @@ def render(
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
         order=answer.order,
-        items=render_items(answer.item_ids, shown.names, is_raw),
-        titles=shown.titles(answer.item_ids),
+        items=render_items(answer.item_ids, response_fields.names, is_raw),
+        titles=response_fields.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,

@@ -21,14 +21,14 @@ from npu_gr.server.schemas.fields import (
 
 
 class SignalBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pre-infer a user's prefix while retrieval still runs."""
+    """Announce a rank: the prefix of the user's history is computed while retrieval still runs."""
 
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     features: SignalFeatures | msgspec.UnsetType = msgspec.UNSET
 
 
 class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The trigger's verdict."""
+    """The trigger's verdict: whether the prefix is computed."""
 
     request_id: str
     model_version: str
@@ -39,7 +39,7 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest:
-    """Make a request of a body.
+    """Make a request from a body.
 
     Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
     """
@@ -52,8 +52,10 @@ def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest
     )
 
 
-def render(answer: SignalAnswer, request_id: str, _media: str, _shown: ResponseFields) -> SignalOut:
-    """Write the answer of a signal."""
+def render(
+    answer: SignalAnswer, request_id: str, _media: str, _response_fields: ResponseFields
+) -> SignalOut:
+    """Convert the answer for the wire."""
     return SignalOut(
         request_id=request_id,
         model_version=answer.model_version,

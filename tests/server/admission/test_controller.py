@@ -179,7 +179,7 @@ def test_the_last_permits_go_to_the_tenant_that_holds_fewer_of_them() -> None:
     hung = [held.arrive(tenant="hot") for _ in range(4)]
     for guest in hung:  # they wait for a store that does not answer
         assert guest.permit is not None
-        guest.permit.outside().__enter__()
+        guest.permit.suspended().__enter__()
     inside = [held.arrive(tenant="small") for _ in range(2)] + [
         held.arrive(tenant="hot") for _ in range(2)
     ]
@@ -356,7 +356,7 @@ def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_th
         pass
     first, waiting = held.guests[0], held.guests[-1]
     assert first.permit is not None
-    block = first.permit.outside()
+    block = first.permit.suspended()
     held.do(block.__enter__)
     assert waiting.permit
     assert held.admission.work.counts(RANK.name)["suspended"] == 1
@@ -371,7 +371,7 @@ def test_a_hung_store_with_as_many_waiters_as_places_closes_the_door_to_nobody()
     for _ in range(100):
         guest = held.arrive()
         assert guest.permit is not None
-        step = guest.permit.outside()
+        step = guest.permit.suspended()
         held.do(step.__enter__)
         outside.append(step)
     assert held.arrive().permit
@@ -480,7 +480,7 @@ def test_every_request_ends_once_and_the_counts_agree(
                     held.guests[-1].cancel()
             elif step == "out" and active:
                 assert active[0].permit is not None
-                block = active[0].permit.outside()
+                block = active[0].permit.suspended()
                 held.do(block.__enter__)
                 out.append((active[0], block))
             elif step == "back" and out:

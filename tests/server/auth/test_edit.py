@@ -51,7 +51,7 @@ def test_a_name_and_a_key_are_there_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has a key 'a' already"):
         add_key(path, entry("a", tenant="other"))
     same = entry("a")
-    with pytest.raises(ConfigError, match="has the same key already, as 'a'"):
+    with pytest.raises(ConfigError, match="has the same key already, under the name 'a'"):
         add_key(path, type(same)(name="b", sha256=same.sha256, tenant="", scopes=same.scopes))
     with pytest.raises(ConfigError, match="has no key 'b'"):
         revoke_key(path, "b")

@@ -13,13 +13,13 @@ import pytest
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
 from npu_gr.server.auth.keys import (
-    ANYBODY,
+    ANONYMOUS,
     KeyEntry,
     KeyFile,
     KeyRejection,
     KeyRing,
     hash_of,
-    written,
+    to_yaml,
 )
 from tests.clock import Clock
 
@@ -38,14 +38,14 @@ def entry(secret: bytes = SECRET, name: str = "one", **fields: object) -> KeyEnt
 
 
 def write(path: Path, *entries: KeyEntry) -> None:
-    path.write_text(written(KeyFile(keys=list(entries))))
+    path.write_text(to_yaml(KeyFile(keys=list(entries))))
 
 
 def test_without_a_file_everybody_may_do_everything() -> None:
     ring = KeyRing(None)
-    assert ring.find(None) is ANYBODY
-    assert ANYBODY.scopes == set(Scope)
-    ring.spend(ANYBODY)
+    assert ring.find(None) is ANONYMOUS
+    assert ANONYMOUS.scopes == set(Scope)
+    ring.spend(ANONYMOUS)
     ring.reload_if_changed()
 
 
@@ -77,7 +77,7 @@ def test_a_key_expires(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     path = tmp_path / "keys"
     path.write_text(
-        written(KeyFile(keys=[entry()])).replace(
+        to_yaml(KeyFile(keys=[entry()])).replace(
             "  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"
         )
     )
@@ -95,7 +95,7 @@ def test_a_rate_is_a_key_s_own(tmp_path: Path) -> None:
     key, free = ring.find(b"Bearer " + SECRET), ring.find(b"Bearer " + OTHER)
     for _ in range(2):
         ring.spend(key)
-    with pytest.raises(Overloaded, match="'one' may send 2 requests a second"):
+    with pytest.raises(Overloaded, match="'one' is over its limit of 2 requests a second"):
         ring.spend(key)
     for _ in range(100):
         ring.spend(free)
@@ -196,7 +196,7 @@ def test_an_expired_key_does_not_count(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     end = "expires: '1970-01-01T00:20:00Z'"
     (tmp_path / "keys").write_text(
-        written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes")
+        to_yaml(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes")
     )
     ring = KeyRing(tmp_path / "keys", wall_clock=clock)
     assert len(ring) == 1

@@ -1,4 +1,4 @@
-"""A gRPC call has the course of a request over HTTP: key, tenant, time limit, counts, log."""
+"""A gRPC call passes the steps of a request over HTTP: key, tenant, time limit, counts, log."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def rejected(
 
 def test_the_compiled_form_is_that_of_the_files(tmp_path: Path) -> None:
     """Else run `make proto`, and commit it."""
-    folder = ROOT / "npu_gr" / "server" / "rpc" / "protos"
+    folder = ROOT / "npu_gr" / "server" / "grpc" / "protos"
     made = tmp_path / "made"
     files = ("health.proto", "inference.proto")
     assert protoc.main(["protoc", f"-I{folder}", f"--descriptor_set_out={made}", *files]) == 0
@@ -125,7 +125,7 @@ async def test_a_key_opens_what_its_scopes_say(tmp_path: Path) -> None:
             0
         ] is grpc.StatusCode.PERMISSION_DENIED
         code, detail = await rejected(rig, {**SMALL, "tenant": "other"}, bearer("shop"))
-        assert (code, "is for the tenant 'shop' alone" in detail) == (
+        assert (code, "is for the tenant 'shop' only" in detail) == (
             grpc.StatusCode.PERMISSION_DENIED,
             True,
         )
@@ -196,7 +196,7 @@ async def test_the_objective_goes_by_the_parameter_timeout(rig: Rig) -> None:
     body = json_body(INPUTS, parameters={"timeout": 1})
     async with rig.http.post("/v2/models/rank/infer", data=body) as response:
         assert response.status == 504
-    with pytest.raises(grpc.aio.AioRpcError, match="took the whole budget"):
+    with pytest.raises(grpc.aio.AioRpcError, match="took the whole time limit"):
         await rig.infer("rank", SMALL, parameters={"timeout": {"int64_param": 1}})
     assert rig.count("admissions_total", kind="rank", verdict="impossible") == 2
 
@@ -253,7 +253,7 @@ async def test_what_is_none_of_ours_is_told_to_nobody(
     rig.service.answers["rank"] = "no answer at all"
     assert await rejected(rig, RANK) == (
         grpc.StatusCode.INTERNAL,
-        "an unexpected error; the log has it under this request id",
+        "an unexpected error; the server's log has the traceback under this request id",
     )
     assert "AssertionError" in caplog.text
 
@@ -315,7 +315,7 @@ async def test_no_message_is_more_than_a_fault_of_the_caller(rig: Rig) -> None:
         ({"outputs": [{"name": "scores"}]}, "outputs: unknown output scores"),
         (
             {"outputs": [{"name": "top", "parameters": {"classification": {"int64_param": 3}}}]},
-            "an output has none",
+            "parameters are not supported",
         ),
         ({"inputs": [{"name": "user_id", "datatype": "BYTES", "shape": [1] * 9}]}, "takes 1"),
     ],
@@ -342,7 +342,7 @@ async def test_contents_are_the_raw_ones(rig: Rig) -> None:
     )
     mixed = infer_message("rank", INPUTS, is_raw=False)
     mixed.raw_input_contents.extend(one.raw for one in INPUTS)
-    with pytest.raises(grpc.aio.AioRpcError, match="has contents, and raw_input_contents too"):
+    with pytest.raises(grpc.aio.AioRpcError, match="has both contents and raw_input_contents"):
         await rig.inference("ModelInfer", mixed)
 
 
@@ -537,8 +537,8 @@ async def test_a_port_that_is_taken_is_told() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"grpc_port": 8080}, "grpc_port: 8080 is the port of HTTP too"),
-        ({"grpc_port": 8081}, "grpc_port: 8081 is the port of HTTP too"),
+        ({"grpc_port": 8080}, "grpc_port: 8080 is also the port of HTTP"),
+        ({"grpc_port": 8081}, "grpc_port: 8081 is also the port of HTTP"),
     ],
 )
 def test_settings_that_exclude_each_other(settings: dict[str, Any], says: str) -> None:

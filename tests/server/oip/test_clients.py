@@ -122,7 +122,7 @@ async def test_triton_over_grpc() -> None:
                         one.name for one in model.outputs(("click",))
                     ]
                 with pytest.raises(
-                    InferenceServerException, match="'nope' is not served; rank, generate"
+                    InferenceServerException, match="'nope' is not served; served: rank, generate"
                 ):
                     client.is_model_ready("nope")
                 (counted,) = client.get_inference_statistics("rank", as_json=True)["model_stats"]

@@ -56,9 +56,11 @@ BAD = {
     "two dimensions": Bad(infer(tensor(shape=[1, 3])), 422, "candidates: shape [1, 3]; takes [-1]"),
     "no dimension": Bad(infer(tensor(shape=[])), 422, "candidates: shape []; takes [-1]"),
     "below zero": Bad(infer(tensor(shape=[-1])), 422, "candidates: shape [-1]; takes [-1]"),
-    "shape and data": Bad(infer(tensor(shape=[2])), 422, "candidates: 3 elements, its shape has 2"),
+    "shape and data": Bad(
+        infer(tensor(shape=[2])), 422, "candidates: 3 elements, but its shape has 2"
+    ),
     "shape and less data": Bad(
-        infer(tensor(shape=[4])), 422, "candidates: 3 elements, its shape has 4"
+        infer(tensor(shape=[4])), 422, "candidates: 3 elements, but its shape has 4"
     ),
     "two users": Bad(
         {"inputs": [{**USER, "shape": [2], "data": ["a", "b"]}]},
@@ -101,7 +103,7 @@ BAD = {
         infer(tensor(), parameters={"user_id": "u"}), 422, "parameter user_id: given twice"
     ),
     "column as parameter": Bad(
-        infer(parameters={"candidates": "1"}), 422, "candidates: is an input, not a parameter"
+        infer(parameters={"candidates": "1"}), 422, "parameter candidates: must be sent as an input"
     ),
     "unknown parameter": Bad(
         infer(tensor(), parameters={"sequence_id": 7}), 422, "unknown parameter sequence_id"
@@ -113,7 +115,9 @@ BAD = {
         422,
         "parameter timeout: -5; takes whole microseconds",
     ),
-    "time is over": Bad(infer(tensor(), parameters={"timeout": 1}), 504, "took the whole budget"),
+    "time is over": Bad(
+        infer(tensor(), parameters={"timeout": 1}), 504, "took the whole time limit"
+    ),
     "missing input": Bad(infer(), 422, "missing required field `candidates`"),
     "shared memory": Bad(
         infer(tensor(parameters={"shared_memory_region": "x"})),
@@ -130,7 +134,7 @@ BAD = {
         {"inputs": [tensor()] * (MOST_TENSORS + 1)}, 413, "inputs: 65 tensors, the limit is 64"
     ),
     "long parameters": Bad(
-        infer(tensor(), parameters={"base": "x" * 70_000}), 413, "bytes beside its inputs"
+        infer(tensor(), parameters={"base": "x" * 70_000}), 413, "bytes outside of its inputs"
     ),
     "long names": Bad(infer(tensor("x" * 70_000)), 413, "inputs: 70"),
     "header length over": Bad(
@@ -145,18 +149,20 @@ BAD = {
     "bytes behind": Bad(json_body(GOOD) + b"xyz", 400, "body: ", {}),
     "another model": Bad(infer(tensor()), 404, "Not Found", path="/v2/models/nope/infer"),
     "two models": Bad(
-        infer(tensor(), model_name="match"), 422, "model_name: 'match', and the address names rank"
+        infer(tensor(), model_name="match"),
+        422,
+        "model_name: 'match' differs from the model of the URL, rank",
     ),
     "another version": Bad(
         infer(tensor()),
         404,
-        "version: '7' of rank is not served; 1 is",
+        "version: '7' of rank is not served; served: 1",
         path="/v2/models/rank/versions/7/infer",
     ),
     "two versions": Bad(
         infer(tensor(), parameters={"model_version": "2"}),
         422,
-        "model_version: '1' is the one that the address names",
+        "model_version: differs from the version of the address, '1'",
         path="/v2/models/rank/versions/1/infer",
     ),
     "name's length": Bad(infer(tensor(datatype="BYTES", data=["", "a", "b"])), 422, "candidates"),
@@ -190,7 +196,7 @@ RAW = {
     "a length beyond": raw("candidates", b"\xff\xff\xff\xffx")._replace(
         says="element 0 has 4294967295 bytes"
     ),
-    "bytes behind": raw("candidates", b"\1\0\0\0ab")._replace(says="1 bytes behind its 1 elements"),
+    "bytes behind": raw("candidates", b"\1\0\0\0ab")._replace(says="1 bytes after its 1 elements"),
     "not UTF-8": raw("candidates", b"\1\0\0\0\xff")._replace(
         says="candidates: element 0 is not UTF-8"
     ),

@@ -175,14 +175,14 @@ def test_bombs_are_rejected_in_words(sent: bytes, media: str) -> None:
 def test_a_field_that_is_given_twice_hides_nothing() -> None:
     """Only the last one of a name is a column; the first one counts as what stands beside it."""
     sent = b'{"user_id":"u","candidates":[' + b"1," * 40_000 + b'1],"candidates":[1]}'
-    with pytest.raises(TooLarge, match="beside its columns"):
+    with pytest.raises(TooLarge, match="outside of its columns"):
         checked(sent, JSON, RANK)
 
 
 def test_a_change_of_the_catalogue_is_bounded() -> None:
     body = {"add": [{"item_id": item, "sid": [1, 2, 3]} for item in range(20_000)]}
     for media, sent in written(body):
-        with pytest.raises((TooLarge, Unprocessable), match="beside its columns"):
+        with pytest.raises((TooLarge, Unprocessable), match="outside of its columns"):
             checked(sent, media, CatalogueItemsBody, CHANGE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Long pieces of work come one after the other and leave the loop as much time.
+"""Long slices of work come one after the other and leave the loop as much time.
 
 Nobody waits longer than it may.
 """
@@ -27,7 +27,7 @@ class Clock:
         self.now_at += seconds
         await asyncio.sleep(0)
 
-    def pieces(self) -> CooperativeSlices:
+    def slices(self) -> CooperativeSlices:
         return CooperativeSlices(self.read, self.read, self.sleep)
 
     def work(self, seconds: float) -> None:
@@ -36,11 +36,11 @@ class Clock:
 
 async def test_pieces_take_half_of_the_time_in_the_long_run() -> None:
     clock = Clock()
-    pieces = clock.pieces()
+    slices = clock.slices()
     began_at = clock.now_at
     for _ in range(50):
-        await pieces.turn()
-        with pieces:
+        await slices.turn()
+        with slices:
             clock.work(0.02)
     took_s = clock.now_at - began_at
     assert took_s == pytest.approx(50 * 0.02 / SHARE - 0.02 - BURST_S)
@@ -48,24 +48,24 @@ async def test_pieces_take_half_of_the_time_in_the_long_run() -> None:
 
 async def test_short_pieces_among_other_work_never_wait() -> None:
     clock = Clock()
-    pieces = clock.pieces()
+    slices = clock.slices()
     for _ in range(1000):
         before_at = clock.now_at
-        await pieces.turn()
+        await slices.turn()
         assert clock.now_at == before_at
-        with pieces:
+        with slices:
             clock.work(0.0007)
         clock.work(0.0007)  # what else a request costs
 
 
 async def test_they_come_first_come_first_served() -> None:
     clock = Clock()
-    pieces = clock.pieces()
+    slices = clock.slices()
     order: list[int] = []
 
     async def piece(number: int) -> None:
-        await pieces.turn()
-        with pieces:
+        await slices.turn()
+        with slices:
             clock.work(0.02)
         order.append(number)
 
@@ -75,18 +75,18 @@ async def test_they_come_first_come_first_served() -> None:
 
 
 async def test_whoever_has_no_time_is_told_and_whoever_leaves_is_forgotten() -> None:
-    pieces = CooperativeSlices()
-    await pieces.turn()
-    with pieces:
+    slices = CooperativeSlices()
+    await slices.turn()
+    with slices:
         began_s = time.thread_time()
         while time.thread_time() - began_s < 0.05:
             pass
-    waiting = asyncio.create_task(pieces.turn())
+    waiting = asyncio.create_task(slices.turn())
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    with pytest.raises(DeadlineExceeded, match="longer bodies"):
-        await pieces.turn(time.monotonic() + 0.001)
+    with pytest.raises(DeadlineExceeded, match="waited for its body"):
+        await slices.turn(time.monotonic() + 0.001)
     async with asyncio.timeout(10):
-        await pieces.turn(time.monotonic() + 5.0)
+        await slices.turn(time.monotonic() + 5.0)
