@@ -169,7 +169,8 @@ async def run(
     by_length: list[LengthResult] = []
     if longest is None:
         heading(console, 5, "long histories, with and without the relay (about a minute)")
-        by_length = await measure(made.folder / "relay", console)
+        with heartbeat(console.print, "replaying the same ranks without and with the relay"):
+            by_length = await measure(made.folder / "relay", console)
         console.print(table(by_length))
     results = {
         "cascade": evaluation.as_dict(),
