@@ -1,4 +1,4 @@
-"""Old names of keys and values are read with one warning, from wherever they come, and never beside the new ones."""
+"""Old names of keys and values work with one warning, but not together with the new names."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def test_a_file_of_before_means_what_it_meant(
     ("text", "names"),
     [
         ("kv: {}\nkv_cache: {}", ("kv", "kv_cache")),
-        ("features: {source: {entry: a}}\nfeature_store: {entry: b}", ("features.source", "feature_store")),
+        (
+            "features: {source: {entry: a}}\nfeature_store: {entry: b}",
+            ("features.source", "feature_store"),
+        ),
         ("brownout: {most: 1, max_step: 1}", ("brownout.most", "brownout.max_step")),
     ],
 )  # fmt: skip

@@ -248,7 +248,8 @@ def test_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "c.yaml"
     (tmp_path / "url").write_text("redis://:s3cret@h:6379/0")
     path.write_text(
-        f"checkpoint: x\nhistory_store: {{url: {{file: {tmp_path}/url}}}}\nkv_cache: {{dram_bytes: 1GiB}}\n"
+        f"checkpoint: x\nhistory_store: {{url: {{file: {tmp_path}/url}}}}\n"
+        "kv_cache: {dram_bytes: 1GiB}\n"
     )
     monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
     overrides = ["admission.tenant_weights={shop: 2}", "threads=3"]
