@@ -128,7 +128,7 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
         (
             {"history": BACKWARDS},
             422,
-            "history.timestamps: 5 at index 2 is before 7: send the oldest",
+            "history.timestamps: 5 at index 2 is before 7; send the oldest",
         ),
         ({"history": {"items": [1]}}, 422, "history: Object missing required field `actions`"),
         (
