@@ -160,6 +160,12 @@ def test_words_are_the_fields(folder: str) -> None:
     assert not found, "\n".join(map(str, found))
 
 
+def test_old_names_are_still_in_use() -> None:
+    for name, words in OLD_NAMES.items():
+        text = (ROOT / name).read_text().lower()
+        assert all(word in text for word in words), name
+
+
 @pytest.mark.parametrize(
     ("line", "is_found"),
     [
