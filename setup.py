@@ -20,7 +20,10 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "preview", "mutate.py", "*.so")
 
 
 def native(name: str, sources: str) -> Extension:
-    """Describe a library of our C++: it is loaded by ctypes, never imported, and knows neither Python nor torch."""
+    """Describe a library of our C++, which ctypes loads.
+
+    It is never imported, and knows neither Python nor torch.
+    """
     return Extension(
         name,
         sources=sorted(glob(f"{sources}/*.cpp")),

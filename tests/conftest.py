@@ -1,7 +1,7 @@
-"""One thread a test process: the runner already uses every core, and threads that spin for each other cost more.
+"""One thread a test process, because the runner already uses every core.
 
-The garbage collector rests while tests are collected, and never looks at what that leaves: a
-million objects that stay.
+Threads that spin for each other cost more. The garbage collector rests while tests are collected,
+and never looks at what that leaves: a million objects that stay.
 """
 
 import gc

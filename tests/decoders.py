@@ -142,7 +142,7 @@ def prefilled(
 
 
 class Slots:
-    """The unshared KV of `num_rows` beams, filled with NaN: what is read before it is written shows."""
+    """The unshared KV of `num_rows` beams, filled with NaN: a read before the write shows."""
 
     def __init__(self, model: Decoder, num_rows: int, num_slots: int) -> None:
         c = model.config

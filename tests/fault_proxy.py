@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that breaks on demand: what a network or a sick server does to its clients.
+"""A TCP proxy on loopback that breaks on demand, as a network or a sick server does.
 
     async with FaultProxy("127.0.0.1", 6379) as proxy:
         ... connect to 127.0.0.1:proxy.port ...

@@ -1,4 +1,4 @@
-"""A kind of request that does not exist, served by a real instance: what a new kind costs is below `register`.
+"""A made-up kind of request, served by a real instance: a new kind costs what is below `register`.
 
     the entry   `SHOUT`, in `tests/server/pretended.py`: put into `KINDS` by `register_shout`
     the codec   in the same place

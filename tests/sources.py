@@ -1,4 +1,4 @@
-"""What the tests of our own words read: files, their comments and their docstrings, with the line where each stands."""
+"""What the tests of our words read: files, and their comments and docstrings with their lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The wheel with its own dependencies alone, in an empty environment: a client, a router, replay and keys, no torch.
+"""The wheel with its own dependencies alone, in an empty environment.
 
+It has a client, a router, replay and keys, but no torch.
 Needs the package index: `python -m pytest -m bare tests/test_bare_install.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Every kind of the table is whole: one real instance serves them all, and everything that lists kinds knows each.
+"""Every kind of the table is whole: one real instance serves all, and every list of kinds has it.
 
 The rooms test their own parts for every kind, too; this file holds the whole of it in one place,
 over HTTP.

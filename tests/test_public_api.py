@@ -1,4 +1,4 @@
-"""The public API: every name of `npu_gr.__all__` resolves, lazily, and type checkers see the same names."""
+"""Every name of `npu_gr.__all__` resolves lazily, and type checkers see the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many files a request runs through, how large the classes are, how long the package is: bounds that only fall.
+"""Bounds that only fall: the files of a request, the size of classes, the length of the package.
 
 `python -m tests.test_request_path` prints the files and packages that each request enters.
 """
@@ -64,7 +64,7 @@ class Entered:
             threading.setprofile(None)
 
     async def during(self, request: Callable[[], Awaitable[None]]) -> set[str]:
-        """The paths inside the package that one request entered, until the loop had nothing left to do for it."""
+        """The paths in the package that one request entered, until all its work was done."""
         paths: set[str] = set()
         self._paths = paths
         try:

@@ -1,7 +1,8 @@
-"""check_schema.py SCHEMA.json DASHBOARD.json... - against the JSON Schema made of Grafana's own TypeScript types.
+"""check_schema.py SCHEMA.json DASHBOARD.json... - check dashboards against a JSON Schema.
 
-Where those types leave an object open (a panel's options, a query) the schema's maker closes it
-without naming any property; such ones are opened again. A misspelt field anywhere else is an error.
+The schema is made of Grafana's own TypeScript types. Where those leave an object open (a panel's
+options, a query) the schema's maker closes it without naming any property; such ones are opened
+again. A misspelt field anywhere else is an error.
 """
 
 import json

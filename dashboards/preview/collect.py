@@ -1,4 +1,7 @@
-"""collect.py DASHBOARD.json PROMETHEUS_URL OUT.js [MINUTES] - what each panel shows, as `window.__PREVIEW__`."""
+"""collect.py DASHBOARD.json PROMETHEUS_URL OUT.js [MINUTES] - write what each panel shows.
+
+The output sets `window.__PREVIEW__`.
+"""
 
 import json
 import re

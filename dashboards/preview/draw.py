@@ -1,4 +1,4 @@
-"""draw.py DASHBOARD.json PROMETHEUS_URL OUT.png [MINUTES [GRID_ROWS]] - a dashboard from real data, without Grafana.
+"""draw.py DASHBOARD.json PROMETHEUS_URL OUT.png [MINUTES [GRID_ROWS]] - draw it without Grafana.
 
 Where npm cannot be had, preview.sh cannot run. This draws the same panels from the same expressions
 with the plots of our own reports, in Chromium: what the dashboard says, not how Grafana looks.
@@ -29,8 +29,8 @@ UNITS = {
 STYLE = """
 body { margin: 0; background: #f5f6f8; color: #16191f; font: 14px/1.4 system-ui, sans-serif; }
 h1 { font-size: 19px; margin: 12px 16px; } .grid { position: relative; }
-.panel { position: absolute; box-sizing: border-box; padding: 8px 10px; overflow: hidden; background: #fff;
-  border: 1px solid #d5d9e0; border-radius: 6px; }
+.panel { position: absolute; box-sizing: border-box; padding: 8px 10px; overflow: hidden;
+  background: #fff; border: 1px solid #d5d9e0; border-radius: 6px; }
 .row { position: absolute; font-weight: 600; padding: 8px 16px; }
 .big { font-size: 36px; text-align: center; margin: 12px 0; white-space: nowrap; }
 svg { width: 100%; height: auto; display: block; }

@@ -1,4 +1,4 @@
-"""A client with a clock of its own: requests are sent when they are due, and their latency counts from then."""
+"""An open-loop client: it sends requests when they are due, and counts their latency from then."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Answers:
         return float(np.quantile([sample.took_s for sample in self.samples], share))
 
     def check(self, most_failed: float, *also_allowed: int) -> None:
-        """Check that all were answered with 2xx, but for so large a share, and for the statuses that are allowed."""
+        """Check that all but this share were answered with 2xx or with a status that is allowed."""
         assert self.samples
         failed = [sample for sample in self.samples if not 200 <= sample.status < 300]
         failed = [sample for sample in failed if sample.status not in also_allowed]

@@ -172,7 +172,7 @@ async def running(instance: Instance, **launch: Any) -> AsyncIterator[Instance]:
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """What is sent: ranks of users that bring their histories, as dicts and as the load generator reads them."""
+    """Ranks that bring their histories, as dicts and as the load generator reads them."""
 
     ranks: list[dict[str, Any]]
     path: Path

@@ -1,4 +1,4 @@
-"""Behind the file that `npu-gr route` writes, no load loses a request: each is answered, or rejected in words.
+"""Behind the file that `npu-gr route` writes, each request is answered, or rejected in words.
 
 Rates are figures of `python -m benchmarks door`; here only counts are evaluated, and that all is
 well again afterwards.

@@ -1,4 +1,4 @@
-"""A broken checkpoint that is published under load changes nothing: the reload is rejected, the old model goes on."""
+"""A broken checkpoint published under load is rejected, and the old model goes on."""
 
 from __future__ import annotations
 

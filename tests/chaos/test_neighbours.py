@@ -1,4 +1,4 @@
-"""One bad neighbour never stops an instance: who reads no log, or sends half of what it promised."""
+"""No bad neighbour stops an instance: one reads no log, one sends half of what it promised."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_log_that_nobody_reads_stops_nothing(
 async def test_half_requests_cost_neither_time_nor_memory(
     scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Half of a head, and half of a body: each ends when its budget of 500 ms is over, or at the server's own limit."""
+    """Half a head or half a body ends when its budget of 500 ms does, or at the server's limit."""
     head = (
         "POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
         "application/json\r\nX-Request-Timeout-Ms: 500\r\n"

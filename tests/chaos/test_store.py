@@ -1,4 +1,4 @@
-"""A history store that is ill: ranks that bring their history never notice, the others are told at once."""
+"""When the history store fails, ranks that bring a history go on, the others are told at once."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ async def test_a_spoilt_page_fails_its_own_users_only(
 
 
 def spoil(database: Path, user: str) -> None:
-    """Overwrite most of one leaf in which behaviours of a user lie, of a file that nobody has open."""
+    """Overwrite most of one leaf with behaviours of a user, in a file that nobody has open."""
     with sqlite3.connect(database) as file:
         file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         page_bytes = int(file.execute("PRAGMA page_size").fetchone()[0])

@@ -3,7 +3,8 @@
 A process loads everything once and forks for each command, which takes milliseconds instead of two
 seconds.
 
-    python -m tests.cli.forked       reads a JSON list of words a line, answers [exit code, stdout, stderr] a line
+    python -m tests.cli.forked       reads a JSON list of words a line, and answers each with a
+                                     line of [exit code, stdout, stderr]
 """
 
 from __future__ import annotations

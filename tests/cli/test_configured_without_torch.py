@@ -1,4 +1,4 @@
-"""What reads a configuration and needs no model works without torch, which only the extra `serve` brings."""
+"""What reads a configuration but no model works without torch, which only `serve` brings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_configurations(tmp_path: Path) -> None:
     )
     assert good.code == 0
     assert "not read, because torch is not installed" in good.output
-    assert "history.db will be made" in good.output
+    assert "history.db will be created" in good.output
     assert cascade.code == 1, "there is no catalogue"
     assert "popular.txt: 2 items" in cascade.output
     assert bad.code == 2

@@ -1,4 +1,4 @@
-"""The help of every group says of each command in one whole line what it does, and every option's help is there."""
+"""The help of a group explains each command in one whole line, and every option has a help."""
 
 from __future__ import annotations
 

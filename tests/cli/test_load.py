@@ -1,4 +1,4 @@
-"""`npu-gr load` leaves one copy of a log: run twice, killed in the middle, beside a service, and through one."""
+"""`npu-gr load` leaves one copy of a log: run twice, killed, beside a service, and through one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands from outside: a served process drains on SIGTERM, and whatever is wrong is one line and exit code 2."""
+"""The commands from outside: SIGTERM drains a server, and an error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_check_config_prints_everything(tmp_path: Path) -> None:
     assert "ok      checkpoint" in done.stderr
     done = run(*words, "--set", "backend=gpu")
     assert done.returncode == 2
-    assert "'gpu' is none of cpu, cuda, npu, reference" in done.stderr
+    assert "'gpu' must be one of cpu, cuda, npu, reference" in done.stderr
 
 
 def test_bulk_load(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`npu-gr prepare` says what it took and why, what it could not use, and which command comes next."""
+"""`npu-gr prepare` says what it took and why, what it could not use, and what to run next."""
 
 from __future__ import annotations
 

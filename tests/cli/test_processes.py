@@ -1,4 +1,4 @@
-"""Real processes that have a bad neighbour: a reader that stopped, a freeze, somebody who sends signals."""
+"""Real processes and their bad neighbours: a stopped reader, a freeze, unexpected signals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def value(port: int, sample: str) -> float:
 
 
 def test_a_standard_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
-    """5,000 requests and more are answered, the lost lines are counted, and SIGTERM ends the process in time."""
+    """5,000 requests are answered, lost lines are counted, and SIGTERM ends the process in time."""
     reader, writer = os.pipe()
     with (
         (tmp_path / "err").open("wb") as err,

@@ -1,4 +1,4 @@
-"""Commands that call an instance do so over TLS, with mutual TLS too, and trust nobody whom they were not told to."""
+"""Commands call an instance over TLS or mutual TLS, and trust only whom they were told to."""
 
 from __future__ import annotations
 

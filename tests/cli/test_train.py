@@ -1,4 +1,4 @@
-"""Each training takes a dataset as it is, writes what items are called beside its model, and says what comes next."""
+"""Each training reads a dataset as it is, writes item names by its model, and says what is next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Without the extra `serve` there is no torch: what needs none works, and what needs it says in one line what to do."""
+"""Without the extra `serve` there is no torch.
+
+What needs none works, and what needs it says in one line what to do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An instance of a company with names of its own: a ranker, a retrieval by vectors, a cascade over both, titles."""
+"""An instance of a company with its own names: a ranker, vector retrieval, a cascade, titles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client for threads: shared by many, ended in any way, and never a thread that waits for ever."""
+"""The client for threads: shared by many, ended in any way, and no thread ever waits for ever."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ client.close()
 
 @pytest.mark.parametrize(("waits", "inner"), [(Client, AsyncClient), (RelayCall, AsyncRelayCall)])
 def test_both_clients_do_the_same(waits: Any, inner: Any) -> None:
-    """Every public coroutine of the one has its method in the other, with the same arguments and words."""
+    """Each public coroutine of one is a method of the other: same arguments, same words."""
     for name, method in inspect.getmembers(inner, inspect.iscoroutinefunction):
         if not name.startswith("_"):
             own = getattr(waits, name)

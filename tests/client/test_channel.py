@@ -1,4 +1,4 @@
-"""A call ends within its deadline, is sent again only where that is safe and told of, and fails with a typed error."""
+"""A call ends by its deadline, is resent only where safe, and fails with a typed error."""
 
 from __future__ import annotations
 

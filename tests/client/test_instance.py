@@ -1,4 +1,4 @@
-"""Against real instances: what the client answers is what the service computes, under the company's names."""
+"""Against real instances: the client answers what the service computes, in the company's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names go in as the company writes them, and come out as it knows them, with titles where they are asked for."""
+"""Names go in as the company writes them and come out as it knows them.
+
+Titles come with them where they are asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/client.md run as they stand there, in their order, against a real instance."""
+"""The examples of docs/client.md run as they stand, in order, against a real instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A relay's rank sends no history again once the signal is answered, waits for no signal, and survives all of them."""
+"""A relay's rank sends no history again once the signal is answered.
+
+It waits for no signal, and survives all of them.
+"""
 
 from __future__ import annotations
 

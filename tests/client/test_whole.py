@@ -1,4 +1,4 @@
-"""Whatever a body can say, the client can say: each of its fields is a parameter of the method, and is sent."""
+"""Whatever a body can say, the client can say: each field is a parameter, and is sent."""
 
 from __future__ import annotations
 

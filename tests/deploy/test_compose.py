@@ -1,4 +1,4 @@
-"""What `docker compose up` would start: files that exist, commands that we have, addresses that meet."""
+"""What `docker compose up` would start: files and commands exist, and addresses meet."""
 
 from __future__ import annotations
 

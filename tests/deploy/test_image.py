@@ -1,4 +1,4 @@
-"""The image is built by a real builder from deploy/Dockerfile, and its commands run in it as nobody.
+"""A real builder builds the image from deploy/Dockerfile; its commands run in it as nobody.
 
 Takes 5 minutes, root that may mount, buildah and debootstrap (Debian: apt-get install buildah
 debootstrap), and the package index: `python -m pytest -m image tests/deploy/test_image.py`;

@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes' own schemas allow, and agree with each other and with our configurations."""
+"""The manifests match Kubernetes' own schemas, each other and our configurations."""
 
 from __future__ import annotations
 

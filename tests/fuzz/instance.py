@@ -1,4 +1,6 @@
-"""A real instance in a process of its own, whose event loop measures itself: `python -m tests.fuzz.instance FOLDER`.
+"""A real instance in a process of its own, whose event loop measures itself.
+
+Run it with `python -m tests.fuzz.instance FOLDER`.
 
 It measures in seconds of CPU of the loop's thread, which neighbours on the machine do not disturb:
 what one callback takes is how long everybody else waits for it. The port comes on standard output;

@@ -1,4 +1,4 @@
-"""Messages for the fuzzer: valid requests of every kind in every format, broken at random, and bombs.
+"""Messages for the fuzzer: valid requests of every kind and format, broken at random, and bombs.
 
 All of it follows from a seed.
 """
@@ -102,7 +102,10 @@ PATHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What is sent. `is_framed`: everybody agrees where it ends, so exactly one answer comes, and the next request."""
+    """What is sent.
+
+    `is_framed`: everybody agrees where it ends, so exactly one answer comes, and the next request.
+    """
 
     sent: bytes
     is_framed: bool
@@ -125,7 +128,7 @@ class Maker:
         self._number = 0
 
     def message(self) -> Message:
-        """The next one: its id is in `X-Request-Id`, so that an answer can be told from another's."""
+        """The next one, with its id in `X-Request-Id` to tell its answer from another's."""
         self._number += 1
         kind = self.random.choice([kind for kind in KINDS.values() if kind.method == "POST"])
         what = self.random.random()
@@ -463,7 +466,10 @@ def _u32(num: int) -> bytes:
 
 
 def bombs() -> dict[str, bytes]:
-    """One well-framed request of about 4 MB each, or many small ones, which ought to be cheap to reject."""
+    """Well-framed requests that ought to be cheap to reject.
+
+    Each is one of about 4 MB, or many small ones.
+    """
     user = b'{"user_id":"u",'
     packed = b"\x83\xa7user_id\xa1u"
     chunk_head = {b"Content-Type": JSON, b"Transfer-Encoding": b"chunked"}

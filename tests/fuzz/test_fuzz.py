@@ -1,4 +1,4 @@
-"""Nothing that a caller sends stops the event loop, breaks the process, or is answered in another's place.
+"""No caller can stop the event loop, break the process, or get an answer in another's place.
 
 Tens of thousands of broken messages and a table of bombs go over real sockets to a real instance in
 a process of its own, while somebody asks for its health every 10 ms. The process measures the CPU
@@ -242,7 +242,7 @@ async def framed(
 
 
 async def unframed(fuzzed: Fuzzed, message: Message, first_s: float) -> None:
-    """Send what may be framed in more than one way, on a connection of its own, and read whatever comes.
+    """Send what may be framed in several ways on its own connection, and read whatever comes.
 
     Args:
         fuzzed: to whom.

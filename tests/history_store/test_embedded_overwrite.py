@@ -252,9 +252,9 @@ async def test_files_are_their_owners_alone_whatever_the_umask(
     (tmp_path / "deep" / "h.db").chmod(0o644)
     await store_in(tmp_path / "deep").close()
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert (
-        warning
-        == f"{tmp_path}/deep/h.db has personal data and mode 0644, so other users may access it; chmod 600 it"
+    assert warning == (
+        f"{tmp_path}/deep/h.db has personal data and mode 0644, so other users may access it; "
+        "chmod 600 it"
     )
 
 

@@ -1,4 +1,4 @@
-"""A fleet in separate processes, an open-loop load of signal and rank pairs, and a record of every request."""
+"""A fleet of processes, an open-loop load of signal and rank pairs, a record of each request."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LIGHT = Times(budget_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, waits=True)
 
 
 class Fleet:
-    """Instances, the router in front of them, and the file that lists the instances for the router."""
+    """Instances, the router in front of them, and the file that lists them for the router."""
 
     def __init__(self, folder: Path, is_light: bool) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Fake instances that do what a test tells them, and the real HAProxy in front of them as `npu-gr route` runs it."""
+"""Fake instances that a test commands, behind the real HAProxy as `npu-gr route` runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_gr.route.process import Proxy, Route, routing
 
 
 class Fake:
-    """A fake instance: it answers signals and ranks, and remembers the users whose prefix it has."""
+    """A fake instance: it answers signals and ranks, and remembers whose prefix it has."""
 
     def __init__(self, name: str) -> None:
         self.name = name

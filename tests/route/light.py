@@ -1,7 +1,7 @@
-"""python -m tests.route.light NAME PORT VERSION: an instance without a model, for faults that need a process.
+"""python -m tests.route.light NAME PORT VERSION: an instance without a model.
 
-It remembers for some seconds who was signalled, and drains as a real instance does. Ready in half a
-second.
+It is for faults that need a process, and ready in half a second. It remembers for some seconds who
+was signalled, and drains as a real instance does.
 """
 
 from __future__ import annotations

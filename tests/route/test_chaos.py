@@ -1,4 +1,4 @@
-"""Whatever happens to an instance or to the router's file, every rank has an answer, and no signal is sent twice.
+"""Whatever happens to an instance or router file, each rank is answered, no signal is sent twice.
 
 They die, stop, slow down, join, roll, and HAProxy reloads; the fleet is whole again by itself, and
 the users of the others notice nothing. The short run has light instances; the long one (-m chaos)
@@ -51,7 +51,7 @@ class Run:
     async def fault(
         self, what: str, victim: str | None, since_at: float, signals_may_fail: bool
     ) -> None:
-        """Check after a fault that no rank has failed, and that only the users of the victim have noticed."""
+        """Check after a fault that no rank has failed, and that only the victim's users noticed."""
         took_s = await self.fleet.whole(len(self.names))
         window = await self.load.window(since_at, time.monotonic())
         theirs = {user for user, home in self.homes.items() if home == victim}

@@ -1,4 +1,4 @@
-"""`npu-gr fleet`: what is for every instance reaches every one, or the command says which it did not reach."""
+"""`npu-gr fleet` reaches every instance, or says which it did not reach."""
 
 from __future__ import annotations
 

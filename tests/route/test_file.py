@@ -151,7 +151,7 @@ async def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 def test_no_kind_may_be_sent_twice_but_those_that_follow() -> None:
-    """The one line that keeps a begun signal from a second instance, and a write from being done twice."""
+    """One line keeps a begun signal from a second instance, and a write from being done twice."""
     config = from_table({"discovery": {"instances": INSTANCES[:1]}}, RouterConfig)
     inputs = RenderInputs(instances=[], addresses={}, keys=[], peer_port=1)
     text = render(config, inputs)

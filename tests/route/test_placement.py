@@ -1,4 +1,4 @@
-"""Placement depends on the user and the members only: it moves no user without need, and a pair always agrees."""
+"""Placement depends on user and members only: no user moves without need, pairs always agree."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The least of Ray that passes a change on: objects with a method `do`, all of which a broadcast calls."""
+    """The least of Ray that passes a change on: a broadcast calls `do` of each object."""
     replicas: list[Any] = []
 
     async def gather(change: Change) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What HAProxy does with requests by the file that the router writes: the real one, in front of fake instances."""
+"""The real HAProxy routes requests to fake instances by the file that the router writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_quoted_name_in_the_header_is_the_name_in_the_body() -> None:
 
 
 async def test_a_rank_follows_its_signal_when_an_instance_joins() -> None:
-    """L1. Without the stick table, or without its hand-over at a reload, the rank goes to the new owner."""
+    """L1. Without the stick table, or its hand-over at a reload, the rank goes to the new owner."""
     async with site(2, relay={"t_life_s": 60.0}) as s:
         await asyncio.sleep(TEACHES_S)
         before = {f"u{i}": (await s.home(f"u{i}")).name for i in range(40)}
@@ -79,7 +79,7 @@ async def test_a_rank_follows_its_signal_when_an_instance_joins() -> None:
 
 
 async def test_a_signal_that_an_instance_has_begun_is_never_sent_twice() -> None:
-    """L2. It breaks off, is silent or says 503: each time one instance has seen the signal, once."""
+    """L2. It breaks off, is silent or says 503: each time one instance saw the signal, once."""
     async with site(3, health={"failures": 1000}) as s:
         for path in ("signal", "events"):
             for name, value in (("cuts", True), ("status", 503), ("status", 500)):
@@ -134,9 +134,7 @@ async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() 
         assert (await waits)[0] == 200
 
 
-async def test_a_rank_that_waits_for_an_instance_that_has_just_come_back_is_answered_by_another() -> (
-    None
-):
+async def test_a_rank_that_waits_for_an_instance_just_come_back_is_answered_by_another() -> None:
     """It takes less at first than it says; a rank is there because its signal was."""
     inflight = {"instance_inflight": 2}
     health, relay = {"slow_start_s": 60.0, "failures": 1000}, {"t_life_s": 60.0}

@@ -1,4 +1,7 @@
-"""A service without models, for tests of HTTP alone: it answers what a test gives it, and notes what it was asked."""
+"""A service without models, for tests of HTTP alone.
+
+It answers what a test gives it, and notes what it was asked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A kind of request that does not exist, to show what a new one costs: one entry, one codec, and here one answer.
+"""A kind of request that does not exist, to show what a new one costs.
+
+It costs one entry, one codec, and here one answer.
 
 `register()` must run before any module that derives from the table of kinds is imported, so such
 modules are imported within functions. As a program it serves the kind over HTTP with a fake service

@@ -71,7 +71,10 @@ async def test_only_slow_and_failed_requests_are_logged(
 async def test_a_failed_request_says_what_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store whose disk is full: each line has what its caller was told, and the cause is a warning, not one each."""
+    """With the store's disk full, each line has what its caller was told.
+
+    The cause is one warning, not one each.
+    """
 
     async def full(_self: object, _work: object, **_: object) -> None:
         try:
@@ -116,7 +119,10 @@ def test_a_detail_is_bounded_and_has_no_password() -> None:
 
 
 async def test_a_failed_request_leaves_no_cycle(tmp_path: Path) -> None:
-    """An error that is kept by a frame of its own traceback would wait for the collector, with all its frames."""
+    """A failed request leaves no garbage for the collector.
+
+    An error kept by a frame of its own traceback would wait for it, with all its frames.
+    """
     kept: list[weakref.ref[Exception]] = []
     failed = AccessLog.failed
 

@@ -1,4 +1,7 @@
-"""The public address serves callers, the administration's serves operators, and no other site's page is served."""
+"""The public address serves callers, and the administration's serves operators.
+
+No other site's page is served.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def path_of(pattern: str) -> str:
 
 
 def is_served(status: int, body: bytes) -> bool:
-    """Whether a handler of the route answered: with 404 too, if that is about what the instance has."""
+    """Whether a handler of the route answered, be it with 404 about what the instance has."""
     return status != 404 or b"this address does not serve" not in body
 
 

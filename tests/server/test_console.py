@@ -1,4 +1,4 @@
-"""The API console: what it sends and what it says to type is what the routes take, at both addresses."""
+"""The API console: what it sends and says to type is what the routes take, at both addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An error never gives back more than a glance of what its caller wrote, and never takes long to find its words."""
+"""An error gives back no more than a glance of what its caller wrote.
+
+It never takes long to find its words.
+"""
 
 from __future__ import annotations
 

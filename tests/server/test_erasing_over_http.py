@@ -1,4 +1,7 @@
-"""After `DELETE /v1/users/{id}` nothing finds the user: 204 = no byte is left, 202 = the places that hold some."""
+"""After `DELETE /v1/users/{id}` nothing finds the user.
+
+204: no byte is left; 202: the places that hold some.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Features of events give the same bits whichever way they came: in a request, by a base, or kept by the store."""
+"""Features of events give the same bits whichever way they came.
+
+They come in a request, by a base, or kept by the store.
+"""
 
 from __future__ import annotations
 

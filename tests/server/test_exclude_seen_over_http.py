@@ -1,4 +1,4 @@
-"""A generate that leaves out what was seen is brute force over the catalogue without the history's items."""
+"""A generate without seen items is brute force over the catalogue without the history's items."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NUM_ITEMS = 120
 
 
 def section(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A beam as wide as the catalogue, in which several items share a semantic ID: the search is brute force."""
+    """A beam as wide as the catalogue, so that the search is brute force.
+
+    Several items share a semantic ID.
+    """
     if not (folder / "decoder").exists():
         (folder / "decoder").mkdir()
         saved(folder / "decoder", **VARIANTS["qwen3 g2 tied"])

@@ -1,4 +1,7 @@
-"""Features over HTTP: every form gives the same bits, what does not fit is rejected by name, what is missing is told."""
+"""Features over HTTP: every form gives the same bits.
+
+What does not fit is rejected by name, what is missing is told.
+"""
 
 from __future__ import annotations
 

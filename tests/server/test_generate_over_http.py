@@ -1,4 +1,7 @@
-"""POST /v1/generate against a real instance: valid items, the same from every tier, filters, versions, bad input."""
+"""POST /v1/generate against a real instance.
+
+Valid items, the same from every tier, filters, versions, bad input.
+"""
 
 from __future__ import annotations
 

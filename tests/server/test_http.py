@@ -1,4 +1,4 @@
-"""HTTP: every bad request has a clear answer, every answer an id, and the document describes what is served."""
+"""HTTP: bad requests get clear answers, answers have ids, the document describes what is served."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ async def test_every_route_is_documented(tmp_path: Path) -> None:
 async def test_the_live_service_keeps_its_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schemathesis sends what the document allows, and what it does not, to a real loopback server."""
+    """Schemathesis sends a real loopback server what the document allows, and what not."""
     # not a minute each
     monkeypatch.setattr(profile, "folded_stacks", lambda _seconds, _stop: "main;run 1\n")
     async with serving(tmp_path, watched=False) as (client, _):
@@ -351,7 +351,10 @@ def _fuzz(url: str) -> int:
 
 
 def test_raw_columns_are_read_in_place() -> None:
-    """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
+    """16 k events of raw msgpack are read as views of the body.
+
+    Each has one check, and no element is an object.
+    """
     from npu_gr.server.config import ServerConfig
     from npu_gr.server.schemas.media import MSGPACK, decode
     from npu_gr.server.schemas.rank import RankBody, parse

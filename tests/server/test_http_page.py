@@ -1,4 +1,4 @@
-"""The calls of docs/http.md, in their order, against a real instance: the answers have the form that stands there."""
+"""The calls of docs/http.md, in order, against a real instance: answers have the form shown."""
 
 from __future__ import annotations
 

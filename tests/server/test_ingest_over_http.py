@@ -1,4 +1,4 @@
-"""Many users in one call, over HTTP: each is durable or has its reason, and a second call changes nothing."""
+"""Many users in one call over HTTP: each is durable or has its reason; a repeat changes nothing."""
 
 from __future__ import annotations
 

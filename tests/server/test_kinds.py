@@ -1,4 +1,7 @@
-"""Every kind of request has its route, document, counts, log line and status row, and every error its status."""
+"""Every kind of request has its route, document, counts, log line and status row.
+
+Every error has its status.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def send(client: TestClient[Any, Any], kind: Kind[Any, Any], **headers: str) -> 
 
 
 def raw(body: Any, name: str = "") -> Any:
-    """The body with every list as raw little-endian bytes: of actions, which are names, the indices."""
+    """The body with every list as raw little-endian bytes; actions, which are names, as indices."""
     if isinstance(body, dict):
         return {key: raw(value, key) for key, value in body.items()}
     if isinstance(body, list) and body and isinstance(body[0], dict):
@@ -392,7 +395,10 @@ async def test_a_key_that_is_no_text_is_a_wrong_key(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:
-    """In a process of its own: a kind has to be in the table before the modules that derive from it are imported."""
+    """Run in a process of its own.
+
+    A kind has to be in the table before the modules that derive from it are imported.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.server.pretended"],

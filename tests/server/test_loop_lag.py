@@ -1,4 +1,4 @@
-"""How late the loop is, is what somebody who comes at any instant waits: a standstill of 1 s shows as 1 s."""
+"""The loop's lag is what a caller at any instant waits: a standstill of 1 s shows as 1 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""POST /v1/match against a real instance: bases, filters, batches, versions under load, bad input, overload."""
+"""POST /v1/match against a real instance.
+
+Bases, filters, batches, versions under load, bad input, overload.
+"""
 
 from __future__ import annotations
 

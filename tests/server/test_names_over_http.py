@@ -1,4 +1,4 @@
-"""Names on the wire: every spelling of a request scores the same, and answers say what the company says."""
+"""Names on the wire: every spelling of a request scores the same, answers use the company's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An item that POST /v1/catalog/items adds has the score that a ranker gives it which knows it without a residual."""
+"""An added item scores as with a ranker that knows it without a residual.
+
+POST /v1/catalog/items adds it.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,10 @@ def sections(
 
 
 class ByHand:
-    """The definition: a ranker that was trained with the new items and learnt no residual of them, without a cache."""
+    """The definition: a ranker trained with the new items, without a cache.
+
+    It learnt no residual of them.
+    """
 
     def __init__(self, folder: Path, new: dict[int, Any]) -> None:
         model = load(folder).model
@@ -184,7 +190,10 @@ async def metric(client: Client, name: str) -> float:
 async def test_a_new_item_has_its_score_in_candidates_histories_and_recommends(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The script of a review: five new items on the semantic IDs of known ones were last for ever, without a score."""
+    """Five new items on the semantic IDs of known ones have a score.
+
+    In a review they were last for ever, without one; this is its script.
+    """
     new = list(NEW)
     by_hand = ByHand(folder / "checkpoint", NEW)
     async with serving(folder, **sections(folder, tmp_path)) as (client, _):

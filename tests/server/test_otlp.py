@@ -1,4 +1,4 @@
-"""Spans leave the process as OTLP and are read by OpenTelemetry's own types, as a collector reads them.
+"""Spans leave the process as OTLP and are read by OpenTelemetry's types, as by a collector.
 
 And by a collector: `python -m pytest -m bare tests/server/test_otlp.py` fetches one from the
 package index, starts it between the process and the receiver, and asks for the same spans.
@@ -35,7 +35,10 @@ PARENT = "00f067aa0ba902b7"
 
 @contextmanager
 def receiver() -> Iterator[tuple[str, Queue[tuple[str, str | None, ExportTraceServiceRequest]]]]:
-    """What of a collector takes spans over HTTP: its URL, and what has come (path, authorization, request)."""
+    """The part of a collector that takes spans over HTTP.
+
+    Yields its URL, and what has come: path, authorization, request.
+    """
     came = Queue[tuple[str, str | None, ExportTraceServiceRequest]]()
 
     class Receive(BaseHTTPRequestHandler):

@@ -1,4 +1,7 @@
-"""POST /v1/recommend against a real instance: it answers what its stages answer one by one, and failures degrade it."""
+"""POST /v1/recommend against a real instance.
+
+It answers what its stages answer one by one, and failures degrade it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the ranker of a cascade does not know: too much of it is rejected, the rest is last or dropped, and counted."""
+"""What the ranker of a cascade does not know.
+
+Too much of it is rejected, the rest is last or dropped, and counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes `RecordingService` is offered to the recorder, of every kind that is recorded and of no other."""
+"""What passes `RecordingService` is offered to the recorder, of recorded kinds and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passwords of the store and the collector are used, and no dump, log line, error or bundle has them."""
+"""Passwords of store and collector are used, and no dump, log line, error or bundle has them."""
 
 from __future__ import annotations
 

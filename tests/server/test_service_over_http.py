@@ -1,4 +1,7 @@
-"""The whole path over HTTP on a real instance: every way to bring a history and every body format, same scores."""
+"""The whole path over HTTP on a real instance.
+
+Every way to bring a history and every body format give the same scores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""POST /v1/recommend from a ranker that also retrieves: the same items and scores however the prefix was got."""
+"""POST /v1/recommend from a ranker that also retrieves.
+
+Items and scores are the same however the prefix was got.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ def history(count: int, seed: int = 0) -> dict[str, list[int]]:
 
 
 class ByHand:
-    """The definition: one cold pass for u, the dense product with every item, one cold pass over the candidates."""
+    """The definition: two cold passes and a dense product.
+
+    One pass is for u, then comes the product with every item, then a pass over the candidates.
+    """
 
     def __init__(
         self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint"
@@ -260,7 +266,7 @@ async def test_popular_items_follow_the_few_of_a_user_without_history(
 async def test_any_way_to_the_prefix_gives_the_same(
     folder: Path, count: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
+    """Cold, hit, extended, signalled, from DRAM, with no relay, and beside others: C5."""
     # a short prefix is computed as fast
     monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)
     own = history(count, seed=count)

@@ -1,4 +1,4 @@
-"""The error budget is the server's: what callers do wrong is counted apart, and no recording moves."""
+"""The error budget is the server's: callers' mistakes count apart, and no recording moves."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_what_callers_do_wrong_leaves_the_objectives_alone(
 
 
 async def test_what_the_server_does_wrong_burns_the_budget(tmp_path: Path) -> None:
-    """The same path: 19 good and one that the server fails is a twentieth, 50 times what may be lost."""
+    """One request of 20 that the server fails is a twentieth, 50 times what may be lost."""
     async with keyed(tmp_path) as at:
         for _ in range(19):
             assert await ask(at, WHOLE) == 200

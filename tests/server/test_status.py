@@ -1,4 +1,4 @@
-"""The status page: its JSON agrees with the requests that were sent, and a real browser shows it, live."""
+"""The status page: its JSON agrees with the requests sent, and a real browser shows it, live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A history store that fails, over HTTP: who brings the history never notices, the others are told, keys count once."""
+"""A history store that fails, over HTTP: keys count once.
+
+Who brings the history never notices, the others are told.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ async def test_fail_means_fail(tmp_path: Path) -> None:
 
 
 async def test_an_erased_user_is_not_remembered(tmp_path: Path) -> None:
-    """Erased here, the behaviours must not come back as the last known ones when the store fails."""
+    """Once erased, behaviours do not come back as the last known when the store fails."""
     async with on_redis(tmp_path, on_failure="nothing") as (client, proxy):
         await post(client, "/v1/events", {"user_id": "u", "events": columns(events(20))})
         assert (await rank(client, "u"))[1]["history"]["num_tokens"] == 20
@@ -312,7 +315,11 @@ async def test_a_key_survives_kill_minus_nine(tmp_path: Path) -> None:
 
 
 async def test_appends_that_timed_out_count_once(tmp_path: Path) -> None:
-    """Another process holds SQLite's lock: three appends are answered 504, and sent again after it is released."""
+    """Appends that are answered 504 and sent again count once.
+
+    Another process holds SQLite's lock: three appends time out and are sent again, and
+    then it is released.
+    """
     port = free_port()
     bodies = [
         {"user_id": "u", "events": columns(Events.make([n], [1], [1])), "idempotency_key": f"k{n}"}

@@ -1,4 +1,7 @@
-"""POST /v1/generate by a T5: the prompt of TIGER, the same bits from every tier, whole histories and deltas alike."""
+"""POST /v1/generate by a T5: the prompt of TIGER.
+
+Every tier gives the same bits, for whole histories and deltas alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two tenants with a user of one name on one instance: neither reads, changes or erases anything of the other's."""
+"""Two tenants with a user of one name on one instance.
+
+Neither reads, changes or erases anything of the other's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An instance over TLS: reads, follows its certificate, asks for its clients', and tells when it expires."""
+"""An instance over TLS reads and follows its certificate.
+
+It asks for its clients', and tells when it expires.
+"""
 
 from __future__ import annotations
 

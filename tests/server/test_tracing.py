@@ -1,4 +1,7 @@
-"""A sampled request has one span in its caller's trace, and within it one span a stage, one after the other."""
+"""A sampled request has one span in its caller's trace.
+
+Within it is one span a stage, one after the other.
+"""
 
 from __future__ import annotations
 

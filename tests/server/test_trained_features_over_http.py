@@ -1,4 +1,7 @@
-"""Rows that were trained on, sent over HTTP, give the trainer's logits: every kind of feature, sent or computed."""
+"""Rows that were trained on, sent over HTTP, give the trainer's logits.
+
+So does every kind of feature, sent or computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An instance behind admission on a virtual clock: an event loop, and a device that serves passes of a few requests.
+"""An instance behind admission on a virtual clock.
+
+It is an event loop, and a device that serves passes of a few requests.
 
     arrive (parse a little) -> admission -> loop work -> device pass, shared -> loop work -> leave
 

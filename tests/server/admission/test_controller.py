@@ -1,4 +1,4 @@
-"""Admission admits what can be in time, rejects the rest at once, and is as it was when all have left."""
+"""Admission admits what can be in time, rejects the rest at once, and ends as it began."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_a_small_tenant_beside_a_hot_one_is_never_rejected() -> None:
     assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
 
 
-def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> (
-    None
-):
+def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_while_another_waits() -> None:
     held = Held()
     hot = []
     while (guest := held.arrive(tenant="hot")).permit:
@@ -158,9 +156,7 @@ def test_places_of_a_tenant_go_by_its_weight() -> None:
         assert sum(bool(held.arrive(tenant=tenant).permit) for _ in range(12)) == places
 
 
-def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> (
-    None
-):
+def test_signals_of_several_tenants_enter_two_at_a_time_and_those_of_one_as_they_fit() -> None:
     held = Held()
     alone = [held.arrive(SIGNAL.name, "e") for _ in range(10)]
     assert all(guest.permit for guest in alone)

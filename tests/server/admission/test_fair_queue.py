@@ -1,4 +1,4 @@
-"""Tenants get time by weight, whoever is due first goes first within a tenant, and nothing is lost."""
+"""Tenants get time by weight, the first due goes first within a tenant, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ async def agent_line(port: int | None) -> bytes:
 async def test_the_proxies_that_asked_the_agent_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many are remembered as asked in the last seconds, and no client is taken for one that asked before."""
+    """Who asked in the last seconds is remembered; no client is taken for an older one."""
     async with site() as at:
         monkeypatch.setattr("npu_gr.server.admission.middleware.AGENT_MEMORY_S", 0.0)
         for i in range(5):

@@ -112,7 +112,7 @@ BROKEN = (
 
 
 def test_no_file_whatever_is_in_it_ends_otherwise_than_in_words() -> None:
-    """What followed the file would be gone with another error, and with it every later revocation."""
+    """Another error would end the task that follows the file, and all later revocations."""
     random = Random(0)
     num_read = 0
     for _ in range(1500):

@@ -1,4 +1,4 @@
-"""The routes for a process that misbehaves tell what it does, keep secrets, and let it go on serving."""
+"""The debug routes tell what a process does, keep secrets, and let it go on serving."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ async def test_threads_and_tasks_are_shown() -> None:
 
 
 def test_the_signal_is_answered_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """The main thread does not return to its loop before the stacks are logged, and nothing dies."""
+    """The stacks are logged before the main thread returns to its loop, and nothing dies."""
     with caplog.at_level(logging.WARNING, "npu_gr.server.debug.stacks"), logged_on_signal([]):
         for times in (1, 2):
             os.kill(os.getpid(), signal.SIGUSR1)

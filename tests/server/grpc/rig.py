@@ -1,4 +1,4 @@
-"""A service without models behind gRPC and HTTP, and the calls of a client without generated code."""
+"""A service without models behind gRPC and HTTP, and a client's calls without generated code."""
 
 from __future__ import annotations
 

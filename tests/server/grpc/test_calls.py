@@ -269,7 +269,7 @@ async def test_messages_that_are_none(rig: Rig) -> None:
 
 
 async def test_no_message_is_more_than_a_fault_of_the_caller(rig: Rig) -> None:
-    """Random damage to good messages: an answer, or a rejection with the status of what was sent."""
+    """Random damage to good messages gives an answer or a rejection with the right status."""
     draw = random.Random(0)
     codes = set()
     for index in range(300):

@@ -1,4 +1,6 @@
-"""KServe's own clients, in an environment of their own: they want older versions of protobuf and pandas than ours.
+"""KServe's own clients, in an environment of their own.
+
+They want older versions of protobuf and pandas than ours.
 
 Needs the package index: `python -m pytest -m bare tests/server/grpc/test_kserve.py`.
 """
@@ -41,7 +43,8 @@ def request(is_raw):
 
 def check(answer):
     assert (answer.model_name, answer.id) == ("rank", "7")
-    np.testing.assert_array_equal(answer.outputs[0].as_numpy(), np.array([1, np.nan, 2], np.float32))
+    expected = np.array([1, np.nan, 2], np.float32)
+    np.testing.assert_array_equal(answer.outputs[0].as_numpy(), expected)
 
 
 async def main():

@@ -1,4 +1,7 @@
-"""One real instance gives the same answer over /v1 and the Open Inference Protocol, over HTTP and gRPC, bit for bit."""
+"""One real instance gives the same answer every way, bit for bit.
+
+The ways: /v1 and the Open Inference Protocol, over HTTP and gRPC.
+"""
 
 from __future__ import annotations
 

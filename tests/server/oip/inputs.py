@@ -1,4 +1,4 @@
-"""Tensors of requests, for tests: any body of /v1 as inputs, in JSON, as raw bytes, or as messages of protobuf."""
+"""Tensors of requests, for tests: any body of /v1 as inputs in JSON, raw bytes or protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A model of the Open Inference Protocol is its kind: inputs make the body of /v1, outputs hold its answer."""
+"""A model of the Open Inference Protocol is its kind.
+
+Inputs make the body of /v1, outputs hold its answer.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def same(one: Any, other: Any) -> bool:
 
 @each_model
 def test_metadata_are_what_the_model_takes(model: Model) -> None:
-    """Every input of metadata is a field of the body, of the datatype and the shape that it says."""
+    """Every input of metadata is a field of the body, with its datatype and shape."""
     body = {**(EXAMPLES[model.kind.name].body or {}), **MORE[model.kind.name]}
     given = {one.name: one for one in inputs_of(body)}
     for name, one in given.items():

@@ -1,4 +1,4 @@
-"""Every collection and every text of every body has a bound: of its own, or a setting of section `server`."""
+"""Every collection and text of every body has a bound: its own, or a setting of `server`."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ ODD = ["a,b", 'q"', "\\", '\\"', "\\\\", ",", '","', '",', " ", "é,\u2028", "\n
 
 @given(st.lists(st.sampled_from(ODD), min_size=1, max_size=8))
 def test_commas_within_names_are_not_counted(names: list[str | int]) -> None:
-    """The exact number passes, one more is rejected, in both spellings of a text that is not ASCII."""
+    """The exact number passes and one more is rejected, in both spellings of non-ASCII text."""
     for sent in (json.dumps(names), json.dumps(names, ensure_ascii=False)):
         body = b'{"user_id":"u","candidates":%s}' % sent.encode()
         bulk.check(
