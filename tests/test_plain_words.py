@@ -18,8 +18,7 @@ import pytest
 from tests.sources import ROOT
 
 LINE = 100
-MOST_FRAGMENTS = 0.5  # of the entries of all `Args:` sections
-MOST_FORBIDDEN = 10_000
+MOST_FRAGMENTS = 0.02  # of the entries of all `Args:` sections
 # Words of our own where the field, or plain English, has one -> what to say.
 FORBIDDEN = {
     r"told\b": "say who learns what: 'the client gets ...', 'the answer says ...'",
@@ -45,6 +44,14 @@ ALLOWED = re.compile(
     r"|benchmarks? door|\"door\"|`door`",
     re.IGNORECASE,
 )
+# Old names that callers, operators and files still use -> the words that must stay there.
+OLD_NAMES = {
+    "npu_gr/core/renamed.py": {"trunk", "refused", "refusals", "judge"},
+    "npu_gr/core/request.py": {"trunk"},
+    "npu_gr/dataset/files.py": {"told"},
+    "npu_gr/vector_search/vectors.py": {"twin"},
+    "benchmarks/frame.py": {"trunk", "twin"},
+}
 NOT_OURS = ("upgrading.md", "decisions/", "history/")
 WORD = re.compile(rf"(?<![a-z])({'|'.join(FORBIDDEN)})(?![a-z])", re.IGNORECASE)
 # An entry that begins so is no sentence and no noun: "keys: in force.", "url: of the address."
@@ -97,10 +104,12 @@ def entries(path: Path) -> Iterator[Entry]:
 
 def forbidden(path: Path) -> Iterator[Found]:
     """Yield the lines of a file that have a word of our own."""
+    old = OLD_NAMES.get(path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else "", ())
     for number, line in enumerate(path.read_text().split("\n"), 1):
         # a name of two words is two words
         plain = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", ALLOWED.sub("", line))
-        if found := WORD.search(plain):
+        found = [word[0] for word in WORD.finditer(plain) if word[0].lower() not in old]
+        if found:
             yield Found(path, number, f"{found[0]!r} in {line.strip()[:LINE]}")
 
 
@@ -148,7 +157,13 @@ def test_lines_have_at_most_100_columns() -> None:
 def test_words_are_the_fields(folder: str) -> None:
     paths = pages() if folder == "pages" else sources(folder)
     found = [one for path in paths for one in forbidden(path)]
-    assert len(found) <= MOST_FORBIDDEN, "\n".join(map(str, found))
+    assert not found, "\n".join(map(str, found))
+
+
+def test_old_names_are_still_in_use() -> None:
+    for name, words in OLD_NAMES.items():
+        text = (ROOT / name).read_text().lower()
+        assert all(word in text for word in words), name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -225,20 +226,24 @@ def _processes() -> Iterator[str]:
             if kind != "simulation" or path.partition(".")[0] not in of_instance
         ]
         words = notes(kind)
-        yield f"## {title}\n\n{about}\n"
+        yield f"## {title}\n\n{_wrapped(about)}\n"
         yield from _table([one for one in own if "." not in one.path and not one.section], words)
         for one in own:
             if one.section is not None:
                 said = [" ".join((one.section.cls.__doc__ or "").partition("\n\n")[0].split())]
                 said += ["Absent by default."] if one.field.default is None else []
                 said += [f"In the file: {_cell(note)}."] if (note := words.get(one.path)) else []
-                yield f"### `{one.path}`\n\n{' '.join(filter(None, said))}\n"
+                yield f"### `{one.path}`\n\n{_wrapped(' '.join(filter(None, said)))}\n"
                 inner = [
                     key
                     for key in own
                     if key.path.rpartition(".")[0] == one.path and not key.section
                 ]
                 yield from _table(inner, words)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _trainers() -> Iterator[str]:
