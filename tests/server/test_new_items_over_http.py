@@ -316,7 +316,7 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
             "5 items need new rows of the ranker, but only 3 of service.spare_items are free"
         ) in told["detail"]
         for features, why in (
-            ({"brand": "x"}, "item 900: feature 'brand': the ranker's are genre"),
+            ({"brand": "x"}, "item 900: unknown feature 'brand'; the ranker has genre"),
             (
                 {"genre": ["war", "drama", "comedy"]},
                 "item 900: feature 'genre': 3 values, the limit is 2",
