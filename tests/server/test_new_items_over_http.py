@@ -331,7 +331,7 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
         told = await post(
             client, "/v1/rank", 422, **asked(SEEN, candidates=[900, 904], unknown_items="refuse")
         )
-        assert told["detail"] == "candidates: 1 unknown: 904"
+        assert told["detail"] == "candidates: 1 unknown item: 904"
         assert (await rank(client, SEEN, [900, 904]))["scores"]["click"][1] is None
         row = {"item_id": 904, "sid": NEW[904][0], "features": {"genre": 7}}
         await post(client, "/v1/catalog/items", 422, add=[row])
