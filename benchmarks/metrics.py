@@ -81,7 +81,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
             trace=trace,
             span=None,
             arrived_at=now_at,
-            whole_at=now_at,
+            body_at=now_at,
             kind=RANK,
             user=user,
             answer=ANSWER,

@@ -29,7 +29,7 @@ from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.requests import encode
 from npu_gr.route.config import DiscoveryConfig, InstanceConfig, RouterConfig
-from npu_gr.route.haproxy import Material, render, routed
+from npu_gr.route.haproxy import RenderInputs, render, routed
 from npu_gr.service.config import SLOConfig
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
@@ -189,7 +189,7 @@ def test_router_entry(kind: Kind[Any, Any]) -> None:
     config = RouterConfig(
         discovery=DiscoveryConfig(instances=[InstanceConfig(name="gr", host="h", port=1)])
     )
-    text = render(config, Material(instances=[], addresses={}, keys=[], peer_port=1))
+    text = render(config, RenderInputs(instances=[], addresses={}, keys=[], peer_port=1))
     allowed = re.findall(rf"^  acl on_{kind.method} (path|path_reg) (.*)$", text, re.MULTILINE)
     path = kind.path.replace("{user_id}", "u")
     assert any(

@@ -30,6 +30,7 @@ from npu_gr.core.lifetime import InUse
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.text_format import counted
 from npu_gr.engine.rank_engine import (
     NONE_LATE,
     FindPass,
@@ -403,7 +404,8 @@ class Ranking:
                 first = names_of([self.names], ids[~known][:_NAMED])
                 more = ", ..." if missing > _NAMED else ""
                 raise Unprocessable(
-                    f"candidates: {missing} unknown items: {', '.join(map(str, first))}{more}"
+                    f"candidates: {counted(missing, 'unknown item')}: "
+                    f"{', '.join(map(str, first))}{more}"
                 )
             rows = rows[known]
         return rows, known

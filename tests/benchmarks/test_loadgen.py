@@ -209,7 +209,7 @@ def test_what_stops_the_client_is_said(
         with pytest.raises(ConfigError, match="from < to"):
             drive(port, [bursts(bodies, to_s=0.0)])
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    with pytest.raises(ConfigError, match="no cc, gcc or clang"):
+    with pytest.raises(ConfigError, match="needs a C compiler: cc, gcc or clang"):
         compiled(tmp_path / "build")
 
 

@@ -70,7 +70,7 @@ def test_both_directions_of_a_pair_have_every_line(
     lines = list(match_lines(folder_of_domains(tmp_path), TINY, quality._pair_lines))
     cases = [line.case for line in lines]
     for pair in ("one -> two", "two -> one"):
-        for kind in ("", ", emulators too"):
+        for kind in ("", ", near-duplicates too"):
             for figure in ("HIT@10", "HIT@50"):
                 assert f"match {pair}{kind}: served, {figure}" in cases
         assert f"match {pair}: SCCDR alone, HIT@50" in cases
@@ -95,7 +95,7 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
         for less, ours in zip([POPULARITY, *INGREDIENTS], arms, strict=True)
     ]
     newcomers = {
-        (line.case.partition("newcomers, ")[2], line.baseline): line for line in lines[len(arms) :]
+        (line.case.partition("cold-start, ")[2], line.baseline): line for line in lines[len(arms) :]
     }
     assert len(newcomers) == 5
     # The taste is the source's: the SVD of both domains knows it, popularity does not.

@@ -144,7 +144,7 @@ def test_it_goes_through_the_service_that_has_the_store(tmp_path: Path) -> None:
     with service(config, port):
         done = run("load", str(log), "--config", str(config))
         assert done.returncode == 0, done.stderr
-        assert f"in use by another process: writing through http://127.0.0.1:{port}" in done.stderr
+        assert f"in use by another process; writing through http://127.0.0.1:{port}" in done.stderr
         assert "1200 events added" in done.stdout
         assert "0 events added" in loaded(log, "--url", f"http://127.0.0.1:{port}")
         assert ("1200 events added, 40 replaced") in loaded(

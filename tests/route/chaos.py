@@ -172,7 +172,7 @@ class Fleet:
 
     def num_reloads(self) -> int:
         """How often the router has said that HAProxy has reloaded."""
-        return (self._folder / "router.log").read_text().count("reloaded:")
+        return (self._folder / "router.log").read_text().count("reloaded HAProxy:")
 
     async def states(self) -> dict[str, str]:
         """The state of each instance as HAProxy's metrics have it, by name."""

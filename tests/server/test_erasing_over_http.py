@@ -142,8 +142,8 @@ async def test_every_file_with_data_of_users_is_its_owners_alone(tmp_path: Path)
     before = os.umask(0)
     try:
         record = {"folder": str(tmp_path / "data" / "traffic"), "enabled": True}
-        features = {"path": str(tmp_path / "data" / "history.db")}
-        async with serving(tmp_path, record=record, features=features) as (client, _):
+        store = {"path": str(tmp_path / "data" / "history.db")}
+        async with serving(tmp_path, record=record, history_store=store) as (client, _):
             await use(client, USER)
             await erase(client)
             files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]

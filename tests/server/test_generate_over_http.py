@@ -179,7 +179,7 @@ async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
             assert sids.setdefault(answer["catalogue_version"], answer["sids"]) == answer["sids"]
         assert (await generate(client))["catalogue_version"] == reloaded["version"]
         (tmp_path / "items.jsonl").write_text('{"item_id": 1, "sid": [1, 2]}\n')
-        assert "semantic IDs of 2 codes" in (await post("reload", 422))["detail"]
+        assert "semantic IDs have 2 codes" in (await post("reload", 422))["detail"]
         (tmp_path / "items.jsonl").write_text('{"item_id": 1, "sid": [1, 2, 99]}\n')
         assert "record 1" in (await post("reload", 422))["detail"]
         back = await post("rollback")
@@ -340,7 +340,7 @@ async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
     ("change", "error", "reason"),
     [
         ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token is 299"),
-        ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
+        ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs have 3 codes"),
         ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds 0 pages"),
         ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),
         ({"checkpoint": "nowhere"}, CheckpointError, "nowhere"),

@@ -268,7 +268,7 @@ async def test_rows_that_run_backwards_are_rejected_or_sorted_and_counted(folder
     async with serving(folder, relay={"enabled": False}) as (client, service):
         rejected = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
         assert rejected["detail"].startswith(
-            "history.timestamps: 10 at index 1 is before 30: send the oldest event first"
+            "history.timestamps: 10 at index 1 is before 30; send the oldest event first"
         )
         want = await post(client, "/v1/rank", **asked, history=FORWARDS)
         assert want["history"]["sorted_events"] == 0
@@ -280,7 +280,7 @@ async def test_rows_that_run_backwards_are_rejected_or_sorted_and_counted(folder
         base = want["history"]["fingerprint"]
         rejected = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
         assert rejected["detail"].startswith(
-            "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest "
+            "history.timestamps: 25 at index 0 is before 30, the last of base; send the oldest "
             "event first"
         )
         service.parts.histories.on_unsorted = "sort"

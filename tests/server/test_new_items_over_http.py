@@ -316,7 +316,7 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
             "5 items need new rows of the ranker, but only 3 of service.spare_items are free"
         ) in told["detail"]
         for features, why in (
-            ({"brand": "x"}, "item 900: feature 'brand': the ranker's are genre"),
+            ({"brand": "x"}, "item 900: unknown feature 'brand'; the ranker has genre"),
             (
                 {"genre": ["war", "drama", "comedy"]},
                 "item 900: feature 'genre': 3 values, the limit is 2",
@@ -331,7 +331,7 @@ async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(
         told = await post(
             client, "/v1/rank", 422, **asked(SEEN, candidates=[900, 904], unknown_items="refuse")
         )
-        assert told["detail"] == "candidates: 1 unknown: 904"
+        assert told["detail"] == "candidates: 1 unknown item: 904"
         assert (await rank(client, SEEN, [900, 904]))["scores"]["click"][1] is None
         row = {"item_id": 904, "sid": NEW[904][0], "features": {"genre": 7}}
         await post(client, "/v1/catalog/items", 422, add=[row])

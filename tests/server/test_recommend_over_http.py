@@ -260,7 +260,7 @@ async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> N
         service.versions.generator().engine.generate = fails  # type: ignore[method-assign,assignment]
         problem = await recommend(client, 503)
         assert problem["detail"] == (
-            "retrieval: generate failed, and no list of popular items is configured"
+            "retrieval failed (generate failed), and no list of popular items is configured"
         )
         await nothing_held(service)
 

@@ -155,7 +155,7 @@ async def test_unknown_items_are_counted_or_rejected(tmp_path: Path) -> None:
             history=columns(events(3)),
             candidates=[*CANDIDATES, 9],
         )
-        assert problem["detail"] == "candidates: 1 unknown: 9"
+        assert problem["detail"] == "candidates: 1 unknown item: 9"
 
 
 async def test_a_long_history_is_cut_and_says_so(tmp_path: Path) -> None:

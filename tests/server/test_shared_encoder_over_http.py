@@ -464,7 +464,7 @@ async def test_a_failing_first_pass_leaves_the_other_sources(folder: Path, tmp_p
     async with serving(folder, **section()) as (client, service):
         service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
         assert (await recommend(client, 503))["detail"].startswith(
-            "retrieval: shared_encoder failed"
+            "retrieval failed (shared_encoder failed)"
         )
         await nothing_held(service)
 

@@ -58,7 +58,7 @@ async def on_redis(folder: Path, **features: Any) -> AsyncIterator[tuple[Any, Fa
             }
             # an objective that a busy machine keeps too: what is rejected is rejected because of
             # the store
-            async with serving(folder, features=section, slo={"rank_s": 2.0}) as (client, _):
+            async with serving(folder, history_store=section, slo={"rank_s": 2.0}) as (client, _):
                 yield client, proxy
 
 

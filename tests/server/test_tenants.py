@@ -70,7 +70,7 @@ async def test_histories_and_idempotency_keys(tmp_path: Path, store: str) -> Non
         if store == "redis":
             path = stack.enter_context(redis_path(tmp_path))
             features = {"kind": "redis", "url": f"unix://{path}"}
-        a, b, _ = await stack.enter_async_context(two(tmp_path, features=features))
+        a, b, _ = await stack.enter_async_context(two(tmp_path, history_store=features))
         first, second = columns(events(20)), columns(events(7, seed=2))
         assert (await a.post("events", events=first, idempotency_key="once"))[0] == 200
         assert await b.num_stored() == 0
@@ -107,7 +107,7 @@ async def test_last_known_histories(tmp_path: Path) -> None:
                 "url": f"redis://127.0.0.1:{proxy.port}/0",
                 "read_timeout_s": 0.1,
             }
-            async with two(tmp_path, features=features) as (a, b, _):
+            async with two(tmp_path, history_store=features) as (a, b, _):
                 await a.post("events", events=HISTORY)
                 assert await a.num_stored() == 20
                 proxy.set("hang")

@@ -91,10 +91,11 @@ async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path
         ):
             answer = await client.post("/v1/rank", json={**sent, "features": features})
             assert answer.status == 422
-            assert ("features.cross.events: the service computes it (events)") in (
+            assert ("features.cross.events: the service computes this feature (events)") in (
                 await answer.json()
             )["detail"]
-        answer = await client.post("/v1/rank", json={**sent, "features": {"request": {"hour": 3}}})
-        assert ("features.request.hour: the service computes it (hour)") in (await answer.json())[
-            "detail"
-        ]
+        given = {**sent, "features": {"request": {"hour": 3}}}
+        answer = await client.post("/v1/rank", json=given)
+        assert ("features.request.hour: the service computes this feature (hour)") in (
+            await answer.json()
+        )["detail"]

@@ -112,7 +112,7 @@ def test_the_command_writes_the_file_that_a_start_reads(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["calibrate", "--config", str(path), "--seconds", "0.1"])
     assert done.exit_code == 0, done.output
     assert calibration_path(path) == tmp_path / "serve.calibration.yaml"
-    assert f"in {calibration_path(path)}" in done.output
+    assert f"written to {calibration_path(path)}" in done.output
     found = load(path).calibration
     assert found == msgspec.convert(yaml.safe_load(calibration_path(path).read_text()), Calibration)
     calibration_path(path).write_text("q_m: 5\n")

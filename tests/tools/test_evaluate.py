@@ -69,7 +69,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
     server = {"api_keys_file": write_keys(tmp_path / "keys")}
     async with serving(tmp_path, watched=False, **sections, server=server) as (client, _):
         url = str(client.make_url("/"))
-        with pytest.raises(Unavailable, match="/debug/config: 401"):
+        with pytest.raises(Unavailable, match="/debug/config: status 401"):
             await evaluate(url, url, cases[:1], [FIRST_ID])
         keyed = await evaluate(
             url, url, cases[:1], range(FIRST_ID, FIRST_ID + NUM_ITEMS), api_key=secret("all")
@@ -141,7 +141,7 @@ async def test_a_request_that_is_rejected_for_load_is_sent_again(
             0.125,
             "without seen items: 12.5% of the next items are repeats, which cannot be hit",
         ),
-        (False, 0.75, "seen items too: 75.0% of the next items are repeats"),
+        (False, 0.75, "with seen items: 75.0% of the next items are repeats"),
     ],
 )
 def test_the_title_says_what_became_of_seen_items(hides: bool, ratio: float, words: str) -> None:

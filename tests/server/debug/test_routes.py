@@ -103,7 +103,7 @@ async def test_a_profile_is_taken_beside_requests_one_at_a_time(tmp_path: Path) 
         for seconds in ("0", "61", "nan", "inf", "x", ""):
             bad = await client.get(f"/debug/profile?seconds={seconds}")
             assert bad.status == 400, seconds
-            assert "is not 1 to 60" in (await bad.json())["detail"]
+            assert "is not a number from 1 to 60" in (await bad.json())["detail"]
     lines = text.splitlines()
     assert lines
     for line in lines:

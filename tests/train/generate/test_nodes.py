@@ -195,7 +195,7 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
     assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
     assert report.own.invalid_ratio == 0
     assert report.made.endswith(
-        f"ready-made; a token for each of the {sum(trained.codes.code_count)} beginnings"
+        f"ready-made; a token for each of the {sum(trained.codes.code_count)} prefixes"
     )
 
 

@@ -37,7 +37,7 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
         (["--set", "tua=1"], "unknown key tua; did you mean tau?"),
         (["--set", "tau=0"], "> 0"),
         (["--set", "encoder=lightgcn"], "encoder was removed"),
-        (["--density", "1.5"], "1.5 is not in"),
+        (["--density", "1.5"], "must be above 0 and at most 1, got 1.5"),
     ],
 )
 def test_bad_options_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:

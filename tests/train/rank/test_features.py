@@ -506,7 +506,7 @@ def test_a_number_without_spread_is_dense() -> None:
     ("computed", "message"),
     [
         (("visits",), r"computed: 'visits' must be one of events, .* or one of likes, hour, week"),
-        (("rate_by:maker",), r"unknown item feature 'maker'; there are genre"),
+        (("rate_by:maker",), r"no item feature 'maker'; there are genre"),
     ],
 )
 def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: str) -> None:
