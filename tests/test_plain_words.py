@@ -32,7 +32,7 @@ FORBIDDEN = {
     r"trunk": "shared encoder",
     r"twins?": "CPU emulator, near-duplicate",
     r"judge[sd]?|judging": "evaluate",
-    r"refus(e|es|ed|ing|al|als)": "reject",
+    r"refus(e[sd]?|ing|al\w?)": "reject",
     r"in force": "live, current",
     r"whoever": "the client, the operator, the caller of a function",
     r"aside": "temporary",
