@@ -49,7 +49,7 @@ void Cast(const LocalTensor<To> &to, const LocalTensor<From> &from, const RoundM
     EMULATOR_CHECK(mode == RoundMode::CAST_NONE, "Cast: nothing is rounded here");
   else
     EMULATOR_CHECK(mode == RoundMode::CAST_RINT || mode == (narrows ? RoundMode::CAST_TRUNC : RoundMode::CAST_FLOOR),
-               "Cast: the emulator does not know this rounding");
+                   "Cast: the emulator does not know this rounding");
   emulator::vector_issue(narrows ? emulator::NARROW : emulator::WIDEN, count, std::max(sizeof(To), sizeof(From)));
   emulator::same_or_apart("Cast", to, from, count);
   emulator::reads("Cast src", from, count);

@@ -26,12 +26,12 @@ struct Error : std::runtime_error {
 };
 
 #define EMULATOR_CHECK(condition, ...)                     \
-  do {                                                 \
-    if (!(condition)) {                                \
-      char text[400];                                  \
-      std::snprintf(text, sizeof text, __VA_ARGS__);   \
+  do {                                                     \
+    if (!(condition)) {                                    \
+      char text[400];                                      \
+      std::snprintf(text, sizeof text, __VA_ARGS__);       \
       throw ::AscendC::emulator::Error(std::string(text)); \
-    }                                                  \
+    }                                                      \
   } while (0)
 
 using ull = unsigned long long;
@@ -116,7 +116,7 @@ class Core {
   }
   uint8_t *take(uint64_t bytes) {
     EMULATOR_CHECK(top_ + bytes <= ub_limit, "UB overflow: %u bytes in use, %llu more, %u there are", top_, (ull)bytes,
-               ub_limit);
+                   ub_limit);
     uint8_t *at = base() + top_;
     top_ += uint32_t(bytes);
     return at;
@@ -159,8 +159,8 @@ class Core {
   VectorMask mask;
 
   void set_type(KernelType type, const char *name) const {
-    EMULATOR_CHECK(type == KERNEL_TYPE_AIV_ONLY, "the kernel is declared %s: it would run on other cores, or more of them",
-               name);
+    EMULATOR_CHECK(type == KERNEL_TYPE_AIV_ONLY,
+                   "the kernel is declared %s: it would run on other cores, or more of them", name);
   }
 
  private:
@@ -190,15 +190,17 @@ class Core {
     for (uint64_t i = first; i <= last; ++i) {
       Block &block = blocks_[i];
       if (block.writer >= 0)
-        EMULATOR_CHECK(ordered(pipe, block.writer, block.written), "core %u, UB 0x%llx: %s %s what %s wrote without sync",
-                   index, (ull)(i * BLOCK), name(pipe), writes ? "overwrites" : "reads", name(block.writer));
+        EMULATOR_CHECK(ordered(pipe, block.writer, block.written),
+                       "core %u, UB 0x%llx: %s %s what %s wrote without sync", index, (ull)(i * BLOCK), name(pipe),
+                       writes ? "overwrites" : "reads", name(block.writer));
       if (!writes) {
         block.reads[pipe] = now_[pipe];
         continue;
       }
       for (int other = 0; other < PIPES; ++other)
-        EMULATOR_CHECK(ordered(pipe, other, block.reads[other]), "core %u, UB 0x%llx: %s overwrites what %s may still read",
-                   index, (ull)(i * BLOCK), name(pipe), name(other));
+        EMULATOR_CHECK(ordered(pipe, other, block.reads[other]),
+                       "core %u, UB 0x%llx: %s overwrites what %s may still read", index, (ull)(i * BLOCK), name(pipe),
+                       name(other));
       block.writer = int8_t(pipe);
       block.written = now_[pipe];
       block.reads.fill(0);
@@ -208,14 +210,14 @@ class Core {
     if (bytes == 0) return;
     auto begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
     EMULATOR_CHECK(gm_is_live == nullptr || gm_is_live(pointer, bytes),
-               "core %u: %s %s GM that is no longer allocated, or never was", index, name(pipe),
-               writes ? "writes" : "reads");
+                   "core %u: %s %s GM that is no longer allocated, or never was", index, name(pipe),
+                   writes ? "writes" : "reads");
     for (auto it = recent_.lower_bound(begin < longest_ ? 0 : begin - longest_); it != recent_.end() && it->first < end;
          ++it) {
       const GmAccess &earlier = it->second;
       if (earlier.end <= begin || (!writes && !earlier.write)) continue;
       EMULATOR_CHECK(ordered(pipe, earlier.pipe, earlier.clock), "core %u: %s %s GM that %s %s without sync", index,
-                 name(pipe), writes ? "writes" : "reads", name(earlier.pipe), earlier.write ? "wrote" : "reads");
+                     name(pipe), writes ? "writes" : "reads", name(earlier.pipe), earlier.write ? "wrote" : "reads");
     }
     GmAccess access{begin, end, writes, now_[pipe], pipe};
     recent_.insert({begin, access});

@@ -47,9 +47,9 @@ inline void check_between_cores(std::vector<std::pair<GmAccess, uint32_t>> &acce
   };
   for (const auto &[access, core] : accesses) {
     EMULATOR_CHECK(!meets(wrote, access.begin, core), "core %u %s GM that another core writes in the same launch", core,
-               access.write ? "writes" : "reads");
+                   access.write ? "writes" : "reads");
     EMULATOR_CHECK(!access.write || !meets(read, access.begin, core),
-               "core %u writes GM that another core reads in the same launch", core);
+                   "core %u writes GM that another core reads in the same launch", core);
     extend(access.write ? wrote : read, access.end, core);
   }
 }

@@ -1,8 +1,9 @@
-// The emulator as a shared library with a C interface: one function an op, on host memory. See tests/ops/ascend_emulator.py.
+// The emulator as a shared library with a C interface: one function an op, on host memory. See
+// tests/ops/ascend_emulator.py.
 //
-// A function returns 0; 1 with a reason in words where there is no plan; 2 with the emulator's complaint. Caller's sizes
-// are trusted. `knobs` = cores, UB bytes (0: of dav-2201), then what the plan's optional arguments are (0: the plan's
-// choice).
+// A function returns 0; 1 with a reason in words where there is no plan; 2 with the emulator's complaint. Caller's
+// sizes are trusted. `knobs` = cores, UB bytes (0: of dav-2201), then what the plan's optional arguments are (0: the
+// plan's choice).
 #define ASCENDC_CPU_EMULATOR 1
 #include "../kernels/entries.h"
 
@@ -68,8 +69,9 @@ uint32_t emulator_cores(uint64_t *counters, uint32_t room) {
 }
 
 // knobs: cores, ub, tile, splits
-int emulator_masked_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Address mask, Address bias, Address value,
-                     Address index, uint32_t rows, uint32_t n, uint32_t k, uint32_t mask_stride, Out *out) {
+int emulator_masked_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Address mask, Address bias,
+                         Address value, Address index, uint32_t rows, uint32_t n, uint32_t k, uint32_t mask_stride,
+                         Out *out) {
   auto plan = plan_masked_topk(rows, n, k, Dtype(dtype), device(knobs), knobs[2], knobs[3]);
   if (plan.reason) return reject(out, plan.reason);
   out->blocks = plan.blocks;
@@ -81,9 +83,10 @@ int emulator_masked_topk(const uint32_t *knobs, uint32_t dtype, Address logits, 
 }
 
 // knobs: cores, ub, tile, groups, pieces
-int emulator_csr_gather_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Address norm, Address acc, Address lo,
-                         Address degree, Address code, Address allowed, Address score, Address parent, Address edge,
-                         uint32_t rows, uint32_t codes, uint32_t edges, uint32_t k, uint32_t has_norm, Out *out) {
+int emulator_csr_gather_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Address norm, Address acc,
+                             Address lo, Address degree, Address code, Address allowed, Address score, Address parent,
+                             Address edge, uint32_t rows, uint32_t codes, uint32_t edges, uint32_t k, uint32_t has_norm,
+                             Out *out) {
   auto plan = plan_csr_gather_topk(rows, codes, k, Dtype(dtype), device(knobs), knobs[2], knobs[3], knobs[4]);
   if (plan.reason) return reject(out, plan.reason);
   out->blocks = plan.blocks;
@@ -96,8 +99,8 @@ int emulator_csr_gather_topk(const uint32_t *knobs, uint32_t dtype, Address logi
 }
 
 // knobs: cores, ub, chunk
-int emulator_beam_fork(const uint32_t *knobs, Address keys, Address values, Address parent, uint32_t layers, uint32_t held,
-                   uint32_t rows, uint32_t row_bytes, uint32_t used_bytes, Out *out) {
+int emulator_beam_fork(const uint32_t *knobs, Address keys, Address values, Address parent, uint32_t layers,
+                       uint32_t held, uint32_t rows, uint32_t row_bytes, uint32_t used_bytes, Out *out) {
   auto plan = plan_beam_fork(layers, held, rows, used_bytes, device(knobs), knobs[2]);
   if (plan.reason) return reject(out, plan.reason);
   out->blocks = plan.blocks;
@@ -109,9 +112,9 @@ int emulator_beam_fork(const uint32_t *knobs, Address keys, Address values, Addr
 
 // knobs: cores, ub, piece, lot. sizes: those of HstuSizes in their order, the dtype last.
 int emulator_hstu_rows(const uint32_t *knobs, const uint32_t *sizes, Address mixed, Address meta, Address page_ids,
-                   Address k_plane, Address v_plane, Address q, Address k, Address v, Address u, uint32_t mixed_rows,
-                   uint32_t queries, uint32_t page_tokens, uint32_t pages, uint32_t num_page_ids, uint32_t silu_all,
-                   uint32_t q_scale, Out *out) {
+                       Address k_plane, Address v_plane, Address q, Address k, Address v, Address u,
+                       uint32_t mixed_rows, uint32_t queries, uint32_t page_tokens, uint32_t pages,
+                       uint32_t num_page_ids, uint32_t silu_all, uint32_t q_scale, Out *out) {
   HstuSizes s = hstu_sizes(sizes);
   auto plan = plan_hstu_rows(s, page_tokens, num_page_ids, device(knobs), knobs[2], knobs[3]);
   if (plan.reason) return reject(out, plan.reason);
@@ -125,8 +128,8 @@ int emulator_hstu_rows(const uint32_t *knobs, const uint32_t *sizes, Address mix
 
 // knobs: cores, ub, tile
 int emulator_hstu_scores(const uint32_t *knobs, const uint32_t *sizes, Address scores, Address meta, Address bounds,
-                     Address row_times, Address key_times, Address tables, Address near, uint32_t positions,
-                     uint32_t alpha, Out *out) {
+                         Address row_times, Address key_times, Address tables, Address near, uint32_t positions,
+                         uint32_t alpha, Out *out) {
   HstuSizes s = hstu_sizes(sizes);
   auto plan = plan_hstu_scores(s, device(knobs), knobs[2]);
   if (plan.reason) return reject(out, plan.reason);
@@ -139,8 +142,8 @@ int emulator_hstu_scores(const uint32_t *knobs, const uint32_t *sizes, Address s
 
 // knobs: cores, ub, lot
 int emulator_hstu_finish(const uint32_t *knobs, const uint32_t *sizes, Address attention, Address u, Address norm,
-                     Address meta, Address result, uint32_t queries, uint32_t group, uint32_t joined, uint32_t scale,
-                     uint32_t share, uint32_t eps, Out *out) {
+                         Address meta, Address result, uint32_t queries, uint32_t group, uint32_t joined,
+                         uint32_t scale, uint32_t share, uint32_t eps, Out *out) {
   HstuSizes s = hstu_sizes(sizes);
   auto plan = plan_hstu_finish(s, group, joined != 0, device(knobs), knobs[2]);
   if (plan.reason) return reject(out, plan.reason);

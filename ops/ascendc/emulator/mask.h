@@ -16,7 +16,8 @@ inline void ResetMask() {
 }
 template <typename T, MaskMode mode = MaskMode::NORMAL>
 void SetVectorMask(const uint64_t high, const uint64_t low) {
-  EMULATOR_CHECK((mode == MaskMode::COUNTER) == emulator::core.mask.counts, "SetVectorMask: the mode was not set before");
+  EMULATOR_CHECK((mode == MaskMode::COUNTER) == emulator::core.mask.counts,
+                 "SetVectorMask: the mode was not set before");
   emulator::core.mask.bits[0] = low;
   emulator::core.mask.bits[1] = high;
   emulator::core.mask.left_by = nullptr;
@@ -32,7 +33,7 @@ inline void set_mask(const char *what, const uint64_t (&bits)[2]) {
 inline const uint64_t *standing_mask(const char *what) {
   EMULATOR_CHECK(!core.mask.counts, "%s: the mask is in counter mode: SetMaskNorm is missing", what);
   EMULATOR_CHECK(core.mask.left_by == nullptr, "%s reads the mask that %s left behind: SetVectorMask is missing", what,
-             core.mask.left_by);
+                 core.mask.left_by);
   return core.mask.bits;
 }
 // A form with a count sets counter mode and count, and puts the default back.

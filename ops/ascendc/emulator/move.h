@@ -25,10 +25,11 @@ namespace emulator {
 template <typename T>
 void check_blocks(const LocalTensor<T> &local, const DataCopyExtParams &copy) {
   EMULATOR_CHECK(local.position() == TPosition::VECIN || local.position() == TPosition::VECOUT,
-             "DataCopyPad: only VECIN and VECOUT can be reached from GM");
+                 "DataCopyPad: only VECIN and VECOUT can be reached from GM");
   EMULATOR_CHECK(copy.blockCount <= 4095, "DataCopyPad: %u blocks, 4095 at most", copy.blockCount);
   EMULATOR_CHECK(copy.blockLen <= 2097151, "DataCopyPad: blocks of %u bytes, 2097151 at most", copy.blockLen);
-  EMULATOR_CHECK(copy.blockLen % sizeof(T) == 0, "DataCopyPad: blocks of %u bytes are not whole elements", copy.blockLen);
+  EMULATOR_CHECK(copy.blockLen % sizeof(T) == 0, "DataCopyPad: blocks of %u bytes are not whole elements",
+                 copy.blockLen);
 }
 }  // namespace emulator
 
@@ -38,7 +39,7 @@ void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Da
   using namespace emulator;
   check_blocks(to, copy);
   EMULATOR_CHECK(pad.leftPadding * sizeof(T) <= 32 && pad.rightPadding * sizeof(T) <= 32,
-             "DataCopyPad: padding over 32 bytes");
+                 "DataCopyPad: padding over 32 bytes");
   uint32_t count = uint32_t(copy.blockLen / sizeof(T)), used = pad.leftPadding + count + pad.rightPadding;
   uint32_t whole = uint32_t(up(used * sizeof(T), BLOCK) / sizeof(T));
   uint64_t step = whole + copy.dstStride * uint64_t(BLOCK) / sizeof(T);

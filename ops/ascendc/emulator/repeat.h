@@ -50,14 +50,14 @@ void Add(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T>
          const uint8_t repeats, const BinaryRepeatParams &by) {
   static_assert(emulator::arithmetic<T>);
   emulator::repeated("Add", to, a, b, mask, repeats, by,
-                 [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p + q; }); });
+                     [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p + q; }); });
 }
 template <typename T>
 void Sub(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, uint64_t mask,
          const uint8_t repeats, const BinaryRepeatParams &by) {
   static_assert(emulator::arithmetic<T>);
   emulator::repeated("Sub", to, a, b, mask, repeats, by,
-                 [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p - q; }); });
+                     [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p - q; }); });
 }
 template <typename T>
 void Mul(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, uint64_t mask,
@@ -101,7 +101,7 @@ void WholeReduceSum(const LocalTensor<T> &to, const LocalTensor<T> &from, const 
   static_assert(emulator::one_of<T, float>);
   constexpr int32_t per_block = emulator::BLOCK / sizeof(T), per_repeat = 256 / sizeof(T);
   EMULATOR_CHECK(mask > 0 && mask <= per_repeat && repeats <= 255, "WholeReduceSum: %d elements, %d repeats", mask,
-             repeats);
+                 repeats);
   EMULATOR_CHECK(block_stride == 1, "WholeReduceSum: the emulator knows contiguous repeats only");
   emulator::set_mask("WholeReduceSum", {emulator::lanes(uint64_t(mask)), 0});
   emulator::issue_lanes(emulator::WITH_TENSOR, uint64_t(repeats) * mask, sizeof(T));

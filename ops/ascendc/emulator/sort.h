@@ -59,7 +59,8 @@ template <typename T>
 void MrgSort(const LocalTensor<T> &to, const MrgSortSrcList<T> &lists, const MrgSort4Info &info) {
   static_assert(std::is_same_v<T, float>);
   using namespace emulator;
-  EMULATOR_CHECK(info.validBit == 3 || info.validBit == 7 || info.validBit == 15, "MrgSort: validBit %u", info.validBit);
+  EMULATOR_CHECK(info.validBit == 3 || info.validBit == 7 || info.validBit == 15, "MrgSort: validBit %u",
+                 info.validBit);
   EMULATOR_CHECK(!info.ifExhaustedSuspension, "MrgSort: the emulator knows complete merges only");
   int number = info.validBit == 3 ? 2 : info.validBit == 7 ? 3 : 4;
   const LocalTensor<T> *source[4] = {&lists.src1, &lists.src2, &lists.src3, &lists.src4};
@@ -71,8 +72,8 @@ void MrgSort(const LocalTensor<T> &to, const MrgSortSrcList<T> &lists, const Mrg
   if (info.repeatTimes > 1)
     for (int i = 1; i < 4; ++i)
       EMULATOR_CHECK(number == 4 && info.elementLengths[i] == info.elementLengths[0] &&
-                     source[i]->at() == source[0]->at() + uint64_t(i) * info.elementLengths[0] * 2,
-                 "MrgSort: repeats need four equal lists, one behind the other");
+                         source[i]->at() == source[0]->at() + uint64_t(i) * info.elementLengths[0] * 2,
+                     "MrgSort: repeats need four equal lists, one behind the other");
   uint64_t total = uint64_t(info.repeatTimes) * sum;
   to.need("MrgSort dst", total * 2, 32);
   core.issue(V);

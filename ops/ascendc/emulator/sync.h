@@ -40,7 +40,7 @@ inline TEventID take_event(HardEvent event, const char *who) {
   for (int id = 0; id < kEventIds; ++id)
     if (core.event_ids.insert({int(event), id}).second) return TEventID(id);
   EMULATOR_CHECK(false, "%s: all %d ids of %s are in use: undefined on the NPU, most likely a hang", who, kEventIds,
-             name(event));
+                 name(event));
 }
 inline void give_event(HardEvent event, int id, const char *who) {
   EMULATOR_CHECK(core.event_ids.erase({int(event), id}), "%s: %s id %d is not in use", who, name(event), id);
@@ -60,8 +60,8 @@ inline void wait_flag(HardEvent event, int id) {
 template <HardEvent event>
 inline void SetFlag(int32_t id) {
   bool is_ours = emulator::core.event_ids.count({int(event), id});
-  EMULATOR_CHECK(is_ours || (id >= 0 && id < emulator::kEventsByHand), "SetFlag: event id %d; 0 to %d are free to use", id,
-             emulator::kEventsByHand - 1);
+  EMULATOR_CHECK(is_ours || (id >= 0 && id < emulator::kEventsByHand), "SetFlag: event id %d; 0 to %d are free to use",
+                 id, emulator::kEventsByHand - 1);
   emulator::set_flag(event, id);
 }
 template <HardEvent event>

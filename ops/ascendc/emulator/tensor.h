@@ -43,8 +43,8 @@ class LocalTensor {
     EMULATOR_CHECK(at_ != nullptr, "%s: no tensor", what);
     EMULATOR_CHECK(count <= size_, "%s: %llu elements of a tensor of %u", what, (emulator::ull)count, size_);
     auto offset = uint64_t(reinterpret_cast<uint8_t *>(at_) - emulator::core.base());
-    EMULATOR_CHECK(offset % align == 0, "%s: UB address 0x%llx is not on a border of %u bytes", what, (emulator::ull)offset,
-               align);
+    EMULATOR_CHECK(offset % align == 0, "%s: UB address 0x%llx is not on a border of %u bytes", what,
+                   (emulator::ull)offset, align);
   }
 
  private:

@@ -81,13 +81,13 @@ template <typename T>
 void Adds(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
   static_assert(emulator::arithmetic<T>);
   emulator::unary("Adds", to, from, count,
-              [&](T x) { return emulator::wrapping(x, scalar, [](auto a, auto b) { return a + b; }); });
+                  [&](T x) { return emulator::wrapping(x, scalar, [](auto a, auto b) { return a + b; }); });
 }
 template <typename T>
 void Muls(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
   static_assert(emulator::arithmetic<T>);
   emulator::unary("Muls", to, from, count,
-              [&](T x) { return emulator::wrapping(x, scalar, [](auto a, auto b) { return a * b; }); });
+                  [&](T x) { return emulator::wrapping(x, scalar, [](auto a, auto b) { return a * b; }); });
 }
 template <typename T>
 void Mins(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
@@ -103,13 +103,13 @@ template <typename T>
 void Add(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
   static_assert(emulator::arithmetic<T>);
   emulator::binary("Add", to, a, b, count,
-               [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p + q; }); });
+                   [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p + q; }); });
 }
 template <typename T>
 void Sub(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
   static_assert(emulator::arithmetic<T>);
   emulator::binary("Sub", to, a, b, count,
-               [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p - q; }); });
+                   [](T x, T y) { return emulator::wrapping(x, y, [](auto p, auto q) { return p - q; }); });
 }
 template <typename T>
 void Mul(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
@@ -201,7 +201,8 @@ template <typename T>
 void Brcb(const LocalTensor<T> &to, const LocalTensor<T> &from, const uint8_t repeats, const BrcbRepeatParams &params) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   constexpr uint32_t per_block = emulator::BLOCK / sizeof(T);
-  EMULATOR_CHECK(params.dstBlkStride == 1 && params.dstRepStride == 8, "Brcb: the emulator knows contiguous results only");
+  EMULATOR_CHECK(params.dstBlkStride == 1 && params.dstRepStride == 8,
+                 "Brcb: the emulator knows contiguous results only");
   emulator::vector_issue(emulator::WITH_SCALAR, uint64_t(repeats) * 8 * per_block, sizeof(T));
   emulator::reads("Brcb src", from, uint64_t(repeats) * 8);
   emulator::writes("Brcb dst", to, uint64_t(repeats) * 8 * per_block);
@@ -272,7 +273,7 @@ void gather_mask(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t 
                  uint64_t &kept, Keep keep, Reads reads_pattern) {
   EMULATOR_CHECK(count > 0, "GatherMask: counter mode needs a count");
   EMULATOR_CHECK(params.repeatTimes == 1 && params.src0BlockStride == 1,
-             "GatherMask: the emulator knows one contiguous repeat");
+                 "GatherMask: the emulator knows one contiguous repeat");
   vector_issue(COMPACT, count, sizeof(T));
   reads("GatherMask src", from, count);
   reads_pattern();
@@ -302,7 +303,8 @@ void GatherMask(const LocalTensor<T> &to, const LocalTensor<T> &from, const Loca
 template <typename T>
 void GatherMask(const LocalTensor<T> &to, const LocalTensor<T> &from, const uint8_t pattern, const bool counter,
                 const uint32_t count, const GatherMaskParams &params, uint64_t &kept) {
-  EMULATOR_CHECK(counter && (pattern == 1 || pattern == 2), "GatherMask: the emulator knows patterns 1 and 2 in counter mode");
+  EMULATOR_CHECK(counter && (pattern == 1 || pattern == 2),
+                 "GatherMask: the emulator knows patterns 1 and 2 in counter mode");
   emulator::gather_mask(
       to, from, count, params, kept, [&](uint32_t i) { return i % 2 == pattern - 1u; }, [] {});
 }
@@ -318,7 +320,7 @@ void Gather(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTen
   from.need("Gather src", 0);
   emulator::writes("Gather dst", to, count);
   EMULATOR_CHECK(static_cast<void *>(to.at()) != static_cast<void *>(from.at()),
-             "Gather: source and destination are the same");
+                 "Gather: source and destination are the same");
   for (uint32_t i = 0; i < count; ++i) {
     uint64_t byte = uint64_t(base) + offset.at()[i];
     EMULATOR_CHECK(byte % sizeof(T) == 0, "Gather: offset %llu is not on an element", (emulator::ull)byte);

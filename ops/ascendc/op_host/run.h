@@ -1,5 +1,5 @@
-// The launches of each op, in order. The torch binding and the CPU emulator both include it, so the sequence that the tests
-// run is the one that the NPU gets. The includer defines
+// The launches of each op, in order. The torch binding and the CPU emulator both include it, so the sequence that the
+// tests run is the one that the NPU gets. The includer defines
 //   NPU_GR_LAUNCH(kernel, blocks, arguments...)  an int, 0 = launched
 // All pointers are device memory. `workspace` has plan.workspace_bytes. Returns the first status that is not 0.
 #pragma once

@@ -141,7 +141,8 @@ void movement() {
     t = q.AllocTensor<uint8_t>();
     DataCopyPad(t, gm(from), {1, 47, 0, 0, 0}, DataCopyPadExtParams<uint8_t>{false, 0, 3, 9});
     expect(poison(t.at() + 47, 17), "padding without a value is undefined");
-    expect(emulator::core.counters[emulator::MTE2_BYTES] == 47 * 4 && emulator::core.counters[emulator::MTE2_BLOCKS] == 4 &&
+    expect(emulator::core.counters[emulator::MTE2_BYTES] == 47 * 4 &&
+               emulator::core.counters[emulator::MTE2_BLOCKS] == 4 &&
                emulator::core.counters[emulator::MTE2_INSTRUCTIONS] == 3,
            "MTE2 is counted");
   });

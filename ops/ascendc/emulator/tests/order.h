@@ -183,7 +183,7 @@ void events() {
   clean("8 buffers of VECIN, in turns", turns(4, 3, nothing));
   rejected("FreeTensor: all 8 ids of V_MTE2", turns(5, 2, nothing));
   rejected("AllocEventID: all 8 ids of V_MTE2",
-          turns(4, 2, [](TPipe &pipe) { pipe.AllocEventID<HardEvent::V_MTE2>(); }));
+           turns(4, 2, [](TPipe &pipe) { pipe.AllocEventID<HardEvent::V_MTE2>(); }));
   rejected("V_MTE2 id 0 is set already", [&] {
     Bench b;
     In q;
