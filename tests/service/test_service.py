@@ -82,7 +82,7 @@ async def test_a_kind_that_is_not_configured_is_not_found(tmp_path: Path) -> Non
     async with serving(tmp_path) as (_, service):
         for kind, request in asked:
             with pytest.raises(
-                NotFound, match=f"does not {kind.name}: .* has no section {kind.name}"
+                NotFound, match=f"does not {kind.name}; .* has no section {kind.name}"
             ):
                 await service.serve(kind, request, 1.0)
 
