@@ -136,8 +136,10 @@ def test_a_service_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     sent, users = messages(60)
     broker.send(sent)
     with consumer(broker, tmp_path, "--url", f"http://127.0.0.1:{port}") as process:
-        while "tried again" not in (tmp_path / "consumer.log").read_text():
+        ends_at = time.monotonic() + 60
+        while "next try in" not in (found := (tmp_path / "consumer.log").read_text()):
             assert process.poll() is None
+            assert time.monotonic() < ends_at, found
             time.sleep(0.05)
         with service(config, port):
             until(tmp_path, process, 60)
