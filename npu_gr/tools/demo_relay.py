@@ -277,14 +277,16 @@ def conclusion(results: Sequence[LengthResult]) -> list[str]:
         f"{longest.num_events:,} events {percentile.upper()} is "
         f"{_ms(longest.with_relay, percentile):.1f} ms with it and "
         f"{_ms(longest.without, percentile):.1f} ms without it "
-        f"({longest.factor(percentile):.1f}x), and {longest.with_relay.attainment_ratio:.0%} instead of "
+        f"({longest.factor(percentile):.1f}x), and "
+        f"{longest.with_relay.attainment_ratio:.0%} instead of "
         f"{longest.without.attainment_ratio:.0%} of the ranks are answered within "
         f"{longest.without.slo_s * 1e3:.0f} ms."
     )
     if longest.num_protected:
         lines.append(
             f"Of these {longest.without.num_ranks + longest.with_relay.num_ranks} ranks the "
-            f"services rejected or truncated {longest.num_protected}; times are of the answered ones."
+            f"services rejected or truncated {longest.num_protected}; "
+            "the times are of the answered ones."
         )
     if pays_from is not results[0]:
         lines.append(
