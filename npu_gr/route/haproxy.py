@@ -414,8 +414,8 @@ def _priorities(*kinds: Kind[Any, Any]) -> str:
 def _full(inputs: RenderInputs) -> str:
     """Send ranks to `patient` while an instance is full and the others are not.
 
-    During `slowstart` HAProxy reduces the limit of an instance without exposing the value, so an
-    instance with a reduced weight counts as full.
+    During `slowstart` HAProxy reduces the limit of an instance, and ranks that arrive together may
+    all see its one free place. So an instance with a reduced weight counts as full.
     """
     lines = []
     for one in _special(inputs):
