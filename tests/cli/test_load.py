@@ -88,8 +88,10 @@ def service(config: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
     ) as process:
         try:
+            ends_at = time.monotonic() + 120
             while not is_ready(port):
                 assert process.poll() is None
+                assert time.monotonic() < ends_at
                 time.sleep(0.1)
             yield process
             process.send_signal(signal.SIGTERM)
