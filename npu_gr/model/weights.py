@@ -221,7 +221,7 @@ def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
     return (
         ""
         if order.task in config.tasks
-        else (f"no task {order.task!r} among {', '.join(config.tasks)}")
+        else f"no task {order.task!r} among {', '.join(config.tasks)}"
     )
 
 

@@ -344,7 +344,7 @@ def row(found: FleetResult) -> list[str]:
 def answer(capacity: Capacity) -> str:
     """Describe the result of a capacity search in one sentence."""
     needed = (
-        "more than 1,000 instances" if capacity.needed is None else (f"{capacity.needed} instances")
+        "more than 1,000 instances" if capacity.needed is None else f"{capacity.needed} instances"
     )
     return (
         f"{capacity.qps:g} ranks/s with {capacity.target_ratio:.1%} within the SLO need {needed}; "

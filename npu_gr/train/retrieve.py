@@ -266,9 +266,8 @@ def _vectors(
     )
 
 
-SMOOTHING = (
-    10.0  # added to each item's count, so that one co-occurrence of rare items counts little
-)
+# added to each item's count, so that one co-occurrence of rare items counts little
+SMOOTHING = 10.0
 SOURCE_POWER = 0.5  # exponent of how often an item leads, by which its transitions are divided
 SVD_SWEEPS = 8  # iterations of the randomised singular value decomposition
 SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
@@ -288,9 +287,8 @@ class Factors(NamedTuple):
 
     leads: F32  # [I, d] what each item leads to
     comes: F32  # [I, d] what leads to each item
-    popularity: (
-        F32  # [I] scaled so that the most popular item has the weight of a strong transition
-    )
+    # [I] scaled so that the most popular item has the weight of a strong transition
+    popularity: F32
 
 
 def transitions(log: InteractionLog, window: int) -> Tensor:

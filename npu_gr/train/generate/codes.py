@@ -35,9 +35,8 @@ from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
-SMOOTHING = (
-    10.0  # added to each item's count, so that one co-occurrence of rare items counts little
-)
+# added to each item's count, so that one co-occurrence of rare items counts little
+SMOOTHING = 10.0
 SHORTEST = 1e-2  # vectors shorter than this are rounding error, and are not normalised to length 1
 EIGEN_SWEEPS = 8  # iterations of the block power iteration
 SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
@@ -87,7 +86,7 @@ class ItemCodes:
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         prefixes = ", ".join(f"{count:,}" for count in self.num_prefixes())
         collided = (
-            (f"; {self.num_moved:,} items collided and got other codes")
+            f"; {self.num_moved:,} items collided and got other codes"
             if self.centroids
             else ", ready-made"
         )
