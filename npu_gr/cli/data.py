@@ -1,4 +1,4 @@
-"""npu-gr load, consume, store and erase-check: fill, check and search the history store."""
+"""npu-gr load, kafka-ingest, store and erase-check: fill, check and search the history store."""
 
 from __future__ import annotations
 

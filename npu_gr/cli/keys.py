@@ -17,13 +17,8 @@ KEY_FILE = click.option(
 )
 PREFIX = "ngr_"  # lets scanners for leaked secrets recognise a key
 MAX_CHARACTERS = 512
-SCOPES = (
-    "infer",
-    "ingest",
-    "erase",
-    "observe",
-    "admin",
-)  # a copy: the module of `Scope` loads numpy
+# a copy: the module of `Scope` loads numpy
+SCOPES = ("infer", "ingest", "erase", "observe", "admin")
 
 
 @click.group()

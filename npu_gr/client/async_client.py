@@ -64,9 +64,7 @@ from npu_gr.server.schemas.recommend import RecommendBody, RecommendOut
 from npu_gr.server.schemas.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
-MAX_USERS_BYTES = (
-    INGEST_BYTES - 1_024
-)  # users of one ingest request; the rest is for tenant and mode
+MAX_USERS_BYTES = INGEST_BYTES - 1_024  # users of an ingest request; the rest: tenant and mode
 MAX_QUERY = 6_000  # characters; proxies may limit the whole request line to 8,192
 _LEAST_S = 1e-3  # time limit of a further request of a call whose time is over
 _SIGNAL_AGAIN = AGAIN - {429}  # no retry of a rejected signal: it is only an optimisation
@@ -199,8 +197,8 @@ class AsyncClient(_Calls):
             base: Fingerprint in an earlier answer; `history` then has the events after it only.
             timestamp: Time at which the candidates are shown; None = now.
             top_k: Also return the best `top_k` candidates.
-            unknown_items: "ignore" = candidates that the ranker does not know have no score, or
-                the call fails with Unprocessable; None = as the instance is configured.
+            unknown_items: "ignore" = candidates that the ranker does not know have no score;
+                "reject" = the call fails with Unprocessable; None = as configured.
             features: Features of the user, the request and the candidates; None = all missing.
             fields: Item fields to return for the best candidates: "title".
             model_version: Version of the ranker; None = the current one.
@@ -246,7 +244,8 @@ class AsyncClient(_Calls):
         Args:
             user, history, base, fields, model_version: See `rank`.
             num_items: Largest number of items.
-            beam_width, normalise, temperature: Settings of the search; None = as configured.
+            beam_width, normalise: Settings of the search; None = as configured.
+            temperature: Divisor of the logits.
             exclude_seen: Leave out the items of the history; None = as configured.
             allow_items: Items to choose from; None = all.
             deny_items: Items to leave out.

@@ -3,8 +3,8 @@
 `ssl` exposes the fields of peers and authorities only, and a dependency for one date would be the
 largest one with access to our keys.
 
-    Certificate ::= SEQUENCE { TBSCertificate ::= SEQUENCE { [0] version?, serial, algorithm,
-    issuer,
+    Certificate ::= SEQUENCE { TBSCertificate ::= SEQUENCE {
+        [0] version?, serial, algorithm, issuer,
         Validity ::= SEQUENCE { notBefore, notAfter }, ... }, ... }           (RFC 5280, 4.1)
 """
 

@@ -250,7 +250,7 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
 
     Args:
         events: Events of the request, after those of its base.
-        policy: "refuse" to reject them, "sort" to sort them.
+        policy: "reject" to raise an error, "sort" to sort them.
         field: Field name in messages.
         base: Number of events at the beginning that are those of the base, in order.
 

@@ -3,7 +3,7 @@
 Heap: glibc maps and unmaps every block above 32 MiB, so each large temporary of torch pays for its
 page faults again, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, and 9 ms
 from the heap. With the settings here, blocks up to nearly 64 MiB stay in the heap of a thread;
-larger ones belong into pools.
+larger ones belong in pools.
 
 Garbage collector: a collection stops all threads, so the objects of imports are frozen. On an
 instance imports leave 207,000 objects, and a full collection takes 95 to 126 ms of CPU; with those
@@ -24,8 +24,8 @@ import signal
 from collections.abc import Iterator
 
 # The defaults of CPython 3.11, for all versions. In 1,600 ranks 100 young collections stop the
-# process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 or 0.6
-# %, but has pauses of 11 to 31 ms.
+# process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 % or
+# 0.6 %, but has pauses of 11 to 31 ms.
 THRESHOLDS = (700, 10, 10)
 
 

@@ -74,8 +74,8 @@ class Verdict(StrEnum):
     EXTEND = "extend"  # a part is resident; encode only the later events
     SKIP_NOT_AT_RISK = "skip_not_at_risk"  # the rank would meet its budget without a prefill
     SKIP_FOOTPRINT = "skip_footprint"  # no free bytes
-    SKIP_LOAD = "skip_load"  # too many pre-infers in flight
-    SKIP_RATE = "skip_rate"  # over the pre-infers per second that the instance sustains
+    SKIP_LOAD = "skip_load"  # too many prefills in flight
+    SKIP_RATE = "skip_rate"  # over the prefills per second that the instance sustains
     # the tenant has used its share, and other tenants need the rest
     SKIP_SHARE = "skip_share"
     SKIP_DISABLED = "skip_disabled"
@@ -86,7 +86,7 @@ class Brownout(IntEnum):
 
     NONE = 0
     NO_DRAM = 1  # no reloads, no spills
-    NO_RELAY = 2  # no pre-infers; resident prefixes are still used
+    NO_RELAY = 2  # no prefills; resident prefixes are still used
     TRUNCATE = 3  # ranks without a prefix use only the newest part of the history
 
 

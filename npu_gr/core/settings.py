@@ -108,8 +108,8 @@ class Gathered(NamedTuple):
     origins: dict[str, str]  # path -> origin of the value: the file, a variable, `--set`
 
 
-# Errors of PyYAML for invalid values: too deep, a key that is a list, the day 2027-13-45, `!!int
-# x`, `!!bool x`, `!!timestamp x`.
+# Errors of PyYAML for invalid values: too deep, a key that is a list, the day 2027-13-45,
+# `!!int x`, `!!bool x`, `!!timestamp x`.
 _OF_VALUES = (RecursionError, TypeError, ValueError, LookupError, AttributeError)
 
 

@@ -39,8 +39,6 @@ def quoted(value: object, most: int = MOST) -> str:
     """Return the `repr` of a value, shortened."""
     if isinstance(value, str):
         return (
-            repr(value)
-            if len(value) <= most
-            else (f"{value[:most]!r}... ({len(value)} characters)")
+            repr(value) if len(value) <= most else f"{value[:most]!r}... ({len(value)} characters)"
         )
     return cut(repr(value), most)

@@ -113,7 +113,7 @@ class StageDeadlines(NamedTuple):
 def split(
     now_at: float, deadline_at: float, rank_s: float, config: RecommendConfig
 ) -> StageDeadlines:
-    """Split the time of a cascade is_in its stages.
+    """Split the time of a cascade among its stages.
 
         now ------- retrieve ------- hook -- rank ------- deadline
              the rest        hook budget  |  rank_s   margin_s

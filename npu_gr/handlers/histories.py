@@ -435,7 +435,8 @@ class Histories:
         """Write events of many users durably; each fails separately.
 
         Raises:
-            Unprocessable: there is no store. Unavailable: it was filled with other actions.
+            Unprocessable: there is no store.
+            Unavailable: it was filled with other actions.
             StoreFailed: the store failed for all users.
         """
         if self.store is None:
@@ -463,7 +464,8 @@ class Histories:
         """Record the names of actions up to `last` in the store, before an event uses them.
 
         Raises:
-            Unavailable: the store has other names. StoreFailed: the store failed.
+            Unavailable: the store has other names.
+            StoreFailed: the store failed.
         """
         names = self._action_names()[: last + 1]
         if len(names) <= self._num_named:

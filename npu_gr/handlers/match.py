@@ -1,7 +1,7 @@
 """The handler of `match`: vector search, in one pass over the items for all waiting requests.
 
-    user -> query (target vector, source vector or popularity) -> one pass for many requests ->
-    items
+    user -> query (target vector, source vector or popularity)
+         -> one pass for many requests -> items
 
 A request uses one version of the vectors.
 """

@@ -353,7 +353,7 @@ class Ranking:
             k: Maximum number of items; 0 to compute only u.
             hidden: [n] distinct item rows to exclude.
             lease: Lease of the prefix; its kept pages are written.
-            call: Begin and deadline of the stage.
+            call: Start and deadline of the stage.
             features: Features of the request; None if missing.
             ahead: Candidates to score in the same job, if any.
 

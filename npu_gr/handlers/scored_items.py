@@ -134,7 +134,7 @@ class ScoredItems:
             why = (
                 "no spare row is free (service.spare_items)"
                 if self._config.scores_new_items
-                else ("it was trained without row dropout")
+                else "it was trained without row dropout"
             )
             log.warning(
                 "the ranker cannot score %d items of the catalogue, because %s", plan.num_left, why

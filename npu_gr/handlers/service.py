@@ -114,7 +114,7 @@ class Service:
         job = self.parts.jobs.get(kind.name)
         if job is None:
             missing = (
-                "no checkpoint" if kind.section == "checkpoint" else (f"no section {kind.section}")
+                "no checkpoint" if kind.section == "checkpoint" else f"no section {kind.section}"
             )
             raise NotFound(f"this instance does not {kind.name}; its configuration has {missing}")
         return job

@@ -132,7 +132,7 @@ class SharedEncoderUse:
         Args:
             num_items: Maximum number of items; 0 to compute only u.
             denied: Items to exclude.
-            call: Begin and deadline of this stage.
+            call: Start and deadline of this stage.
 
         Returns:
             External ids, best first.
@@ -212,7 +212,7 @@ class SharedEncoderUse:
 
         Args:
             request: Request of the same user and time.
-            call: Begin and deadline of this stage.
+            call: Start and deadline of this stage.
 
         Returns:
             The answer, with the prefix outcome of the first pass.

@@ -324,8 +324,8 @@ class ServedNames:
         return list(dict.fromkeys(table for table in tables if len(table)))
 
 
-# After these verdicts the prefix is in HBM, or being produced.
-_PRODUCED = (
+# After these verdicts the prefix is in HBM, or on its way there.
+_HAS_PREFIX = (
     Verdict.PREINFER,
     Verdict.EXTEND,
     Verdict.RELOAD,
@@ -394,7 +394,7 @@ class SignalJob(_ModelJob):
             verdict=first,
             model_version=model.version,
             history=report,
-            resident_for_s=model.relay.t_life_s if first in _PRODUCED else 0.0,
+            resident_for_s=model.relay.t_life_s if first in _HAS_PREFIX else 0.0,
             generate_verdict=generate_verdict,
             stages_s={"history": read_at - call.arrived_at, "decide": time.monotonic() - read_at},
         )

@@ -76,7 +76,8 @@ class IngestJob:
         """Write, and answer after the store has acknowledged.
 
         Raises:
-            Unprocessable: there is no store. StoreFailed: the store failed for all users.
+            Unprocessable: there is no store.
+            StoreFailed: the store failed for all users.
         """
         results: list[Written | NpuGrError | None] = [None] * len(request.writes)
         good: dict[int, Write] = {}

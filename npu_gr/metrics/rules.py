@@ -152,7 +152,7 @@ def _alerts(
     budget = f"(1-{objective.ratio(promise)!r})"
     plural = kind.plural.capitalize()
     broken = (
-        (f"later than {objective.threshold_s * 1e3:g} ms")
+        f"later than {objective.threshold_s * 1e3:g} ms"
         if promise is Promise.LATENCY
         else "not answered"
     )

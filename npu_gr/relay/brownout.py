@@ -33,9 +33,8 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     low: Positive = 0.1
     rise_s: Seconds = 0.25
     fall_s: Seconds = 2.0
-    max_step: Annotated[int, msgspec.Meta(ge=0, le=3)] = (
-        3  # 1 no DRAM, 2 no relay, 3 truncated ranks
-    )
+    # 1 no DRAM, 2 no relay, 3 truncated ranks
+    max_step: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3
 
     def __post_init__(self) -> None:
         if self.low >= self.high:

@@ -38,9 +38,8 @@ class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_inflight: Count = 8  # pre-infers and reloads at a time
     rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
     margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
-    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = (
-        200  # c, for a signal that does not say how many
-    )
+    # c, for a signal that does not say how many
+    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200
     # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
     q_m_per_s: Positive | None = None
     # share of Q_m that pre-infers may take

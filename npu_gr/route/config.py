@@ -141,8 +141,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys_file: str | None = None
     allow_unauthenticated: bool = False  # allow public addresses without API keys
     user_header: str = "x-user-id"
-    # latency objective of a rank, equal to slo.rank_s of the instances; a request is queued for .7
-    # of it, then rejected with 429
+    # latency objective of a rank, equal to slo.rank_s of the instances; a request is queued for
+    # 0.7 of it, then rejected with 429
     objective_s: Seconds = 0.05
     max_budget_s: Seconds = 30.0  # longest time for an answer
     # time for the headers of a request, and again for its body

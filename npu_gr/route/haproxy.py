@@ -33,9 +33,8 @@ CONFIG = "haproxy.cfg"
 FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # sockets of the runtime API and of `route.fan_out`
 HOME, OTHER = "home.sock", "other.sock"  # sockets of the frontend `again`
-QUEUE_SHARE = (
-    0.7  # fraction of the objective that a request may be queued; the instance needs the rest
-)
+# Fraction of the objective that a request may be queued; the instance needs the rest.
+QUEUE_SHARE = 0.7
 # A request without an answer after PATIENCE objectives is sent to another instance, if it may be
 # retried.
 PATIENCE = 5
@@ -136,7 +135,7 @@ def render(config: RouterConfig, inputs: RenderInputs) -> str:
         _any(config, inputs),
         _EVERYWHERE,
     )
-    return ("# written by `npu-gr route`; do not edit, changes are overwritten\n") + "\n".join(
+    return "# written by `npu-gr route`; do not edit, changes are overwritten\n" + "\n".join(
         sections
     )
 
@@ -263,7 +262,7 @@ def _special(inputs: RenderInputs) -> list[InstanceConfig]:
 def _users(config: RouterConfig, inputs: RenderInputs) -> str:
     limits, health = config.limits, config.health
     factor = (
-        (f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n")
+        f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n"
         if config.relay.load_factor >= 1
         else ""
     )
@@ -470,7 +469,7 @@ def _weight(one: InstanceConfig) -> int:
 def _agent(one: InstanceConfig) -> str:
     """Enable the agent-check, by which the instance sets its limit or drains."""
     return (
-        (f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms")
+        f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms"
         if one.agent_port
         else ""
     )

@@ -160,7 +160,7 @@ class AccessLog:
             reason = (
                 ""
                 if cause is None
-                else (f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})")
+                else f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})"
             )
             cause_name = f"{type(error).__name__} {type(cause).__name__}"
             self._faults.warning(

@@ -52,9 +52,8 @@ async def probe_loop_lag(
         nonlocal due_at, timer
         now_at = time.monotonic()
         late_s = latenesses(due_at, now_at)
-        due_at = (
-            now_at + PERIOD_S
-        )  # counted from here, so a standstill within this function counts too
+        # counted from here, so a standstill within this function counts too
+        due_at = now_at + PERIOD_S
         for each_s in late_s:
             observe(each_s)
         if late_s[0] > FREEZE_S:

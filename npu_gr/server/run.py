@@ -48,7 +48,7 @@ async def serve(
     Args:
         app: Application of `build_web_app`.
         config: Section `server`: addresses, grace and timeouts.
-        on_drain: Callback at the begin of draining.
+        on_drain: Callback when draining begins.
         ready: Set once the server listens.
         on_listening: Receives the port and the admin port; the system chooses those that are 0.
 

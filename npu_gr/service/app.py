@@ -233,8 +233,8 @@ async def open_models(
         metrics: Metrics of the models.
 
     Raises:
-        ConfigError: a model cannot be served as configured. DeviceError: a model failed the parity
-            self-test.
+        ConfigError: a model cannot be served as configured.
+        DeviceError: a model failed the parity self-test.
     """
     ranking = generation = None
     if config.checkpoint is not None:

@@ -110,8 +110,8 @@ async def open_ranking(
         serving: The current ranker, whose pages are shared; returned if the version is the same.
 
     Raises:
-        ConfigError: the model cannot be served as configured. DeviceError: it failed the parity
-            self-test.
+        ConfigError: the model cannot be served as configured.
+        DeviceError: it failed the parity self-test.
     """
     checkpoint = await asyncio.to_thread(_placed, config, backend)
     names = await asyncio.to_thread(_names, config.checkpoint)

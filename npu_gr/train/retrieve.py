@@ -266,7 +266,7 @@ def _vectors(
     )
 
 
-# added to each item's count, so that one co-occurrence of rare items counts little
+# Added to each item's count, so that one co-occurrence of rare items counts little.
 SMOOTHING = 10.0
 SOURCE_POWER = 0.5  # exponent of how often an item leads, by which its transitions are divided
 SVD_SWEEPS = 8  # iterations of the randomised singular value decomposition

@@ -88,8 +88,10 @@ def service(config: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
     ) as process:
         try:
+            ends_at = time.monotonic() + 60
             while not is_ready(port):
                 assert process.poll() is None
+                assert time.monotonic() < ends_at, "not ready within 60 s"
                 time.sleep(0.1)
             yield process
             process.send_signal(signal.SIGTERM)
@@ -191,8 +193,10 @@ def test_killed_in_the_middle_and_run_again_is_one_copy(
         config = write(tmp_path, history_store=features)
         command = [sys.executable, "-m", "npu_gr", "load", str(log), "--config", str(config), *mode]
         with subprocess.Popen(command) as process:
+            ends_at = time.monotonic() + 60
             while not count():
                 assert process.poll() is None, "it ended before it could be killed"
+                assert time.monotonic() < ends_at, "nothing was stored within 60 s"
             process.send_signal(signal.SIGKILL)
             assert process.wait(30) == -signal.SIGKILL
         before = count()

@@ -57,8 +57,10 @@ def served(folder: Path, grace_s: float) -> Iterator[tuple[subprocess.Popen[byte
         [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
     ) as process:
         try:
+            ends_at = time.monotonic() + 60
             while not is_ready(port):
                 assert process.poll() is None
+                assert time.monotonic() < ends_at, "not ready within 60 s"
                 time.sleep(0.1)
             yield process, port
         finally:

@@ -6,6 +6,7 @@ It waits for no signal, and survives all of them.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -156,8 +157,9 @@ async def test_for_threads_the_signal_is_on_its_way_while_the_body_works() -> No
     def work(url: str, arrived: list[Asked]) -> None:
         with Client(url, timeout_s=LONG_S) as client, client.relay("u", history=SEEN) as relay:
             # retrieval: nothing of it calls the client
+            ends_at = time.monotonic() + LONG_S
             while not arrived or relay.signalled is None:
-                pass
+                assert time.monotonic() < ends_at, (arrived, relay.signalled)
             assert relay.rank(["c", "d"]).outcome == "hbm_hit"
             assert relay.failure is None
 

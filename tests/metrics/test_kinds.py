@@ -81,7 +81,7 @@ def test_a_kind_has_its_panels(kind: Kind[Any, Any]) -> None:
     }
     wanted |= {f"{plural} by result", f"{plural} by stage", f"{plural} rejected for load"}
     wanted |= {
-        f"{plural}: {what}" for what in ("out of time", "errors of ours", "faults of the caller")
+        f"{plural}: {what}" for what in ("out of time", "errors of ours", "faults of the client")
     }
     wanted |= set() if kind.label is None else {f"{kind.title} P99 by {kind.label}"}
     assert wanted <= titles

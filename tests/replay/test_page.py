@@ -150,15 +150,15 @@ def test_one_run_and_nothing_answered_make_a_page_too() -> None:
 _PROBE = """<script>
 const box = e => e.getBoundingClientRect();
 const svgs = [...document.querySelectorAll("svg")].map(svg => {
-  const around = box(svg), texts = [...svg.querySelectorAll("text")].map(t => ({name: t.textContent,
-  box: box(t)})); const outside = texts.filter(t => t.box.left < around.left - 1 || t.box.right >
-  around.right + 1
+  const around = box(svg);
+  const texts = [...svg.querySelectorAll("text")].map(t => ({name: t.textContent, box: box(t)}));
+  const outside = texts.filter(t => t.box.left < around.left - 1 || t.box.right > around.right + 1
     || t.box.top < around.top - 1 || t.box.bottom > around.bottom + 1).map(t => t.name);
   const overlaps = [];
   texts.forEach((a, i) => texts.slice(i + 1).forEach(b => {
     if (a.box.left < b.box.right - 1 && b.box.left < a.box.right - 1
-      && a.box.top < b.box.bottom - 2 && b.box.top < a.box.bottom - 2) overlaps.push(a.name + " | "
-      + b.name);
+      && a.box.top < b.box.bottom - 2 && b.box.top < a.box.bottom - 2)
+      overlaps.push(a.name + " | " + b.name);
   }));
   const shapes = [...svg.querySelectorAll("path")].filter(s => box(s).width > 50);
   return {width: around.width, height: around.height, outside, overlaps, shapes: shapes.length};

@@ -240,8 +240,8 @@ def test_a_recording_ends_by_itself_and_gives_its_file_a_name(tmp_path: Path) ->
         assert recorder.wants(UserKey("", "a"))
         recorder.offer(over())
         ends_at = time.monotonic() + 20
-        while not [path for path in (tmp_path / "traffic").iterdir() if path.suffix == ".gz"]:
-            assert time.monotonic() < ends_at
+        while not list((tmp_path / "traffic").glob("*.gz")):
+            assert time.monotonic() < ends_at, list((tmp_path / "traffic").iterdir())
             time.sleep(0.05)
         assert not recorder.is_on
     assert len(recorded(tmp_path)) == 1
@@ -322,7 +322,7 @@ def test_a_disk_that_rejects_is_counted_and_recording_goes_on(tmp_path: Path) ->
         recorder.offer(over())
         ends_at = time.monotonic() + 20
         while not recorder.status().failed:
-            assert time.monotonic() < ends_at
+            assert time.monotonic() < ends_at, recorder.status()
             time.sleep(0.02)
         (tmp_path / "traffic").mkdir()
         recorder.offer(over("b"))

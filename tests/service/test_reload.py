@@ -122,10 +122,12 @@ class Traffic:
 
 async def gone(client: TestClient[Any, Any]) -> list[dict[str, Any]]:
     """The models once nothing drains any more."""
+    ends_at = time.monotonic() + 30
     while True:
         models: list[dict[str, Any]] = (await (await client.get("/v1/models")).json())["models"]
         if not any(model["is_draining"] for model in models):
             return models
+        assert time.monotonic() < ends_at, models
         await asyncio.sleep(0.05)
 
 

@@ -255,9 +255,8 @@ class CrossFeatures:
             num_all if is_counted is None else np.bincount(counted.ravel(), minlength=most + 1)
         )
         newest = np.full(most + 1, NEVER)
-        newest[counted] = (times if is_counted is None else times[is_counted])[
-            :, None
-        ]  # the last assignment of an index wins
+        # the last assignment of an index wins
+        newest[counted] = (times if is_counted is None else times[is_counted])[:, None]
         counts = num_all[wanted], num_counted[wanted], newest[wanted]
         return MatchCounts(*counts, is_value, len(items), len(counted), shown_at)
 

@@ -69,7 +69,8 @@ class FeatureEncoder:
         self.width = column
         self.num_numbers = 2 * len(self._dense)
         self.shared = (
-            tuple(  # (start, stop) of the codes of a multi-valued feature, which are averaged
+            # (start, stop) of the codes of a multi-valued feature, which are averaged
+            tuple(
                 (one.column, one.column + one.feature.max_values)
                 for one in self._coded
                 if one.feature.max_values > 1

@@ -66,9 +66,8 @@ class Feature(
     clip: float = 10.0
     # rule of a feature that the service computes, see `computed.py`; "" = the client sends it
     computed: str = ""
-    actions: tuple[
-        str, ...
-    ] = ()  # of a computed cross feature: the actions that count; empty = all
+    # of a computed cross feature: the actions that count; empty = all
+    actions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind != "category" and self.values:

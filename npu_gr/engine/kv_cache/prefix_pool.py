@@ -71,8 +71,8 @@ class PrefixEntry(TierEntry):
         "consumed",
         "evictable_number",
         "holding",
-        "is_evaluated",
         "is_signalled",
+        "is_wasted",
         "state",
         "waits_since_at",
     )
@@ -94,7 +94,7 @@ class PrefixEntry(TierEntry):
         self.awaits_rank = True
         # When it began to wait: published, or renewed after a rank or its expiry.
         self.waits_since_at = 0.0
-        self.is_evaluated = False  # counted as wasted, since its rank is overdue
+        self.is_wasted = False  # counted as wasted, since its rank is overdue
         self.evictable_number = 0  # rises with the time at which it became evictable
         if is_signalled:
             holding.awaiting_pages += self.num_pages
@@ -135,11 +135,9 @@ class _Holding(Account):
         self.waiting = _Group()  # LIVE and not leased
         self.evictable = _Group()
         self.awaiting_pages = 0  # of signalled entries that no rank has used, written or not
-        self.ranked_ratio = (
-            CREDIT  # moving average: part of the signalled prefixes that were ranked
-        )
+        self.ranked_ratio = CREDIT  # moving average: part of the signalled prefixes with a rank
 
-    def evaluate(self, *, is_ranked: bool) -> None:
+    def observe(self, *, is_ranked: bool) -> None:
         self.ranked_ratio += CREDIT_WEIGHT * (is_ranked - self.ranked_ratio)
 
     @property
@@ -239,14 +237,14 @@ class _RankWaits:
         # but never early.
         self.expiring: dict[PrefixEntry, None] = {}
         # Signalled entries that are not yet overdue, and since when they wait; oldest first.
-        self._unevaluated: deque[tuple[float, PrefixEntry]] = deque()
+        self._not_overdue: deque[tuple[float, PrefixEntry]] = deque()
 
     def begin(self, entry: PrefixEntry) -> None:
         """Start the wait of an entry for its rank."""
         entry.waits_since_at = self._clock()
-        entry.is_evaluated = False
+        entry.is_wasted = False
         if entry.is_signalled:
-            self._unevaluated.append((entry.waits_since_at, entry))
+            self._not_overdue.append((entry.waits_since_at, entry))
         self.extend(entry)
 
     def extend(self, entry: PrefixEntry) -> None:
@@ -268,11 +266,11 @@ class _RankWaits:
     def ended(self) -> Iterator[PrefixEntry]:
         """Count overdue entries as wasted, and yield those that have expired."""
         now_at = self._clock()
-        while self._unevaluated and now_at - self._unevaluated[0][0] >= self.usual_s:
-            waits_since_at, entry = self._unevaluated.popleft()
+        while self._not_overdue and now_at - self._not_overdue[0][0] >= self.usual_s:
+            waits_since_at, entry = self._not_overdue.popleft()
             if entry.awaits_rank and entry.waits_since_at == waits_since_at:
-                entry.is_evaluated = True
-                entry.holding.evaluate(is_ranked=False)
+                entry.is_wasted = True
+                entry.holding.observe(is_ranked=False)
         while self.expiring and (entry := next(iter(self.expiring))).expires_at <= now_at:
             del self.expiring[entry]
             yield entry
@@ -301,7 +299,7 @@ class _Leased(AbstractContextManager[PrefixEntry]):
         # from now on, a signal renews the entry for the next rank
         if self._consume and entry.awaits_rank:
             if entry.is_signalled:
-                entry.holding.evaluate(is_ranked=True)
+                entry.holding.observe(is_ranked=True)
             self._pool.waits.end(entry)
         return entry
 
@@ -451,7 +449,7 @@ class PrefixPool(PageTier[PrefixEntry]):
             entry.holding.waiting.add(entry)
         if entry.awaits_rank:
             if entry.is_signalled and self.waits.is_overdue(entry):
-                entry.holding.evaluate(is_ranked=False)
+                entry.holding.observe(is_ranked=False)
             self.waits.extend(entry)
             return
         entry.awaits_rank = entry.is_signalled = True
@@ -509,9 +507,9 @@ class PrefixPool(PageTier[PrefixEntry]):
             entry.state is EntryState.LIVE
             and entry.is_signalled
             and entry.awaits_rank
-            and not entry.is_evaluated
+            and not entry.is_wasted
         ):
-            entry.holding.evaluate(is_ranked=False)
+            entry.holding.observe(is_ranked=False)
         self._drop(entry)
 
     def _drop(self, entry: PrefixEntry) -> None:

@@ -192,7 +192,7 @@ class RelayMetrics:
             ("kind",),
         )
         self._waited_s = make.histogram(
-            "prefix_wait_seconds", "Time from a prefix's production to its first use.", WAIT_S
+            "prefix_wait_seconds", "Time from a prefix's publication to its first use.", WAIT_S
         )
         wasted = make.counter(
             "prefill_wasted_total", "Prefixes that were evicted before their first use.", ("kind",)
@@ -234,7 +234,7 @@ class RelayMetrics:
         self._wasted[kind].inc()
 
     def first_used(self, waited_s: float) -> None:
-        """Record the time from a prefix's production to its first use."""
+        """Record the time from a prefix's publication to its first use."""
         self._waited_s.observe(waited_s)
 
     def copied(self, direction: str, num_bytes: int, queue_s: float, device_s: float) -> None:

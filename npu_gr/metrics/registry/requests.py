@@ -233,8 +233,8 @@ class RequestMetrics:
             self._rejections[kind, rejection].inc()
         if stages_s:
             self._stage_s[kind, HTTP_STAGE].observe(max(took_s - sum(stages_s.values()), 0.0))
-        is_evaluated = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
-        result = evaluate(status, took_s, threshold_s, has_s) if is_evaluated else None
+        is_counted = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
+        result = evaluate(status, took_s, threshold_s, has_s) if is_counted else None
         if result is not None:
             self._results[kind, result].inc()
             self.rolling[kind].add(self._clock(), result)

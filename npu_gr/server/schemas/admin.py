@@ -34,7 +34,8 @@ class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     item_id: Item  # its name
     title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
-    sid: (  # null: computed from the features
+    # null: computed from the features
+    sid: (
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]],
             msgspec.Meta(min_length=1, max_length=16),

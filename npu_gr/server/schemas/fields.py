@@ -104,7 +104,8 @@ class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Item = (  # name of an item; a whole number is its own id
+# name of an item; a whole number is its own id
+Item = (
     Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
     | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
 )
@@ -152,9 +153,8 @@ ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
 Titles = list[str | None] | msgspec.UnsetType
 
 
-UserId = (
-    Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-)  # 7 and "7" are the same user
+# 7 and "7" are the same user
+UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -92,7 +92,7 @@ def _decoder(media: str, cls: Any) -> Any:
 def _reason(error: Exception) -> str:
     """Describe a decoding error without the client's bytes, which UnicodeDecodeError quotes."""
     return (
-        (f"{error.reason} at byte {error.start}")
+        f"{error.reason} at byte {error.start}"
         if isinstance(error, UnicodeDecodeError)
         else cut(str(error), 100)
     )

@@ -48,9 +48,10 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds at which the items are shown; absent = now
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
+    # passed to the service's hook
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
-    )  # passed to the service's hook
+    )
     features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
     # subset of the configured sources; absent: all
     sources: (

@@ -35,7 +35,7 @@ from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
-# added to each item's count, so that one co-occurrence of rare items counts little
+# Added to each item's count, so that one co-occurrence of rare items counts little.
 SMOOTHING = 10.0
 SHORTEST = 1e-2  # vectors shorter than this are rounding error, and are not normalised to length 1
 EIGEN_SWEEPS = 8  # iterations of the block power iteration

@@ -80,14 +80,14 @@ def test_without_its_parent_a_training_ends(tmp_path: Path) -> None:
     os.waitpid(parent, 0)
     ends_at = time.monotonic() + 30
     while not is_gone(pid):
-        assert time.monotonic() < ends_at
+        assert time.monotonic() < ends_at, f"process {pid} still runs"
         time.sleep(0.01)
 
 
 def until_written(path: Path) -> str:
     ends_at = time.monotonic() + 60
     while not (path.exists() and path.read_text()):
-        assert time.monotonic() < ends_at
+        assert time.monotonic() < ends_at, f"nothing in {path}"
         time.sleep(0.01)
     return path.read_text()
 
