@@ -115,7 +115,7 @@ def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
         )
         middle = ascending[(len(same) - 1) // 2]  # the lower one of an even number
         reached = (
-            (f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok")
+            f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok"
             if middle.ok is not None
             else ""
         )

@@ -99,7 +99,7 @@ def _cases(device: torch.device) -> Iterator[DeviceCase]:
         lo = torch.arange(width, device=device) * CODES
         follow = Continuations(lo, torch.full_like(lo, CODES), every)
         yield (
-            (f"beam_topk BW={width} V={CODES}"),
+            f"beam_topk BW={width} V={CODES}",
             logits.nbytes,
             "beam_topk",
             TopkCall(logits, acc, follow, width),
@@ -117,7 +117,7 @@ def _cases(device: torch.device) -> Iterator[DeviceCase]:
         own = q[:CANDIDATES], k[:CANDIDATES], v[:CANDIDATES]
         call = HstuCall(*own, [(k, v)], times, bias, 0.125, query_time=length * 3600)
         yield (
-            (f"hstu_targets L={length} M={len(own[0])}"),
+            f"hstu_targets L={length} M={len(own[0])}",
             2 * k.nbytes + 4 * own[0].nbytes,
             "hstu_targets",
             call,

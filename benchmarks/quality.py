@@ -262,12 +262,12 @@ def match_lines(
 def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
     """Yield the lines of the served model, and of SCCDR alone."""
     case = f"match {pair[0]} -> {pair[1]}"
-    evaluates = {
-        "": domains.evaluate(),
-        ", near-duplicates too": domains.evaluate_with_near_duplicates(),
+    evaluators = {
+        "": domains.evaluator(),
+        ", near-duplicates too": domains.evaluator_with_near_duplicates(),
     }
     arms = (POPULARITY, *BASELINES, SCCDR, SERVED)
-    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, evaluates)
+    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, evaluators)
     for kind, found in ranks.items():
         simple = {arm: rows for arm, rows in found.items() if arm in BASELINES or arm == POPULARITY}
         for name in ("HIT@10", "HIT@50"):
@@ -284,7 +284,7 @@ def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -
     """Yield the gain of each ingredient, for all tested users and for cold-start users."""
     case = f"match {pair[0]} -> {pair[1]}"
     arms = (POPULARITY, *INGREDIENTS, SERVED)
-    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.evaluate()})[""]
+    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.evaluator()})[""]
     for less, ours in pairwise(arms):
         yield _line(f"{case}: {ours}", "HIT@50", found[ours], {less: found[less]})
     found = cold_start_ranks(domains, effort.match, effort.seeds)

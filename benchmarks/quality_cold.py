@@ -255,8 +255,8 @@ def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextI
         options = msgspec.structs.replace(options, given_tokens="codes")
         made = train_generator(split.trained, split.features, options, path)
     codes = replace(split.all_codes, code_count=made.codes.code_count)
-    evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
-    return evaluate.evaluate(made.model, log, targets, unseen=True).ranks.unseen
+    evaluator = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
+    return evaluator.evaluate(made.model, log, targets, unseen=True).ranks.unseen
 
 
 def _auc_line(

@@ -85,18 +85,18 @@ def fitted_ranks(
     base: MatchOptions,
     seeds: Sequence[int],
     arms: Sequence[str],
-    evaluates: Mapping[str, Evaluator],
+    evaluators: Mapping[str, Evaluator],
 ) -> dict[str, dict[str, list[F64]]]:
     """Fit arms with every seed, and rank the tested edges: test -> arm -> ranks of each seed."""
-    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in evaluates}
+    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in evaluators}
     for seed in seeds:
         fits = Arms(
             split(domains, DENSITY, NUM_VALIDATION, seed), msgspec.structs.replace(base, seed=seed)
         )
         for arm in arms:
             if (scores := fits.scores(arm)) is not None:
-                for kind, evaluate in evaluates.items():
-                    ranks[kind].setdefault(arm, []).append(evaluate.ranks_by(scores))
+                for kind, evaluator in evaluators.items():
+                    ranks[kind].setdefault(arm, []).append(evaluator.ranks_by(scores))
     return ranks
 
 
@@ -110,25 +110,25 @@ def cold_start_ranks(
         a cold-start user by the source's vector.
     """
     shared = np.flatnonzero((domains.source.degrees()[0] > 0) & (domains.target.degrees()[0] > 0))
-    tested = domains.evaluate()
+    tested = domains.evaluator()
     ranks: dict[str, list[F64]] = {arm: [] for arm in COLD_START}
     for seed in seeds:
         data = split(domains, DENSITY, NUM_VALIDATION, seed)
         folds: dict[str, list[F64]] = {arm: [] for arm in COLD_START}
         users = []
         for part in np.array_split(np.random.default_rng(seed).permutation(shared), NUM_FOLDS):
-            evaluate = tested.only(np.isin(tested.held_out.users, part))
-            users.append(evaluate.held_out.users)
+            evaluator = tested.only(np.isin(tested.held_out.users, part))
+            users.append(evaluator.held_out.users)
             fits = Arms(_without(data, part), msgspec.structs.replace(base, seed=seed))
             for arm in COLD_START:
-                folds[arm].append(_ranks(fits, arm, evaluate))
+                folds[arm].append(_ranks(fits, arm, evaluator))
         by_user = np.argsort(np.concatenate(users))
         for arm, found in folds.items():
             ranks[arm].append(_weighted(found)[by_user])
     return ranks
 
 
-def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
+def _ranks(fits: Arms, arm: str, evaluator: Evaluator) -> F64:
     """Rank with each weight of the popularity term: float64 [weights, users].
 
     The served model has one already, so it is ranked once.
@@ -136,8 +136,8 @@ def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
     scores = _source_scores(fits.trained(arm)) if arm in INGREDIENTS else fits.scores(arm)
     assert scores is not None, "these arms fit data of any size"
     if arm in (POPULARITY, SERVED):
-        return evaluate.ranks_by(scores)[None]
-    unit = 1 / root_mean_square(scores(torch.from_numpy(evaluate.held_out.users[:SCALE_USERS])))
+        return evaluator.ranks_by(scores)[None]
+    unit = 1 / root_mean_square(scores(torch.from_numpy(evaluator.held_out.users[:SCALE_USERS])))
     popularity = log_popularity(fits.data.with_validation().target.degrees()[1])
     popularity = popularity / root_mean_square(popularity)
 
@@ -145,7 +145,7 @@ def _ranks(fits: Arms, arm: str, evaluate: Evaluator) -> F64:
         own = scores(users) * unit
         return (own + popularity * weight for weight in POPULARITY_WEIGHTS)
 
-    return evaluate.ranks_of_each(tables)
+    return evaluator.ranks_of_each(tables)
 
 
 def _source_scores(trained: TrainedVectors) -> Scores:

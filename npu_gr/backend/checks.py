@@ -236,7 +236,7 @@ def _cann() -> str:
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home:
         return "found, ASCEND_HOME_PATH is not set"
-    return f"{versions.cann_at(Path(home)) or 'a version that no file tells'}, at {home}"
+    return f"{versions.cann_at(Path(home)) or 'a version that no file names'}, at {home}"
 
 
 def _versions(torch_npu: str) -> Finding:
@@ -251,7 +251,7 @@ def _versions(torch_npu: str) -> Finding:
         return Finding(
             name,
             FindingState.MISSING,
-            "no file tells which CANN this is",
+            "no file names the version of CANN",
             f"source set_env.sh; {known}",
         )
     try:

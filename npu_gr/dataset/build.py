@@ -351,9 +351,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield f"users' file: it lacks {counted(num, 'user')} of the log"
     if num := manifest["duplicates"]["rows"]:
         what = (
-            "kept"
-            if manifest["duplicates"]["kept"]
-            else ("left out (--keep-duplicates keeps them)")
+            "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
     yield from _rejected("", manifest["rejected"])

@@ -187,7 +187,7 @@ def choose_log_columns(
     if event is not None and "event" not in named and "value" not in named:
         rival = _optional("value", columns, kinds, named, source, taken)
         why = (
-            (f"{event.why}; {quoted(rival.name)} is not used (--event {NONE} uses it)")
+            f"{event.why}; {quoted(rival.name)} is not used (--event {NONE} uses it)"
             if rival
             else event.why
         )

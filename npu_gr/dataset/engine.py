@@ -52,14 +52,13 @@ def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator
     """Yield a connection without files, or one that may spill into a folder."""
     limits = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(folder or "")}
     with duckdb.connect(config=_CONFIG | limits) as con:
+        # `query_progress` works only with the progress bar enabled
         for setting in (
             "TimeZone = 'UTC'",
             "enable_progress_bar = true",
             "enable_progress_bar_print = false",
         ):
-            con.execute(
-                f"SET {setting}"
-            )  # `query_progress` works only with the progress bar enabled
+            con.execute(f"SET {setting}")
         yield con
 
 
@@ -68,8 +67,9 @@ def duckdb_errors(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]
     """Translate errors of DuckDB.
 
     Raises:
-        DataError: the source is broken or too large. OSError: the disk is full.
-            KeyboardInterrupt: the query was interrupted.
+        DataError: the source is broken or too large.
+        OSError: the disk is full.
+        KeyboardInterrupt: the query was interrupted.
     """
     try:
         yield

@@ -28,7 +28,7 @@ OnProgress = Callable[[float], None]
 """Called with the share of the source that has been read, 0 to 1."""
 
 BLOCK_BYTES = 4 << 20
-# that one row may span; a quote that stays open longer is a stray one
+# most lines that one row may span; a quote that stays open longer is a stray one
 MAX_ROW_LINES = 100
 MAX_LINE_BYTES = 64 << 20
 MAX_MEMBER_BYTES = 64 << 20  # of one user with the items, in a nested file

@@ -1,4 +1,4 @@
-"""RejectedRow rows: counted by reason, and the first ones written to rejected.jsonl."""
+"""Rejected rows: counted by reason, and the first ones written to rejected.jsonl."""
 
 from __future__ import annotations
 

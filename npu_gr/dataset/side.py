@@ -245,9 +245,7 @@ def notes_of(
     shared = set(logged)
     of_file = next((name for name in listed if name not in shared), None)
     example = (
-        (f"; the log has {quoted(of_log)}, the file {quoted(of_file)}")
-        if of_file is not None
-        else ""
+        f"; the log has {quoted(of_log)}, the file {quoted(of_file)}" if of_file is not None else ""
     )
     yield (
         f"WARNING: the {what}s' file has {num_shared:,} of the log's "

@@ -50,7 +50,8 @@ class SourceTable:
         """Read all files.
 
         Raises:
-            DataError: a file cannot be read to its end. OSError: the disk is full.
+            DataError: a file cannot be read to its end.
+            OSError: the disk is full.
         """
         con, name = self._con, self._name
         num_mended = 0
@@ -102,9 +103,9 @@ class SourceTable:
     def _read(self, path: Path, show: OnProgress) -> None:
         con = self._con
         verb = (
-            (f"INSERT INTO {self._name}_rows")
+            f"INSERT INTO {self._name}_rows"
             if len(self._starts) > 1
-            else (f"CREATE TABLE {self._name}_rows AS")
+            else f"CREATE TABLE {self._name}_rows AS"
         )
         rejected: Exception | None = None
         with duckdb_errors(

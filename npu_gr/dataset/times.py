@@ -39,8 +39,8 @@ ISO = "iso"
 _LIMITS = (1e11, 1e14, 1e17)
 _INTEGER = r"^[+-]?[0-8]?\d{1,18}$"
 _ISO = (
-    r"^\d{4}-\d{2}-\d{2}([T "
-    r"]\d{2}(:\d{2}(:\d{2}([.,]\d+)?)?)?\s*(Z|z|UTC|GMT|[+-]\d{2}:?(\d{2})?)?)?$"
+    r"^\d{4}-\d{2}-\d{2}"
+    r"([T ]\d{2}(:\d{2}(:\d{2}([.,]\d+)?)?)?\s*(Z|z|UTC|GMT|[+-]\d{2}:?(\d{2})?)?)?$"
 )
 _ZONE = r"(Z|z|UTC|GMT|[+-]\d{2}:?(\d{2})?)$"
 _PLAIN_ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}:\d{2}(\.\d{1,6})?)?$"
@@ -71,9 +71,7 @@ class TimeKind:
         """Return the SQL that reads cells of a DuckDB type."""
         parts = {"time_missing": is_missing_sql(column, kind)}
         text = (
-            (f"trim({column}, E' \\t\\r\\n')")
-            if kind == "VARCHAR"
-            else f"CAST({column} AS VARCHAR)"
+            f"trim({column}, E' \\t\\r\\n')" if kind == "VARCHAR" else f"CAST({column} AS VARCHAR)"
         )
         is_other = "FALSE"
         if kind.startswith("TIMESTAMP WITH") or kind == "TIMESTAMPTZ":

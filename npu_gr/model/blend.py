@@ -317,31 +317,31 @@ class ScoreBlend:
         return total
 
 
-def save_blend(order: ScoreBlend, folder: Path) -> None:
+def save_blend(blend: ScoreBlend, folder: Path) -> None:
     """Write the blend into a checkpoint's folder; an existing one is replaced.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     path = folder / FILE
-    notes = _Notes(task=order.task, weights=dict(order.weights))
-    tensors = {name: getattr(order, name) for name in _TENSORS}
-    if order.neighbours is not None:
-        last_items = order.neighbours.last_items
+    notes = _Notes(task=blend.task, weights=dict(blend.weights))
+    tensors = {name: getattr(blend, name) for name in _TENSORS}
+    if blend.neighbours is not None:
+        last_items = blend.neighbours.last_items
         notes = msgspec.structs.replace(
-            notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=order.scale
+            notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=blend.scale
         )
-        tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
+        tensors |= {"neighbours": blend.neighbours.items, "similarity": blend.neighbours.similarity}
     else:  # as an older version writes and reads it
         del notes.weights["neighbours"]
-    if not order.weights["popularity"]:
+    if not blend.weights["popularity"]:
         del notes.weights["popularity"]
     try:
         save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
         path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
         os.replace(path.with_suffix(".tmp"), path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"order {path}: cannot be written: {error}") from error
+        raise CheckpointError(f"score blend {path}: cannot be written: {error}") from error
 
 
 def load_blend(folder: Path) -> ScoreBlend | None:
@@ -376,7 +376,7 @@ def load_blend(folder: Path) -> ScoreBlend | None:
         )
         return ScoreBlend(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(f"order {path}: {error}") from error
+        raise CheckpointError(f"score blend {path}: {error}") from error
 
 
 def _of_this_version(notes: _Notes) -> _Notes:
@@ -394,16 +394,16 @@ def _of_this_version(notes: _Notes) -> _Notes:
 class BlendSum:
     """Computes the weighted sums of one blend. Thread-safe."""
 
-    def __init__(self, order: ScoreBlend, backend: Backend | None = None) -> None:
+    def __init__(self, blend: ScoreBlend, backend: Backend | None = None) -> None:
         """Prepare the tables of the kernel.
 
         Args:
-            order: The blend.
+            blend: The blend.
             backend: Backend whose kernel is used if it has one; None = numpy.
         """
-        self.order = order
-        self._kernel = None if backend is None else backend.blend_sums(_tables(order))
-        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items  # events
+        self.order = blend
+        self._kernel = None if backend is None else backend.blend_sums(_tables(blend))
+        self._num_liked = 0 if blend.neighbours is None else blend.neighbours.last_items  # events
 
     def __call__(
         self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
@@ -448,21 +448,21 @@ class BlendSum:
         )
 
 
-def _tables(order: ScoreBlend) -> BlendTables:
-    neighbours = order.neighbours
-    none = order.num_items, 0
+def _tables(blend: ScoreBlend) -> BlendTables:
+    neighbours = blend.neighbours
+    none = blend.num_items, 0
     retrieval, click, transitions, alike, popularity, seen = (
-        order.weights[name] for name in WEIGHTS
+        blend.weights[name] for name in WEIGHTS
     )
     return BlendTables(
-        order.successors,
-        order.log_prob,
-        order.rest,
-        order.shares,
+        blend.successors,
+        blend.log_prob,
+        blend.rest,
+        blend.shares,
         np.empty(none, np.int32) if neighbours is None else neighbours.items,
         np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
         DECAY,
-        order.scale,
+        blend.scale,
         neighbours is not None and neighbours.is_summed,
         (retrieval, click, transitions, alike, popularity, seen),
     )

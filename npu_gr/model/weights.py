@@ -150,7 +150,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
     if checkpoint.order is not None:
         save_blend(checkpoint.order, folder)
-    return _with_order(version, folder)
+    return _with_blend(version, folder)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -189,22 +189,22 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions"
         )
-    order = load_blend(folder)
-    if order is not None and (misfit := _order_misfit(about.model, order)):
+    blend = load_blend(folder)
+    if blend is not None and (misfit := _blend_misfit(about.model, blend)):
         raise CheckpointError(f"checkpoint {folder}: {ORDER} does not fit config.json: {misfit}")
     return Checkpoint(
         model=model.eval(),
         item_ids=ids,
         name=about.name,
-        version=_with_order(about.version, folder),
+        version=_with_blend(about.version, folder),
         action_values=about.action_values,
         action_names=names,
         metrics=about.metrics,
-        order=order,
+        order=blend,
     )
 
 
-def _with_order(version: str, folder: Path) -> str:
+def _with_blend(version: str, folder: Path) -> str:
     """Combine the weights' version with the digest of the blend, if there is one."""
     path = folder / ORDER
     return (
@@ -212,16 +212,16 @@ def _with_order(version: str, folder: Path) -> str:
     )
 
 
-def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
+def _blend_misfit(config: HSTUConfig, blend: ScoreBlend) -> str:
     """Return why the blend does not fit the model; empty = it fits."""
     if not config.retrieval:
         return "the model does not retrieve"
-    if order.num_items != config.num_items:
-        return f"transitions of {order.num_items} items, the model has {config.num_items}"
+    if blend.num_items != config.num_items:
+        return f"transitions of {blend.num_items} items, the model has {config.num_items}"
     return (
         ""
-        if order.task in config.tasks
-        else f"no task {order.task!r} among {', '.join(config.tasks)}"
+        if blend.task in config.tasks
+        else f"no task {blend.task!r} among {', '.join(config.tasks)}"
     )
 
 

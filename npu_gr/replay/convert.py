@@ -143,8 +143,8 @@ class SqlSource:
         """Run the query.
 
         Raises:
-            DataError: the query fails, returns no row, or a row is not a record. ConfigError:
-                DuckDB is not installed.
+            DataError: the query fails, returns no row, or a row is not a record.
+            ConfigError: DuckDB is not installed.
         """
         try:
             import duckdb

@@ -70,7 +70,8 @@ def made_key(folder: Path) -> bytes:
     """Read the key of a folder, or create it; concurrent processes get the same key.
 
     Raises:
-        ConfigError: the key cannot be used. OSError: it cannot be created.
+        ConfigError: the key cannot be used.
+        OSError: it cannot be created.
     """
     path = folder / KEY_FILE
     if not path.exists():
@@ -168,7 +169,8 @@ def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
     """Add a user under all pseudonyms, durably.
 
     Raises:
-        OSError: writing failed; the user may not be in the list. DataError: the list is damaged.
+        OSError: writing failed; the user may not be in the list.
+        DataError: the list is damaged.
     """
     path = folder / LIST
     with _locked(folder):

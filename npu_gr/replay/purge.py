@@ -59,8 +59,9 @@ def purge(folder: Path) -> Purged:
     """Remove the records of all users in the list.
 
     Raises:
-        ConfigError: another purge of the folder is running. DataError: the list cannot be read.
-            OSError: the folder cannot be read.
+        ConfigError: another purge of the folder is running.
+        DataError: the list cannot be read.
+        OSError: the folder cannot be read.
     """
     with _alone(folder):
         for left in folder.glob(f"{_TEMPORARY}*"):
@@ -103,7 +104,7 @@ def purge(folder: Path) -> Purged:
 def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     """Rewrite a file without erased records and invalid lines, and return how many of each."""
     removed = unreadable = num_kept = 0
-    for _, verdict in _evaluated(path, listed):
+    for _, verdict in _classified(path, listed):
         removed += verdict == "erased"
         unreadable += verdict == "unreadable"
         num_kept += verdict == "kept"
@@ -113,7 +114,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     try:
         if num_kept:
             with create(temporary, path.suffix) as file:
-                for line, verdict in _evaluated(path, listed):
+                for line, verdict in _classified(path, listed):
                     if verdict == "kept":
                         file.write(line + b"\n")
             with temporary.open("rb") as written:
@@ -128,7 +129,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     return removed, unreadable
 
 
-def _evaluated(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
+def _classified(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
     """Yield each line with "kept", "erased" or "unreadable".
 
     The rest of a file after damage counts as one unreadable line.

@@ -46,8 +46,8 @@ KINDS: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     ),
 }
 _KEY = re.compile(
-    r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- "
-    r")?(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)"
+    r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- )?"
+    r"(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)"
 )
 _COMMENT = re.compile(r"\s#\s+(.*)$")
 _TEXT = {"type": "string"}

@@ -105,8 +105,8 @@ class ServiceWriter:
         """Request the actions and features of the ranker once; no actions if there is no ranker.
 
         Raises:
-            ConfigError: the address is not a service of npu_gr, or rejects the key. Unavailable: it
-                does not answer.
+            ConfigError: the address is not a service of npu_gr, or rejects the key.
+            Unavailable: it does not answer.
         """
         body = await self._call("GET", "/v1/models", None, patience_s=0.0)
         try:
@@ -121,8 +121,9 @@ class ServiceWriter:
         """Write events of users of one tenant; a retry adds nothing twice.
 
         Raises:
-            ConfigError: the service rejects the key. Unavailable: it was unreachable or overloaded
-                for `patience_s`, or another service answered.
+            ConfigError: the service rejects the key.
+            Unavailable: it was unreachable or overloaded for `patience_s`, or another service
+                answered.
         """
         results: list[Written | NpuGrError] = [Written(0, 0)] * len(batch)
         for places, writes in _calls(batch):

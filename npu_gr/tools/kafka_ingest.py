@@ -1,4 +1,4 @@
-"""`npu-gr consume`: ingest events from Kafka into the history store, effectively once.
+"""`npu-gr kafka-ingest`: ingest events from Kafka into the history store, effectively once.
 
     poll a round ─> write it until the store acknowledges ─> write dead letters ─> commit ─> next
 

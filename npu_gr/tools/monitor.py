@@ -115,7 +115,8 @@ async def prometheus(
         evaluate_s: Interval of evaluations of the rules.
 
     Raises:
-        ConfigError: Prometheus is not installed. Unavailable: it did not start.
+        ConfigError: Prometheus is not installed.
+        Unavailable: it did not start.
     """
     check_machine({})
     every = {

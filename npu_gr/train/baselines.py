@@ -291,10 +291,10 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
     kinds: dict[str, Models] = {"ItemKNN": item_knns, "EASE": eases, "PureSVD": _svds}
     if too_large is not None:
         del kinds["EASE"]
-    earlier, evaluate = _validation(log, split, seed)
+    earlier, evaluator = _validation(log, split, seed)
     for name, models in kinds.items():
-        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], evaluate)
-        fitted.append(LinearBaseline(name, chosen, models, evaluate.held_out.users).refitted(log))
+        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], evaluator)
+        fitted.append(LinearBaseline(name, chosen, models, evaluator.held_out.users).refitted(log))
     return FittedBaselines(fitted, () if too_large is None else (too_large,))
 
 

@@ -329,7 +329,7 @@ class Tuned(Generic[M]):
         return replace(self, model=model, factors=factors, terms=_terms(degrees, self.weight))
 
 
-def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) -> Tuned[M]:
+def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluator: Evaluator) -> Tuned[M]:
     """Choose the candidate and popularity terms with the best smooth HIT; ties go to the first.
 
     At most two models are in memory at a time: the candidate and the best so far.
@@ -337,12 +337,12 @@ def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) 
     Args:
         candidates: Models to try, at least one.
         degrees: int64 [I] edges of each scored item.
-        evaluate: Evaluator of the validation.
+        evaluator: Evaluator of the validation.
     """
     best: Tuned[M] | None = None
     for name, make in candidates:
         model = make()
-        sample = _sample(model, evaluate.held_out.users)
+        sample = _sample(model, evaluator.held_out.users)
         grid = [
             (g, b, _factors(sample, degrees, g), _terms(degrees, b))
             for g, b in product(EXPONENTS, WEIGHTS)
@@ -355,7 +355,7 @@ def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) 
             return (torch.addcmul(terms, scores, factors) for _, _, factors, terms in grid)
 
         hits = (
-            [smooth_hit(ranks) for ranks in evaluate.ranks_of_each(tables)]
+            [smooth_hit(ranks) for ranks in evaluator.ranks_of_each(tables)]
             if len(sample)
             else [0.0]
         )

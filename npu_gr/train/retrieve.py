@@ -287,9 +287,8 @@ class Factors(NamedTuple):
 
     leads: F32  # [I, d] what each item leads to
     comes: F32  # [I, d] what leads to each item
-    popularity: (
-        F32  # [I] scaled so that the most popular item has the weight of a strong transition
-    )
+    # [I] scaled so that the most popular item has the weight of a strong transition
+    popularity: F32
 
 
 def transitions(log: InteractionLog, window: int) -> Tensor:

@@ -172,7 +172,7 @@ def load(folder: Path) -> Vectors:
         if about.format != FORMAT:
             raise DataError(f"{manifest}: format {about.format}, this version reads {FORMAT}")
         if _digest(path) != about.version:
-            raise DataError(f"{path}: not the file of which manifest.json has the digest")
+            raise DataError(f"{path}: its digest differs from that in manifest.json")
         tensors = load_file(path)
         vectors = Vectors(
             user_keys=_user_keys(tensors, path),

@@ -140,8 +140,7 @@ RULES = (
     ),
     Rule(
         "no limit",
-        r"\bmin_of\(([^,()]+), "
-        r"([^()]+)\)",
+        r"\bmin_of\(([^,()]+), ([^()]+)\)",
         lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})",
     ),
     *(
@@ -247,7 +246,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "kernels/csr_gather_topk.h",
         "below: or equal",
         "for (uint32_t at = 0; at < degree; at += s_.tile) {",
-    ): "in Peak the greatest is found twice; Total's emulator falls",
+    ): "in Peak the greatest is found twice; the same mutant of Total falls",
     (
         "kernels/csr_gather_topk.h",
         "below: or equal",

@@ -313,7 +313,7 @@ def test_the_end_of_a_certificate_is_read(authority: Authority) -> None:
         der = ssl.PEM_cert_to_DER_cert(authority.issue("a", days=days).certificate.read_text())
         assert expires_at(der) == pytest.approx(time.time() + days * DAY_S, abs=60)
         for size in range(0, len(der), 7):
-            with pytest.raises(ValueError, match="truncated"):
+            with pytest.raises(ValueError, match=r"^the certificate is truncated$"):
                 expires_at(der[:size])
 
 

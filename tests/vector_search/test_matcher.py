@@ -179,7 +179,7 @@ def pairs(want: Any, got: Any) -> list[tuple[Any, Any]]:
         (lambda folder: (folder / "manifest.json").write_text("{"), "truncated"),
         (
             lambda folder: flip(folder / "vectors.safetensors"),
-            "not the file of which manifest.json has the digest",
+            "its digest differs from that in manifest.json",
         ),
         (lambda folder: edit(folder / "manifest.json", format=1), "format 1, this version reads 2"),
     ],

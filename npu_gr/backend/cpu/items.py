@@ -221,7 +221,7 @@ class _Room(threading.local):
             return 0
         if term.shape != (count,):
             raise ValueError(
-                f"a term of the order has the shape {term.shape}, there are {count} candidates"
+                f"a term of the blend has the shape {term.shape}, there are {count} candidates"
             )
         self.terms[place * count : (place + 1) * count] = term
         return self.terms_at + 4 * place * count

@@ -86,7 +86,7 @@ class ItemCodes:
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         prefixes = ", ".join(f"{count:,}" for count in self.num_prefixes())
         collided = (
-            (f"; {self.num_moved:,} items collided and got other codes")
+            f"; {self.num_moved:,} items collided and got other codes"
             if self.centroids
             else ", ready-made"
         )

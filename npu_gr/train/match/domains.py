@@ -45,15 +45,15 @@ class Domains:
         """Whether no item id is in both domains, so that an id identifies its domain."""
         return not np.isin(self.source_ids, self.target_ids).any()
 
-    def evaluate(self) -> Evaluator:
+    def evaluator(self) -> Evaluator:
         """Return an evaluator on the test's edges, without edges to near-duplicates.
 
         A user's items, and near-duplicates of them, are excluded from the ranking.
         """
-        evaluate = Evaluator.make(self.test, self.target, self.owned_near_duplicates)
-        return evaluate.only(~are_near_duplicates(self.test, self.owned_near_duplicates))
+        evaluator = Evaluator.make(self.test, self.target, self.owned_near_duplicates)
+        return evaluator.only(~are_near_duplicates(self.test, self.owned_near_duplicates))
 
-    def evaluate_with_near_duplicates(self) -> Evaluator:
+    def evaluator_with_near_duplicates(self) -> Evaluator:
         """Return an evaluator on all of the test's edges.
 
         Near-duplicates of a user's items are ranked like any other item.
@@ -85,13 +85,13 @@ class MatchData:
     # target items that are near-duplicates of what each user has in the source
     owned_near_duplicates: Graph
 
-    def evaluate(self) -> Evaluator:
+    def evaluator(self) -> Evaluator:
         """Return an evaluator on the validation's edges, without edges to near-duplicates.
 
         A user's items, and near-duplicates of them, are excluded from the ranking.
         """
-        evaluate = Evaluator.make(self.validation, self.target, self.owned_near_duplicates)
-        return evaluate.only(~are_near_duplicates(self.validation, self.owned_near_duplicates))
+        evaluator = Evaluator.make(self.validation, self.target, self.owned_near_duplicates)
+        return evaluator.only(~are_near_duplicates(self.validation, self.owned_near_duplicates))
 
     def with_validation(self) -> MatchData:
         """Return the data with the validation's edges in the target, for the refit."""
@@ -203,8 +203,8 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
             "no user has two edges in the target domain, so there is nothing to validate on"
         )
     data = MatchData(domains.source, target, validation, domains.owned_near_duplicates)
-    for name, evaluate in (("validation", data.evaluate()), ("test", domains.evaluate())):
-        if not len(evaluate.held_out.users):
+    for name, evaluator in (("validation", data.evaluator()), ("test", domains.evaluator())):
+        if not len(evaluator.held_out.users):
             raise DataError(
                 f"every edge of the {name} asks for a near-duplicate of what its user has in the "
                 "source: is it one log? Give two different domains."

@@ -90,12 +90,12 @@ def fit(models: Models[M], data: MatchData, *, both: bool) -> FittedLinear[M] | 
     found = list(candidates(data))  # cheap: a candidate is fitted by its `make`
     if not found:
         return None
-    evaluate = data.evaluate()
-    chosen = tune(found, data.target.degrees()[1], evaluate)
+    evaluator = data.evaluator()
+    chosen = tune(found, data.target.degrees()[1], evaluator)
     full = data.with_validation()
     return FittedLinear(
         chosen,
-        chosen.refitted(candidates(full), full.target.degrees()[1], evaluate.held_out.users),
+        chosen.refitted(candidates(full), full.target.degrees()[1], evaluator.held_out.users),
     )
 
 
@@ -202,7 +202,7 @@ def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[W
         encoder = trained.scores(rows) * encoder_unit
         return (torch.add(base + popularity * w.popularity, encoder, alpha=w.encoder) for w in grid)
 
-    hits = [smooth_hit(ranks) for ranks in data.evaluate().ranks_of_each(tables)]
+    hits = [smooth_hit(ranks) for ranks in data.evaluator().ranks_of_each(tables)]
     best = int(np.argmax(hits))
     return grid[best], hits[best]
 
@@ -210,7 +210,7 @@ def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[W
 def _size(data: MatchData, vectors: TrainedVectors | Validated) -> float:
     """Compute the root mean square of the scores of the first validation users."""
     return root_mean_square(
-        vectors.scores(torch.from_numpy(data.evaluate().held_out.users[:SCALE_USERS]))
+        vectors.scores(torch.from_numpy(data.evaluator().held_out.users[:SCALE_USERS]))
     )
 
 
@@ -262,9 +262,11 @@ def run_training(
         trained = Trainer(data, options).run(show)
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
-    evaluate = domains.evaluate()
-    ranks = evaluate.ranks(served.users, served.items)
-    with_near_duplicates = domains.evaluate_with_near_duplicates().ranks(served.users, served.items)
+    evaluator = domains.evaluator()
+    ranks = evaluator.ranks(served.users, served.items)
+    with_near_duplicates = domains.evaluator_with_near_duplicates().ranks(
+        served.users, served.items
+    )
     figures = {
         "validation_smooth_hit": served.validation,
         **_figures(ranks),
@@ -272,7 +274,7 @@ def run_training(
     }
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
     by_baseline = {
-        name: evaluate.ranks_by(fitted.served.scores)
+        name: evaluator.ranks_by(fitted.served.scores)
         for name, fit in BASELINES.items()
         if (fitted := fit(data))
     }

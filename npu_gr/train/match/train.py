@@ -171,7 +171,7 @@ class Trainer:
     def __init__(self, data: MatchData, options: MatchOptions) -> None:
         self.data = data
         self.options = options
-        self._evaluate = data.evaluate()
+        self._evaluator = data.evaluator()
         self.source = _encoder("source", data.source, options)
         self.target = _encoder("target", data.target, options)
         self._project_users = _projector(options.dim)
@@ -256,7 +256,7 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, stage: _Stage, step: int) -> float:
         users, items = self.target()
-        hit = smooth_hit(self._evaluate.ranks_by(Validated(users, items, self._prior).scores))
+        hit = smooth_hit(self._evaluator.ranks_by(Validated(users, items, self._prior).scores))
         if hit > self._best[2]:
             self._best = (stage.name, step, hit)
             self._best_state = copy.deepcopy(self._all.state_dict())

@@ -190,9 +190,8 @@ def joined(parts: list[Entries]) -> Entries:
 
 MANY_ITEMS = 500  # last events that a request reads, where the order of events matters little
 MANY_NEIGHBOURS = 500  # most linear neighbours of an item
-MAX_TABLE = (
-    1 << 23
-)  # most linear neighbours of all items (64 MiB); large catalogues keep fewer each
+# most linear neighbours of all items (64 MiB); large catalogues keep fewer each
+MAX_TABLE = 1 << 23
 
 
 def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Neighbours:

@@ -89,7 +89,7 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
         often = used[np.argsort(-counts[used], kind="stable")]
         chosen = [log.action_names[action] for action in often[1 : 1 + MAX_EVENT_TASKS]]
         left = (
-            (f"; {len(often) - 1 - len(chosen)} rarer event types have no task")
+            f"; {len(often) - 1 - len(chosen)} rarer event types have no task"
             if len(often) - 1 > len(chosen)
             else ""
         )
@@ -209,7 +209,7 @@ def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
     rule = (
         f"at_least {task.at_least}"
         if task.at_least is not None
-        else (f"actions {_shown(task.actions)}")
+        else f"actions {_shown(task.actions)}"
     )
     return (
         f"task {task.name}: {rule} gives every trained event the same label, "

@@ -249,7 +249,7 @@ def _in_words(searched: SearchedOptions, blend: ChosenBlend | None, num_users: i
         or "the given options"
     )
     tried = (
-        (f"; best of {searched.num_trials} settings tried: {changed}")
+        f"; best of {searched.num_trials} settings tried: {changed}"
         if searched.options.budget_s
         else ""
     )

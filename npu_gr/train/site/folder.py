@@ -213,7 +213,7 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     as_of = (
         ""
         if found.asked_at is None
-        else (" (`timestamp` is the end of the log; without it, the request is as of now)")
+        else " (`timestamp` is the end of the log; without it, the request is as of now)"
     )
     return f"""# A recommender of {report.num_events:,} events
 

@@ -117,7 +117,7 @@ def _result(child: _Child[R]) -> R:
     if not child.results:
         code = child.process.exitcode
         why = (
-            ("was killed, probably because the machine ran out of memory")
+            "was killed, probably because the machine ran out of memory"
             if code == -signal.SIGKILL
             else f"ended with code {code}"
         )

@@ -53,7 +53,7 @@ def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.Mon
     found = with_all_parts(made, monkeypatch)
     assert found.items.shape[1] == svd.model.num_values + 16 + 1
     users = torch.from_numpy(np.flatnonzero(degrees[0]))
-    sample = torch.from_numpy(data.evaluate().held_out.users[:256])
+    sample = torch.from_numpy(data.evaluator().held_out.users[:256])
     spectral = svd.model.scores(users) * svd.factors
     encoder = trained.scores(users) / trained.scores(sample).square().mean().sqrt()
     popularity = torch.from_numpy(np.log(degrees[1] + 0.5)).float()
@@ -153,13 +153,13 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
         fitted = fit(data)
         assert fitted is not None, name
         assert fitted.chosen.settings == fitted.served.settings
-        asked = data.evaluate()
+        asked = data.evaluator()
         held = [smooth_hit(asked.ranks_by(model.scores)) for model in fitted]
         assert held[0] == pytest.approx(fitted.chosen.validation)
         assert held[1] > held[0], name
     # The encoder: the same weights pass messages over all edges.
     again = trained.validated
-    assert smooth_hit(data.evaluate().ranks_by(again.scores)) == pytest.approx(trained.validation)
+    assert smooth_hit(data.evaluator().ranks_by(again.scores)) == pytest.approx(trained.validation)
     changed = (trained.users != again.users).any(1).numpy()
     assert changed[data.validation.users].all()
     assert trained.folding.degrees.tolist() == full.target.degrees()[1].tolist()

@@ -72,17 +72,17 @@ def test_a_product_listed_twice_is_warned_of_and_not_tested(tmp_path: Path) -> N
     assert words is not None
     assert words.startswith("WARNING: 1 pairs")
     assert "1 of 3 tested edges (33.3%)" in words
-    assert len(both.evaluate_with_near_duplicates().held_out.users) == 3
-    evaluate = both.evaluate()
-    assert [both.users[user].user for user in evaluate.held_out.users] == ["u7", "u8"]
+    assert len(both.evaluator_with_near_duplicates().held_out.users) == 3
+    evaluator = both.evaluator()
+    assert [both.users[user].user for user in evaluator.held_out.users] == ["u7", "u8"]
     # no other user is tested on it: nothing is hidden from u7 and u8 but what they have
-    assert len(evaluate.hidden_items) == 2
+    assert len(evaluator.hidden_items) == 2
     data = split(both, 1.0, 100, 0)
     hidden = both.owned_near_duplicates
     asked = set(
         zip(
-            data.evaluate().held_out.users.tolist(),
-            data.evaluate().held_out.items.tolist(),
+            data.evaluator().held_out.users.tolist(),
+            data.evaluator().held_out.items.tolist(),
             strict=True,
         )
     )

@@ -22,11 +22,11 @@ def same(one: TrainedVectors, two: TrainedVectors) -> bool:
 
 def test_the_planted_taste_is_carried_over(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    seen, evaluate = split(both, 0.6, 60, 0), both.evaluate()
+    seen, evaluator = split(both, 0.6, 60, 0), both.evaluator()
     hits = {}
     for schedule in ("target-only", "separated"):
         result = Trainer(seen, quick(schedule=schedule)).run()
-        hits[schedule] = hit_ratio(evaluate.ranks_by(result.scores), 20)
+        hits[schedule] = hit_ratio(evaluator.ranks_by(result.scores), 20)
     assert hits["separated"] > 1.3 * hits["target-only"]
 
 
@@ -90,12 +90,12 @@ def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
 
 def test_ranks_are_the_brute_force_ones(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    evaluate = both.evaluate_with_near_duplicates()
+    evaluator = both.evaluator_with_near_duplicates()
     random = np.random.default_rng(0)
     users = torch.from_numpy(random.integers(-2, 3, (both.target.num_users, 4)).astype(np.float32))
     items = torch.from_numpy(random.integers(-2, 3, (both.target.num_items, 4)).astype(np.float32))
     known = set(zip(both.target.users.tolist(), both.target.items.tolist(), strict=True))
-    found = evaluate.ranks(users, items)
+    found = evaluator.ranks(users, items)
     for user, goal, rank in zip(*both.test, found, strict=True):
         scores = (items @ users[int(user)]).tolist()
         others = [
