@@ -6,11 +6,15 @@ and never looks at what that leaves: a million objects that stay.
 
 import gc
 import os
+import resource
+from pathlib import Path
 
 import pytest
 
 from npu_gr.core.process import freeze_imports
 from tests.certificates import Authority
+
+GROWTH_BYTES = 512 << 20  # after which garbage is collected; instances in it hold tensors
 
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +24,22 @@ def pytest_collection_finish() -> None:
     """Let the collector work again, on what tests make."""
     gc.enable()
     freeze_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Free the instances of finished tests: the collector counts objects, and not their bytes."""
+    global _freed_at_bytes
+    if _resident_bytes() > _freed_at_bytes + GROWTH_BYTES:
+        gc.collect()
+        _freed_at_bytes = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+_freed_at_bytes = 0
 
 
 @pytest.fixture(scope="session")

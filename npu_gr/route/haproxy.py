@@ -292,12 +292,13 @@ on-error mark-down maxconn {limits.instance_inflight} maxqueue {2 * limits.insta
 
 
 def _patient(config: RouterConfig) -> str:
-    """Send a rank to another instance when it timed out in the queue of its user's instance.
+    """Send a rank on when it timed out in the queue of its user's instance.
 
     Requests cannot leave the queue of an instance that is frozen and not yet marked down (HAProxy
     3.2 adds `hash-preserve-affinity`). So while an instance is full and others are not, ranks pass
     through HAProxy twice: the server `home` answers with the queue's 503, and the retry goes to the
-    server `other`.
+    server `other`, which takes the instance with the fewest requests. That may be the same one,
+    by a connection that does not wait in the queue; a frozen one is left again after `_late`.
     """
     user = config.user_header
     return f"""backend patient
@@ -412,8 +413,8 @@ def _priorities(*kinds: Kind[Any, Any]) -> str:
 def _full(inputs: RenderInputs) -> str:
     """Send ranks to `patient` while an instance is full and the others are not.
 
-    During `slowstart` HAProxy reduces the limit of an instance without exposing the value, so an
-    instance with a reduced weight counts as full.
+    During `slowstart` HAProxy reduces the limit of an instance, and ranks that arrive together may
+    all see its one free place. So an instance with a reduced weight counts as full.
     """
     lines = []
     for one in _special(inputs):

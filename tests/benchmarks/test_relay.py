@@ -173,7 +173,6 @@ async def test_a_run_is_given_up_once_too_many_are_late(rig: Rig) -> None:
 async def test_each_part_is_measured_alone_and_checked(rig: Rig) -> None:
     idle = await measure_idle(rig)
     assert min(idle) > 0
-    assert idle.rank_s < idle.full_s
 
 
 def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,8 +144,8 @@ class Site:
     def rows(self) -> list[dict[str, Any]]:
         return [row(fake) for fake in self.fakes]
 
-    async def statuses(self, proxy: str = "users") -> dict[str, str]:
-        """The state of each instance as HAProxy has it: UP, DOWN, DRAIN, with what else it says."""
+    async def statuses(self, proxy: str = "users", column: str = "status") -> dict[str, str]:
+        """A column of HAProxy's statistics by instance; `status` is UP, DOWN or DRAIN, and more."""
         lines = (await self.proxy.command("show stat")).splitlines()
         names = lines[0].lstrip("# ").split(",")
         rows = [dict(zip(names, line.split(","), strict=False)) for line in lines[1:] if line]
@@ -154,7 +154,7 @@ class Site:
             for one in rows
             if one["pxname"] == proxy and one["svname"] not in ("BACKEND", "FRONTEND")
         ]
-        return {one["svname"]: one["status"] for one in servers}
+        return {one["svname"]: one[column] for one in servers}
 
     async def until_up(self, *fakes: Fake) -> None:
         async def are_up() -> bool:

@@ -236,7 +236,7 @@ async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
         (tmp_path / "vectors" / "vectors.safetensors").write_bytes(b"damaged")
         status, problem = await post(client, "/v1/match/reload")
         assert status == 422
-        assert "not the file" in problem["detail"]
+        assert "its digest differs" in problem["detail"]
         back = (await post(client, "/v1/match/rollback"))[1]
         assert (back["version"], back["previous"]) == (first, second["version"])
         await asyncio.sleep(0.1)

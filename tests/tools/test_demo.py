@@ -8,20 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from npu_gr.catalogue.names import EMPTY
+from npu_gr.core import shipped
 from npu_gr.dataset.files import Dataset
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.convert import ModelVocabulary
 from npu_gr.replay.report import Latencies, Report
+from npu_gr.service.config import load
 from npu_gr.tools.demo import MadeDemo, longest_users, sum_up
 from npu_gr.tools.demo_relay import (
     NUM_ITEMS,
     USERS,
     VISITS,
     LengthResult,
+    _instance,
     conclusion,
     histories,
     plot,
@@ -118,11 +122,31 @@ def test_it_ends_with_where_the_relay_pays_and_where_it_does_not() -> None:
         (by_length(2.0, 1.0), "does not pay at any of these lengths"),  # the longest decides
         (by_length(2.0, 3.0), "pays from 128 events on"),
         (by_length(1.0, 3.0, lag_ms=90), "requests leave up to 90 ms late"),
-        (by_length(1.0, 3.0, errors=2), "8 ranks failed"),
+        (by_length(1.0, 3.0, errors=2), "8 requests failed"),
     ],
 )
 def test_a_doubtful_comparison_is_called_so(results: list[LengthResult], said: str) -> None:
     assert said in "\n".join(conclusion(results))
+
+
+def test_ranks_that_were_rejected_or_truncated_are_counted() -> None:
+    (result,) = by_length(4.0)
+    without = dataclasses.replace(result.without, errors={"rank 429": 2, "events 429": 1})
+    with_relay = dataclasses.replace(result.with_relay, outcomes={"hbm_hit": 96, "degraded": 3})
+    protected = dataclasses.replace(result, without=without, with_relay=with_relay)
+    assert protected.num_protected == 5
+    assert "rejected or truncated 5" in "\n".join(conclusion([protected]))
+    assert "rejected" not in "\n".join(conclusion([result]))
+
+
+def test_the_relay_is_measured_with_the_configuration_that_ships(tmp_path: Path) -> None:
+    off, on = (_instance(tmp_path, name).config for name in ("without", "with"))
+    shipped_config = load(shipped.path("configs/cpu.yaml"))
+    for config in (off, on):
+        for section in ("admission", "brownout", "scheduler", "slo", "trigger", "kv_cache"):
+            assert getattr(config, section) == getattr(shipped_config, section), section
+    assert (off.relay.enabled, on.relay.enabled) == (False, True)
+    assert msgspec.structs.replace(off.relay, enabled=True) == on.relay == shipped_config.relay
 
 
 def test_a_busy_machine_is_compared_by_the_median() -> None:
