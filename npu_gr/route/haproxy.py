@@ -357,8 +357,7 @@ def _exact() -> str:
     """Reject `GET http://host/path`, which HAProxy's ACLs read as `/path`; h2 is never sent so."""
     rejection = f"content-type application/problem+json string '{_problem('not found')}'"
     return (
-        f"  http-request return status 404 {rejection} "
-        "if { req.ver 1.0 1.1 } !{ url -m beg / }"
+        f"  http-request return status 404 {rejection} if {{ req.ver 1.0 1.1 }} !{{ url -m beg / }}"
     )
 
 

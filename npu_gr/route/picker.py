@@ -23,6 +23,7 @@ from urllib.parse import unquote_to_bytes
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Routing
@@ -368,6 +369,8 @@ class Services:
                 request = await anext(coming, None)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message has arrived")
+        except (DecodeError, UnicodeDecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message cannot be parsed")
         except PickerRejection as rejection:
             body = msgspec.json.encode(
                 {"type": "about:blank", "title": rejection.why, "status": rejection.status}
@@ -382,9 +385,7 @@ class Services:
         finally:
             pick.end()
 
-    async def check(
-        self, request: pb.HealthCheckRequest, context: Any
-    ) -> pb.HealthCheckResponse:
+    async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         """Answer a health check: liveness of the picker, else readiness of an instance."""
         await _reject_pages(context)
         serves = request.service in ("", "liveness") or bool(self._fleet.ready)

@@ -161,7 +161,7 @@ class RayReplica:
     ) -> aiohttp.ClientSession:
         await listen_at(runner, app, address, path)
         http = aiohttp.ClientSession(
-            "http://instance", connector=aiohttp.UnixConnector(path, limit=0)
+            "http://localhost", connector=aiohttp.UnixConnector(path, limit=0)
         )
         self._stack.push_async_callback(http.close)
         return http

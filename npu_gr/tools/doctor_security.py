@@ -47,7 +47,6 @@ LINES: dict[str, str | None] = {
     "server.grpc_port": "server.grpc ",
     "server.agent_port": "server.agent ",
     "server.api_keys_file": "key",
-    "feature_store.options": "feature_store.entry",
     "history_store.path": None,  # covered by the files of the store, which may not exist yet
     "history_store.url": None,  # unused unless the store is Redis
     "record.folder": None,  # covered by each recording
@@ -65,8 +64,9 @@ LINES: dict[str, str | None] = {
         for name in ("host", "port", "admin_port", "agent_port")
     },
 }
-# texts that reach nothing: names, and the code of the operator's own has lines
+# texts that reach nothing by themselves: names, and what the line of `feature_store.entry` covers
 NO_WAY_IN = {
+    "feature_store.options",
     *("calibration.version", "calibration.device"),
     *("discovery.instances.name", "instances_tls.server_name", "peer", "user_header"),
 }

@@ -144,9 +144,7 @@ def test_numbers_and_texts_that_resemble_them_are_read(text: str, want: Numbers)
         ("slo.rank_s=.nan", "slo.rank_s: expected a finite number"),
     ],
 )
-def test_serve_and_check_config_say_the_same(
-    setting: str, words: str, tmp_path: Path
-) -> None:
+def test_serve_and_check_config_say_the_same(setting: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("checkpoint: model\n")
     for command in ("serve", "check-config"):

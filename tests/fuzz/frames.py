@@ -129,7 +129,7 @@ def picker_bodies(size: int) -> dict[str, bytes]:
         "valid": valid_bytes,
         "headers": wide.SerializeToString(),
         "empty headers": b"\x12\0" * (size // 2),
-        "metadata": valid_bytes + b"\x42" + b"\xff\xff\x03" + b"\x0a\0" * 32_767 + b"\0",
+        "metadata": valid_bytes + b"\x42" + b"\xfe\xff\x03" + b"\x0a\0" * 32_767,
         "a body first": pb.ProcessingRequest(
             request_body=pb.HttpBody(body=b"x" * (size - 100))
         ).SerializeToString(),

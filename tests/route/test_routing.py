@@ -340,13 +340,13 @@ async def test_an_answer_with_a_head_over_the_limits_is_502(head: bytes) -> None
 
         fake = s.fakes[0]
         await fake.stop()
-        async with await asyncio.start_server(answer, "127.0.0.1", fake.port):
-            async with s.http.post(
-                f"{s.url}/v1/signal", data=b"{}", headers={"X-User-Id": "u"}
-            ) as got:
-                assert got.status == 502
-                assert (await got.json(content_type=None))["title"] == "bad gateway"
-                assert not [name for name in got.headers if name.startswith("X")]
+        async with (
+            await asyncio.start_server(answer, "127.0.0.1", fake.port),
+            s.http.post(f"{s.url}/v1/signal", data=b"{}", headers={"X-User-Id": "u"}) as got,
+        ):
+            assert got.status == 502
+            assert (await got.json(content_type=None))["title"] == "bad gateway"
+            assert not [name for name in got.headers if name.startswith("X")]
 
 
 async def test_no_page_of_another_site_reaches_an_instance() -> None:

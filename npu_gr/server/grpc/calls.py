@@ -35,6 +35,18 @@ from npu_gr.server.middleware import ABANDONED, RequestLifecycle
 
 log = logging.getLogger(__name__)
 
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of grpcio's log is about more than bytes that a client sent, or left unread.
+
+    It logs a traceback for each header or path that is not UTF-8, which needs no key.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ not in ("UnicodeDecodeError", "ExecuteBatchError")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_ours)
+
 STATUS = "npu-gr-status"  # trailing metadata of an error: the more precise HTTP status
 # Clients wait so long before a retry, where their service config allows retries.
 PUSHBACK_MS = "grpc-retry-pushback-ms"
