@@ -123,7 +123,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         """Choose the type of a value without a tag."""
-        tag = super().resolve(kind, value, implicit)
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
         is_number = tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
         return "tag:yaml.org,2002:str" if is_number and _OF_YAML_1_1.match(value) else tag
 

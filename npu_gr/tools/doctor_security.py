@@ -26,7 +26,7 @@ from npu_gr.core.secret import SecretUrl
 from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import config as router_config
-from npu_gr.route.config import PickerConfig, RouterConfig
+from npu_gr.route.config import DNSConfig, InstanceConfig, PickerConfig, RouterConfig
 from npu_gr.route.discovery import InstancesFile
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
 from npu_gr.server.auth.rules import is_loopback_name, rules
@@ -148,6 +148,8 @@ def _may_reach(kind: inspect.Type) -> bool:
             case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner):
                 if _may_reach(inner):
                     return True
+            case _:
+                pass
     return False
 
 
@@ -491,13 +493,15 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
     discovery = config.discovery
     # host -> its agent ports
     hosts: dict[str, list[int]] = {}
-    instances = discovery.instances
+    instances: list[InstanceConfig | DNSConfig] = [*discovery.instances]
+    if discovery.dns is not None:
+        instances.append(discovery.dns)
     if discovery.file is not None:
         try:
-            instances = settings.load(Path(discovery.file), InstancesFile).instances
+            instances += settings.load(Path(discovery.file), InstancesFile).instances
         except ConfigError as error:
             yield WayIn(f"instances of {discovery.file}", Openness.OPEN, str(error))
-    for one in (*instances, *([discovery.dns] if discovery.dns else [])):
+    for one in instances:
         hosts.setdefault(one.host, []).extend([one.agent_port] if one.agent_port else [])
     for host in hosts:
         if config.instances_tls is not None:

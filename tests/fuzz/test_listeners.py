@@ -90,6 +90,7 @@ class Cost:
 
         An attack that costs too much is tried again: what is to blame costs too much each time.
         """
+        about = ""
         allowed_s = MEANWHILE_S + num * EACH_S + size * BYTE_S
         for _ in range(1 + AGAIN):
             attack = await prepare()
@@ -139,6 +140,7 @@ async def alone(port: int, data: bytes) -> None:
 
 
 async def is_serving(port: int) -> bool:
+    channel: Any
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         status: bytes = await channel.unary_unary(HEALTH)(b"", timeout=PATIENCE_S)
         return status == b"\x08\x01"
@@ -146,6 +148,7 @@ async def is_serving(port: int) -> bool:
 
 async def called(port: int, path: str, body: bytes) -> None:
     """Call a method with a message, as a client library does: with its flow control."""
+    channel: Any  # its stubs want serializers everywhere
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(path)(timeout=PATIENCE_S)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -235,7 +238,7 @@ class OthersMaker(Maker):
 
 def infers() -> dict[bytes, list[dict[str, Any]]]:
     history = {"items": [1000, 1001], "actions": ["1", "1"], "timestamps": [1, 2]}
-    of_kind = {
+    of_kind: dict[str, dict[str, Any]] = {
         "rank": {"user_id": "u", "candidates": [1000, 1001], "history": history},
         "generate": {"user_id": "u", "num_items": 5, "history": history},
         "match": {"user_id": "u", "num_items": 5},

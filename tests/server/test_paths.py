@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.server.examples import EXAMPLES
 from tests.server.raw import BODY, Raw, site
 
 # other spellings of a path, which some parser reads as the path itself
-SPELLINGS = {
+SPELLINGS: dict[str, Callable[[str], str]] = {
     "escaped": lambda path: path[:-1] + f"%{ord(path[-1]):02x}",
     "escaped in upper case": lambda path: path[:4] + f"%{ord(path[4]):02X}" + path[5:],
     "escaped slash": lambda path: "/v1%2F" + path.removeprefix("/v1/"),

@@ -342,6 +342,7 @@ def test_the_settings_of_a_simulation_are_files_alone() -> None:
 def test_an_address_of_others_in_clear_or_without_a_key_is_open(
     tmp_path: Path, section: str, field: str, begin: str
 ) -> None:
+    given: dict[str, Any]
     if section == "server":
         server = {"host": "10.0.0.1", "admin_host": "10.0.0.2", "allow_unauthenticated": True}
         server |= {"grpc_port": 8083, "agent_port": 8082}
