@@ -434,6 +434,7 @@ def test_every_alert_fires_when_it_should(tmp_path: Path, about: str) -> None:
     tests = {
         "rule_files": ["rules.yml"],
         "evaluation_interval": every,
+        "group_eval_order": [group["name"] for group in groups],  # else at random
         "tests": [as_test(case) for case in cases],
     }
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))

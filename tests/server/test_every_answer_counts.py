@@ -83,7 +83,8 @@ class Counts:
 def expected(status: int) -> dict[str, float]:
     if status >= 500 or status == 429:
         return {str(status): 1, Result.FAILED.value: 1}
-    return {str(status): 1} | ({Result.GOOD.value: 1} if status < 400 else {})
+    good: dict[str, float] = {Result.GOOD.value: 1} if status < 400 else {}
+    return {str(status): 1, **good}
 
 
 def asked(kind: Kind[Any, Any], path: str) -> dict[str, Any]:
