@@ -160,6 +160,8 @@ class _Build:
             [one.column for one in table.features] if table else [],
         )
         log.load(con, self._rejects, lambda ratio: on_stage("reading", ratio))
+        if table is not None and self._item_rejects is not None:
+            table.take_rejects(log.item_names(), self._item_rejects)
         actions = log.actions(old)
         counts = write_events(
             folder,
@@ -180,7 +182,7 @@ class _Build:
         return manifest | {"users": len(names)} | self._features(users, num_without)
 
     def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
-        if self._item_source is None or self._item_rejects is None:
+        if self._item_source is None:
             return None
         options = self._options
         named_columns = {
@@ -194,7 +196,6 @@ class _Build:
             named_columns,
             self._log.columns.item.name,
             options.features,
-            self._item_rejects,
             lambda ratio: on_stage("items", ratio),
         )
 
@@ -283,6 +284,7 @@ class _Build:
             ],
             "skipped": table.skipped if table else {},
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
+            "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
             "notes": list(notes),
@@ -354,6 +356,8 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
+    if num := manifest["trimmed"]:
+        yield f"{counted(num, 'row')} with blanks around a user, an item or an event, which do not count"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
     yield from _rejected(" of the users' file", manifest["rejected_users"])

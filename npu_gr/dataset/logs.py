@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import MAX_NAME_BYTES, item_ids
+from npu_gr.core.names import MAX_NAME_BYTES, item_ids, repeated
 from npu_gr.core.text_format import quoted
 from npu_gr.dataset.actions import (
     Actions,
@@ -25,6 +25,7 @@ from npu_gr.dataset.actions import (
 from npu_gr.dataset.cells import (
     JOINT,
     Cells,
+    has_blanks_sql,
     has_point,
     is_list_type,
     is_missing_sql,
@@ -111,7 +112,7 @@ class LogFeature:
     def sql(self, column: str, kind: str) -> str:
         """Return the SQL that reads cells of a DuckDB type."""
         if self.cells == "number":
-            return number_sql(column, kind)
+            return number_sql(column, kind, has_booleans=True)
         if self.cells == "list" and is_list_type(kind):
             return name_sql(values_sql(column), "VARCHAR")
         return name_sql(column, kind)
@@ -202,6 +203,7 @@ class Log:
         )
         self._con: Any = None
         self.num_rows = 0  # without the rejected ones
+        self.num_trimmed = 0  # of these, with blanks around a user, an item or an event
         self.feature_values: list[Any] = []  # of each feature, by code; None for numbers
 
     def load(self, con: Any, rejects: Rejects, show: OnProgress) -> None:
@@ -214,12 +216,19 @@ class Log:
         self._con = con
         table = SourceTable(con, "log", self._source, self._names, self._wrap)
         table.load(show)
+        self._give_codes("items", "item")
+        names = self.item_names()
+        if again := repeated(item_ids(names)):
+            table.reject("item", [names[place] for place in again], RejectReason.SAME_ID)
+            con.execute("DROP TABLE items")
+            self._give_codes("items", "item")
+            names = self.item_names()
         table.take_rejects(rejects)
-        ((self.num_rows,),) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchall()
+        ((self.num_rows, self.num_trimmed),) = con.execute(
+            "SELECT count(*), count(*) FILTER (WHERE has_blanks) FROM log WHERE reason = 0"
+        ).fetchall()
         self._check_rejected(rejects)
         self._give_codes("users", "user")
-        self._give_codes("items", "item")
-        names = self._texts("items")
         con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": item_ids(names)}))
         con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
         con.unregister("ids")
@@ -299,6 +308,7 @@ class Log:
         cell = {name: f"c{place}" for place, name in enumerate(self._names)}
         found: dict[str, str] = {}  # column -> SQL of the cells
         reasons: list[str] = []
+        has_blanks: list[str] = []
         for role, column in (
             ("user", columns.user),
             ("item", columns.item),
@@ -307,6 +317,7 @@ class Log:
             if column is not None:
                 with_point = role != "event" and has_point(self._source.sample[column.name])
                 found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
+                has_blanks.append(has_blanks_sql(cell[column.name], kinds[column.name]))
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
         # in a log without times, `sorted_rows` makes the time of the row number
@@ -327,6 +338,7 @@ class Log:
             reasons.append(f"WHEN value IS NULL THEN {CODES[RejectReason.NO_NUMBER]}")
         for place, one in enumerate(self.features):
             found[f"f{place}"] = one.sql(cell[one.name], kinds[one.name])
+        found["has_blanks"] = " OR ".join(has_blanks)
         parts = ", ".join(f"{sql} AS {name}" for name, sql in found.items())
         sql = f"SELECT *, {parts} FROM ({cells})"
         sql = f"SELECT *, {time_us} AS time_us FROM ({sql})"
@@ -337,7 +349,7 @@ class Log:
             "user",
             "item",
             "time_us",
-            *(name for name in found if name in ("event", "value") or name[0] == "f"),
+            *(name for name in found if name in ("event", "value", "has_blanks") or name[0] == "f"),
         ]
         good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in needed)
         line = self._source.line_sql(self._names)

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
@@ -148,21 +147,16 @@ def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
 
 
 def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) -> ItemCounts:
-    """Write the items of the log and of the items' file, by id.
-
-    Raises:
-        DataError: two names share an id.
-        OSError: the file cannot be written.
-    """
+    """Write the items of the log and of the items' file, by id. Raises OSError."""
     listed = table.rows if table else {}
     of_log = set(logged)
     names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
     titles = ["" if table is None or row is None else table.titles[row] for row in rows]
-    ids = ItemNames.make(names, titles).ids  # rejects two names with the same id
-    by_id = np.argsort(item_ids(names), kind="stable").tolist()
+    ids = item_ids(names)
+    by_id = np.argsort(ids).tolist()
     columns: dict[str, Any] = {
-        "id": pa.array(ids),
+        "id": pa.array(ids[by_id]),
         "name": pa.array([names[place] for place in by_id], pa.string()),
         "title": pa.array([titles[place] for place in by_id], pa.string()),
     }

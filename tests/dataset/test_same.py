@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.core.feature_schema.values import BLANKS, MISSING
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
-from npu_gr.dataset.cells import MISSING
 from npu_gr.dataset.write import _by_second, _grouped, _is_again
 from tests.dataset.logs import WRITERS, Event, table
 
@@ -21,7 +21,7 @@ NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
     min_size=1,
     max_size=12,
-).filter(
+).map(lambda name: name.strip(BLANKS)).filter(
     lambda name: (
         name not in MISSING
         and '"' not in name
