@@ -357,7 +357,8 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
     if num := manifest["trimmed"]:
-        yield f"{counted(num, 'row')} with blanks around a user, an item or an event, which do not count"
+        what = "blanks around a user, an item or an event, which do not count"
+        yield f"{counted(num, 'row')} with {what}"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
     yield from _rejected(" of the users' file", manifest["rejected_users"])

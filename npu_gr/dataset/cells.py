@@ -10,7 +10,6 @@ from datetime import date
 from decimal import Decimal
 from typing import Any, Literal
 
-import numpy as np
 import orjson
 
 from npu_gr.core.errors import DataError

@@ -207,7 +207,9 @@ def _values(name: str, ids: list[int], column: Any) -> ItemValues:
     place_of = [places.setdefault(name_of(text), len(places)) for text in texts]
     if len(places) < len(texts):
         values = [texts[place_of.index(place)] for place in range(len(places))]
-        merged = {item: [*dict.fromkeys(place_of[at] for at in one)] for item, one in of_item.items()}
+        merged = {
+            item: [*dict.fromkeys(place_of[at] for at in one)] for item, one in of_item.items()
+        }
         return ItemValues(name, values, merged)
     return ItemValues(name, texts, of_item)
 

@@ -84,9 +84,7 @@ class JsonListSource(Source):
 
     def _read_sample(self) -> dict[str, Any]:
         with in_memory(self.memory_mb) as con, duckdb_errors(self.name, self.memory_mb):
-            rows = sampled_objects(
-                text for path in self.paths for (text,) in _texts(con, path)
-            )
+            rows = sampled_objects(text for path in self.paths for (text,) in _texts(con, path))
         if not rows:
             raise DataError(f"{self.name}: not a list of JSON objects")
         return json_columns(rows)
@@ -336,9 +334,7 @@ def _leaves(field: Any, prefix: str = "", sql: str = "") -> Iterator[tuple[str, 
 
 def _texts(con: Any, path: Path) -> Iterator[tuple[str]]:
     """Yield the texts of the first objects of a list."""
-    found = con.execute(
-        f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}"
-    )
+    found = con.execute(f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}")
     yield from iter(found.fetchone, None)
 
 

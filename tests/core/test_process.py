@@ -78,9 +78,7 @@ print(freed - before, mb() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_freed_memory_is_given_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TRIM], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, text=True, check=True)
     kept, left = map(int, done.stdout.split())
     assert kept > 150
     assert left < 20

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npu_gr.core.feature_schema.encode import F32, U64, Encoded, FeatureEncoder, as_column, has_value
+from npu_gr.core.feature_schema.encode import (
+    F32,
+    U64,
+    Encoded,
+    FeatureEncoder,
+    as_column,
+    has_value,
+)
 from npu_gr.core.feature_schema.schema import Feature, Of
 
 Value = bool | int | float | str

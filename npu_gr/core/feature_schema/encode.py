@@ -13,7 +13,6 @@ value, and 1 if it is missing.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
