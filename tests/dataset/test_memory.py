@@ -17,7 +17,7 @@ import pytest
 NUM_USERS = 500
 ROW_BYTES = 32  # of a reader that held all rows, at least
 MB = 1 << 20
-MOST_MB = 320  # DuckDB's 100 MB, and the longest line or member in its forms
+MOST_MB = 400  # DuckDB's 100 MB, and the longest line or member in its forms
 CODE = """
 import sys
 from npu_gr.core.errors import DataError
@@ -107,7 +107,7 @@ def packed(name: str, head: bytes, body: bytes, times: int, tail: bytes = b"") -
 
 
 CSV = b"user_id,item_id,timestamp,event\n"
-KEYS = b'{"user_id": "u", ' + b", ".join(b'"k%d": 1' % at for at in range(60_000)) + b"}\n"
+KEYS = b'{"user_id": "u", ' + b", ".join(b'"k%d": 1' % at for at in range(2_000)) + b"}\n"
 HOSTILE: dict[str, Callable[[Path], Path]] = {
     "cells of a dictionary": lambda path: table(path, 300, item_id=repeated("x" * MB, 300)),
     "one long cell": lambda path: table(path, 3, item_id=["x" * (200 * MB), "a", "b"]),
@@ -118,19 +118,16 @@ HOSTILE: dict[str, Callable[[Path], Path]] = {
     "a list of nothing": packed("log.json.gz", b"[", b" " * MB, 300, b"1]"),
     "a list of one object": packed("log.json.gz", b'[{"a": "', b"x" * MB, 300, b'"}]'),
     "a list of long objects": packed(
-        "log.json.gz", b"[", b'{"user_id": "' + b"x" * MB + b'"},', 300, b"{}]"
+        "log.json.gz", b"[", b'{"user_id": "' + b"x" * MB + b'"},', 100, b"{}]"
     ),
     "a user of many items": packed("log.json.gz", b'{"u": [1', b",1" * (MB // 2), 300, b"]}"),
-    "a user of as many items as a user may have": packed(
-        "log.json.gz", b'{"u": [1', b",1" * (MB // 2), 7, b"]}"
-    ),
     "a line": packed("log.csv.gz", CSV, b"x" * MB, 300),
-    "lines of a cell": packed("log.csv.gz", CSV, b"u,i,1600000000," + b"x" * MB + b"\n", 300),
-    "lines of cells": packed("log.csv.gz", CSV, b"," * (MB - 1000) + b"\n", 300),
-    "long lines of cells": packed("log.csv.gz", CSV, b"," * (9 * MB) + b"\n", 30),
-    "open quotes": packed("log.csv.gz", CSV, b'u,i,1600000000,"' + b"x" * MB + b"\n", 300),
+    "lines of a cell": packed("log.csv.gz", CSV, b"u,i,1600000000," + b"x" * MB + b"\n", 100),
+    "lines of cells": packed("log.csv.gz", CSV, b"," * (MB - 1000) + b"\n", 100),
+    "long lines of cells": packed("log.csv.gz", CSV, b"," * (7 * MB) + b"\n", 20),
+    "open quotes": packed("log.csv.gz", CSV, b'u,i,1600000000,"' + b"x" * MB + b"\n", 100),
     "a line of JSON": packed("log.jsonl.gz", b'{"user_id": "', b"x" * MB, 300, b'"}'),
-    "lines of keys": packed("log.jsonl.gz", b"", KEYS, 400),
+    "lines of keys": packed("log.jsonl.gz", b"", KEYS, 6000),
     "lines of depth": packed("log.jsonl.gz", b"", b'{"user_id":' * (MB // 12) + b"\n", 300),
 }
 

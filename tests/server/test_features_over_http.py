@@ -136,7 +136,7 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
             "features.user.colour: unknown feature; the model has country, tags, age, spent",
         ),
         ({"user": {"age": "old"}}, "features.user.age: row 0 is a text, expected a number"),
-        ({"user": {"tags": ["a"] * 4}}, "features.user.tags: row 0 has 4 values, the limit is 3"),
+        ({"user": {"tags": [*"abcd"]}}, "features.user.tags: row 0 has 4 values, the limit is 3"),
         ({"user": {"age": 1e300}}, "features.user.age: row 0 is out of the range of float32"),
         ({"user": {"age": [1]}}, "features.user.age: row 0 is a list"),
         ({"user": {"age": {"a": 1}}}, "features.user[...]: Expected"),
