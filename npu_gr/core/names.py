@@ -8,8 +8,8 @@ The int64 id of an item is a function of its name:
 Blanks around a name do not count. Therefore no process needs a table to read names, a retrained
 model finds the histories of its predecessor, and models of different data agree. Only answers need
 a table (`catalogue/names.py`), since a hash cannot be inverted. With ten million names the
-probability that two share an id by accident is 1 in 100,000, but whoever chooses names can find two
-at once: `prepare` and a change of the catalogue reject the later one.
+probability that two share an id by accident is 1 in 100,000. Two such names can be computed at
+once, so `prepare` and a change of the catalogue reject the later one.
 
 Models and stores hold the index of an action in the model's list of action names.
 """

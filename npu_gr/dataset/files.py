@@ -202,11 +202,11 @@ def _values(name: str, ids: list[int], column: Any) -> ItemValues:
             for item, at in zip(ids, encoded.indices.to_pylist(), strict=True)
         }
     # spellings of one name are one value, as for the service
-    places: dict[str | None, int] = {}
+    known: dict[str | None, int] = {}
     texts: list[str] = encoded.dictionary.to_pylist()
-    place_of = [places.setdefault(name_of(text), len(places)) for text in texts]
-    if len(places) < len(texts):
-        values = [texts[place_of.index(place)] for place in range(len(places))]
+    place_of = [known.setdefault(name_of(text), len(known)) for text in texts]
+    if len(known) < len(texts):
+        values = [texts[place_of.index(place)] for place in range(len(known))]
         merged = {
             item: [*dict.fromkeys(place_of[at] for at in one)] for item, one in of_item.items()
         }

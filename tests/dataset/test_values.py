@@ -265,6 +265,7 @@ def test_spellings_in_a_file_of_items_are_one_value(tmp_path: Path) -> None:
 
 def test_a_semantic_id_is_made_of_every_spelling() -> None:
     centroids = Centroids((np.eye(2, dtype=np.float32),), (CodedFeature("f", ["True", "red"]),))
-    for value in (True, "true", 1, "1.0", [True, "TRUE"]):
+    spellings: tuple[Any, ...] = (True, "true", 1, "1.0", [True, "TRUE"])
+    for value in spellings:
         assert centroids.vector({"f": value}).tolist() == [1, 0]
     assert not centroids.vector({"f": None}).any()

@@ -88,4 +88,5 @@ def number_of(value: Any) -> float:
 
 def type_name(value: Any) -> str:
     """Name the type of a value, for an error."""
-    return {dict: "map", list: "list", str: "text"}.get(type(value), type(value).__name__)
+    names: dict[type, str] = {dict: "map", list: "list", str: "text"}
+    return names.get(type(value), type(value).__name__)
