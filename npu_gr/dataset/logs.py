@@ -253,7 +253,8 @@ class Log:
             names = self.item_names()
         table.take_rejects(rejects)
         ((self.num_rows, self.num_trimmed, self.num_left_out),) = con.execute(
-            "SELECT count(*) FILTER (WHERE reason = 0), count(*) FILTER (WHERE reason = 0 AND has_blanks), "
+            "SELECT count(*) FILTER (WHERE reason = 0), "
+            "count(*) FILTER (WHERE reason = 0 AND has_blanks), "
             f"count(*) FILTER (WHERE reason = {LEFT_OUT}) FROM log"
         ).fetchall()
         self._check_rejected(rejects)

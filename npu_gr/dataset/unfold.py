@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from npu_gr.dataset.cells import MISSING, pa
+from npu_gr.core.feature_schema.values import MISSING
+from npu_gr.dataset.cells import pa
 from npu_gr.dataset.columns import is_item_name
 from npu_gr.dataset.lines import flat, json_object, read_lines
 
