@@ -252,14 +252,76 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
 WAITED_SHARE = 0.8
 
 
-class Histories:
-    """Reads, caches, appends and erases histories. Event loop only.
+class StoreReads:
+    """Reads the history store for requests, and caches what it finds. Event loop only.
 
-    A request whose user is cached waits `read_timeout_s` for the store, then uses the cached
-    history. The read goes on, and its result is cached for the next request. If nothing is cached,
-    the request waits for `WAITED_SHARE` of its remaining time, but not longer than the store's own
-    limit.
+    A request whose user is cached waits `wait_s` for the store, then uses the cached history. The
+    read goes on, and its result is cached for the next request. If nothing is cached, the request
+    waits for `WAITED_SHARE` of its remaining time, but not longer than the store's own limit.
     """
+
+    def __init__(self, cache: PrefixHistoryCache, wait_s: float, *, caches: bool) -> None:
+        """Read nothing yet.
+
+        Args:
+            cache: Cached histories.
+            wait_s: Seconds to wait for the store if there is a cached history.
+            caches: Whether cached histories replace those that cannot be read.
+        """
+        self._cache = cache
+        self._wait_s = wait_s
+        self._caches = caches
+        self._running: set[asyncio.Task[StoredHistory]] = set()
+        self.num_erasures = 0  # begun and ended ones
+
+    async def read(
+        self, store: HistoryStore, user: UserKey, last: int, deadline_at: float
+    ) -> StoredHistory:
+        """Read a user's newest events.
+
+        Args:
+            store: The store.
+            user: The user.
+            last: Number of events.
+            deadline_at: Deadline of the request, as time.monotonic().
+
+        Raises:
+            StoreFailed: the store failed, or the request should go on without it.
+        """
+        waits_s = self._wait_s
+        if not (self._caches and self._cache.knows(user)):
+            waits_s = max(waits_s, WAITED_SHARE * (deadline_at - time.monotonic()))
+        task = asyncio.get_running_loop().create_task(self._read_and_cache(store, user, last))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        began_at = time.monotonic()
+        # `wait` does not cancel the read, so that the next request finds its result
+        await asyncio.wait((task,), timeout=None if waits_s == float("inf") else waits_s)
+        late_s = time.monotonic() - began_at - waits_s
+        if late_s > waits_s / 4:
+            # The event loop was blocked, so it may not have read the answer yet: wait once more.
+            await asyncio.wait((task,), timeout=min(late_s, waits_s))
+        if not task.done():
+            text = f"the history store did not answer within {waits_s * 1e3:.0f} ms"
+            raise StoreFailed(text, StoreFault.SLOW)
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[StoredHistory]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its request may have gone on without it
+
+    async def _read_and_cache(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
+        num_erasures = self.num_erasures
+        stored = await store.read(user, last)
+        # do not cache what is being erased
+        if self._caches and num_erasures == self.num_erasures:
+            self._cache.remember_stored(user, stored)
+        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
+
+
+class Histories:
+    """Reads, caches, appends and erases histories. Event loop only."""
 
     def __init__(
         self,
@@ -295,9 +357,7 @@ class Histories:
         self.on_unsorted = on_unsorted
         self._of_users = of_users
         self._num_named = 0  # actions whose names the store has confirmed
-        self._num_erasures = 0  # begun and ended ones
-        self._read_timeout_s = read_timeout_s
-        self._reads: set[asyncio.Task[StoredHistory]] = set()  # also after their requests went on
+        self._reads = StoreReads(cache, read_timeout_s, caches=on_failure != "fail")
 
     def reconfigure(
         self,
@@ -375,7 +435,7 @@ class Histories:
             raise BadRequest("history: required, since this instance has no history store")
         last = window_events + self._cut_step_tokens
         try:
-            return await self._read_stored(self.store, user, last, deadline_at)
+            return await self._reads.read(self.store, user, last, deadline_at)
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
 
@@ -392,45 +452,10 @@ class Histories:
         if self.store is None:
             return Events.empty().items
         try:
-            stored = await self._read_stored(self.store, user, max_events, deadline_at)
+            stored = await self._reads.read(self.store, user, max_events, deadline_at)
         except StoreFailed as error:
             stored = self._degraded(user, error, "nothing")
         return stored.events.items
-
-    async def _read_stored(
-        self, store: HistoryStore, user: UserKey, last: int, deadline_at: float
-    ) -> StoredHistory:
-        """Read the store, or raise StoreFailed once the request should go on without it."""
-        waits_s = self._read_timeout_s
-        if self._on_failure == "fail" or not self.cache.knows(user):
-            waits_s = max(waits_s, WAITED_SHARE * (deadline_at - time.monotonic()))
-        task = asyncio.get_running_loop().create_task(self._read_and_cache(store, user, last))
-        self._reads.add(task)
-        task.add_done_callback(self._read_ended)
-        began_at = time.monotonic()
-        # `wait` does not cancel the read, so that the next request finds its result
-        await asyncio.wait((task,), timeout=None if waits_s == float("inf") else waits_s)
-        late_s = time.monotonic() - began_at - waits_s
-        if late_s > waits_s / 4:
-            # The event loop was blocked, so it may not have read the answer yet: wait once more.
-            await asyncio.wait((task,), timeout=min(late_s, waits_s))
-        if not task.done():
-            text = f"the history store did not answer within {waits_s * 1e3:.0f} ms"
-            raise StoreFailed(text, StoreFault.SLOW)
-        return task.result()
-
-    def _read_ended(self, task: asyncio.Task[StoredHistory]) -> None:
-        self._reads.discard(task)
-        if not task.cancelled():
-            task.exception()  # its request may have gone on without it
-
-    async def _read_and_cache(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
-        num_erasures = self._num_erasures
-        stored = await store.read(user, last)
-        # do not cache what is being erased
-        if self._on_failure != "fail" and num_erasures == self._num_erasures:
-            self.cache.remember_stored(user, stored)
-        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
         """Return a replacement for a history that cannot be read, or raise the error."""
@@ -546,7 +571,7 @@ class Histories:
             self._forget(user)  # a concurrent request may have read the store
 
     def _forget(self, user: UserKey) -> None:
-        self._num_erasures += 1
+        self._reads.num_erasures += 1
         self.cache.forget(user)
         if self._of_users is not None:
             self._of_users.forget(user)
