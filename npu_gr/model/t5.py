@@ -81,6 +81,11 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"max_distance: {self.max_distance} is not over half of num_buckets "
                 f"{self.num_buckets}"
             )
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of a token's KV in the decoder."""
+        return KVShape(self.num_decoder_layers, self.num_heads, self.head_dim)
         if self.start_token >= self.vocab_size:
             raise ValueError(
                 f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}"
@@ -203,7 +208,7 @@ class T5(GenerativeModel):
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.config.num_decoder_layers, self.config.num_heads, self.config.head_dim)
+        return self.config.kv_shape
 
     def longest_prompt(self, num_levels: int) -> int:
         """Return our own limit, in tokens: the model has none, its distances are unbounded."""

@@ -369,6 +369,9 @@ def _generative(config: Config, section: GenerateConfig, backend: Backend) -> Ge
     section.check_model(
         section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible
     )
+    section.check_beams(
+        section.checkpoint, model.kv_shape, model.config.vocab_size, model.dtype.itemsize
+    )
     return model.to(backend.device).eval()
 
 
