@@ -81,15 +81,15 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"max_distance: {self.max_distance} is not over half of num_buckets "
                 f"{self.num_buckets}"
             )
+        if self.start_token >= self.vocab_size:
+            raise ValueError(
+                f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}"
+            )
 
     @property
     def kv_shape(self) -> KVShape:
         """Shape of a token's KV in the decoder."""
         return KVShape(self.num_decoder_layers, self.num_heads, self.head_dim)
-        if self.start_token >= self.vocab_size:
-            raise ValueError(
-                f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}"
-            )
 
     def buckets_before(self, distances: I64) -> I64:
         """Compute the decoder's buckets of distances >= 0 from key to query; keeps the shape."""

@@ -31,7 +31,6 @@ IDS = [item_id(name) for name in NAMES]
         (np.array([1, 2], np.uint16), [1, 2]),
         (np.array([FIRST_HASHED + 5]), [FIRST_HASHED + 5]),  # an id, as the dataset has it
         (range(3), [0, 1, 2]),
-        ([2**62, 10**30], [item_id(str(2**62)), item_id(str(10**30))]),
         ([], []),
         (np.array([], np.int64), []),
     ],
@@ -42,6 +41,11 @@ def test_items(names: Any, ids: list[int]) -> None:
     assert found.tolist() == ids
     assert [item_id(name) if type(name) is str else name for name in listed(names, "items")] == ids
     assert Behaviours(names, [], []).on_the_wire("h").items == np.array(ids, "<i8").tobytes()
+
+
+def test_a_number_of_a_list_is_the_item_of_its_text() -> None:
+    numbers = [7, 2**53 + 1, 2**62, 10**30]
+    assert ids_of(numbers, "items").tolist() == [item_id(str(number)) for number in numbers]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def test_many_at_once_are_as_one_by_one(names: list[str | int]) -> None:
     want = [item_id(name) for name in names]
     assert item_ids(names).tolist() == want
     assert item_ids([str(name) for name in names]).tolist() == want
-    plain = [str(name) if isinstance(name, int) and name >= FIRST_HASHED else name for name in names]
+    plain = [
+        str(name) if isinstance(name, int) and name >= FIRST_HASHED else name for name in names
+    ]
     assert answered_ids(plain).tolist() == want
 
 

@@ -28,9 +28,7 @@ def test_costs_never_fall(seconds: list[float]) -> None:
 
 
 @given(n=st.integers(0, 5000), c=st.integers(0, 600), budget_s=st.floats(-0.1, 0.3))
-def test_safe_tokens_fit_and_are_the_most_but_never_none(
-    n: int, c: int, budget_s: float
-) -> None:
+def test_safe_tokens_fit_and_are_the_most_but_never_none(n: int, c: int, budget_s: float) -> None:
     safe = PLANTED.safe_tokens(n, c, budget_s)
     assert min(n, LEAST_TOKENS) <= safe <= n
     budget_s = max(budget_s, (1 + FREE_RATIO) * PLANTED.full_s(0, c))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 

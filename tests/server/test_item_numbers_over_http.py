@@ -61,8 +61,7 @@ async def test_a_number_and_its_text_score_alike_and_are_answered_exactly(folder
             top = json.loads(answer, parse_int=float)["top"]  # as JavaScript reads it
             assert sorted(map(str, top)) == sorted(["42.0", *texts[1:]])
 
-        events = {key: value for key, value in asked(NUMBERS)["history"].items()}
-        await post(client, "/v1/events", {"user_id": "s", "events": events})
+        await post(client, "/v1/events", {"user_id": "s", "events": asked(NUMBERS)["history"]})
         stored = {"user_id": "s", "candidates": NUMBERS, "timestamp": 9}
         assert json.loads(await post(client, "/v1/rank", stored))["scores"] == want
 
