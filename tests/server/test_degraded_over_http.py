@@ -85,7 +85,7 @@ async def test_its_scores_are_those_of_the_events_that_it_says(tmp_path: Path, n
 
 async def test_a_degraded_recommend_says_it_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
-    sections = {
+    sections: dict[str, Any] = {
         "relay": {"keep_full": False},
         "recommend": {"sources": {"shared_encoder": 30}, "order": "rank"},
     }
