@@ -316,7 +316,7 @@ class _Build:
             ],
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
-            "left_out": self._log.num_left_out,
+            "filtered": self._log.num_left_out,
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),
@@ -398,7 +398,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     if num := manifest["trimmed"]:
         what = "blanks around a user, an item or an event, which do not count"
         yield f"{counted(num, 'row')} with {what}"
-    if num := manifest["left_out"]:
+    if num := manifest["filtered"]:
         yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
