@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import ActionNames, is_hashed, item_ids
+from npu_gr.core.names import ActionNames, is_hashed, item_ids, names_of_numbers
 
 FILE = "names.safetensors"
 ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
@@ -213,7 +213,7 @@ def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
 
     An id that no table has is its own name.
     """
-    names: list[str | int] = ids.tolist()
+    names = names_of_numbers(ids)
     # An id that is not hashed is its own name, whatever the tables have.
     left = np.flatnonzero(is_hashed(ids))
     for table in tables:
@@ -223,6 +223,23 @@ def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
             names[place] = name
         left = left[~known]
     return names
+
+
+def collisions(names: Sequence[str], ids: I64, tables: Sequence[ItemNames]) -> dict[str, str]:
+    """Return the names whose id is that of another name, and that name.
+
+    Args:
+        names: Names to check; "" = the id is the name.
+        ids: Their ids.
+        tables: Names that count as earlier than those to check.
+    """
+    owners: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, item, known in zip(names, ids.tolist(), names_of(tables, ids), strict=True):
+        owner = known if isinstance(known, str) else owners.setdefault(item, name)
+        if owner != name:
+            found[name] = owner
+    return found
 
 
 def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:

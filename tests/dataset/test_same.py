@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.core.feature_schema.values import BLANKS, MISSING
+from npu_gr.core.names import item_ids
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
-from npu_gr.dataset.cells import MISSING
 from npu_gr.dataset.write import _by_second, _grouped, _is_again
 from tests.dataset.logs import WRITERS, Event, table
 
 # a column of nothing else is taken for measurements
 FRACTION = re.compile(r".*\.0|[\d_]+[eE][+-]?[\d_]+")
-NAMES = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
-    min_size=1,
-    max_size=12,
-).filter(
-    lambda name: (
-        name not in MISSING
-        and '"' not in name
-        and "\t" not in name
-        and not FRACTION.fullmatch(name)
+NAMES = (
+    st.text(
+        st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
+        min_size=1,
+        max_size=12,
+    )
+    .map(lambda name: name.strip(BLANKS))
+    .filter(
+        lambda name: (
+            name not in MISSING
+            and '"' not in name
+            and "\t" not in name
+            and not FRACTION.fullmatch(name)
+        )
     )
 )
 ROWS = st.lists(
@@ -70,6 +76,21 @@ def test_a_format_changes_nothing(
         assert prepared.manifest["duplicates"]["rows"] == len(events) - len(set(events))
         digests.add(prepared.manifest["digest"])
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_a_long_number_is_the_item_of_its_text(name: str, tmp_path: Path) -> None:
+    numbers = [42, 2**53 + 1, 1234567890123456789, 7301234567890123457]
+    events: list[Any] = [
+        ("ann", number, 1_700_000_000 + place, "view") for place, number in enumerate(numbers)
+    ]
+    source = WRITERS[name](tmp_path / name, [Event(*event) for event in events])
+    dataset = prepare(source, tmp_path / "data", PrepareOptions(event="event_type")).dataset
+    items = dataset.interactions().items
+    assert (
+        items.tolist() == item_ids(list(map(str, numbers))).tolist() == item_ids(numbers).tolist()
+    )
+    assert list(map(str, dataset.names.names(items))) == list(map(str, numbers))
 
 
 @settings(max_examples=40, deadline=None)

@@ -15,11 +15,12 @@ from npu_gr.core.arrays import F32, I16, I64, largest, smallest
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, known
 from npu_gr.core.feature_schema.encode import Values as ColumnValues
-from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.encode import as_column, has_value
 from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
+from npu_gr.core.names import MAX_NAME_BYTES, Names, item_ids
 from npu_gr.core.text_format import quoted
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas import bulk
@@ -104,10 +105,10 @@ class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# name of an item; a whole number is its own id
+# name of an item; a whole number counts as its text
 Item = (
     Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
-    | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
+    | Annotated[int, msgspec.Meta(ge=0)]
 )
 Action = (
     Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
@@ -157,6 +158,15 @@ Titles = list[str | None] | msgspec.UnsetType
 UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
+def check_user(user: UserKey) -> None:
+    """Raise Unprocessable if blanks are around a user id.
+
+    `prepare` removes them, so it is not the user of the dataset. An erasure takes any id.
+    """
+    if user.user != user.user.strip(BLANKS):
+        raise Unprocessable("user_id: has blanks around it; send it without them")
+
+
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Behaviours, oldest first, as columns of the same length."""
 
@@ -204,6 +214,9 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     fault: str  # fault of the history store: store_unavailable | store_slow | ...; "" = none
     # events that were sent after newer ones and were sorted (`service.unsorted_history`)
     sorted_events: int
+    # events that the model read for this answer: the newest ones, if the outcome is degraded;
+    # absent in answers of older versions
+    read_events: int | msgspec.UnsetType = msgspec.UNSET
     # source | remembered | last_known | nothing
     features_source: str | msgspec.UnsetType = msgspec.UNSET
     # fault of the feature source; "" = none
@@ -401,6 +414,7 @@ def render_history(report: HistoryReport) -> HistoryOut:
         source=report.origin.source.value,
         fault=report.origin.fault or "",
         sorted_events=report.origin.sorted_events,
+        read_events=report.read_events,
         features_source=msgspec.UNSET if of_user is None else of_user.source.value,
         features_fault=msgspec.UNSET if of_user is None else of_user.fault or "",
     )
@@ -463,15 +477,13 @@ def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: s
     Raises Unprocessable with the feature and the limit.
     """
     try:
-        for name, value in row.items():
-            as_column(known(features, name), [value], 1)
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row.items()
+            if has_value(as_column(known(features, name), [value], 1))
+        }
     except ValueError as error:
         raise Unprocessable(f"{field}.{error}") from None
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in row.items()
-        if value is not None and value != []
-    }
 
 
 def parse_columns(
