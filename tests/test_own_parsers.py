@@ -24,7 +24,7 @@ PLACES = (
 TAKES_APART = {
     *("from_bytes", "frombuffer", "Struct", "unpack", "unpack_from", "iter_unpack", "memoryview"),
     *("unquote", "unquote_to_bytes", "urlsplit", "parse_qs", "b64decode", "urlsafe_b64decode"),
-    *("readuntil", "readline", "readexactly", "recv", "loads", "FromString", "ParseFromString"),
+    *("readuntil", "readline", "readexactly", "recv", "FromString", "ParseFromString"),
 }
 # Modules in these places that take only our own texts apart.
 OF_OUR_OWN = {
@@ -42,9 +42,9 @@ def taking_apart(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             of = node.value.id if isinstance(node.value, ast.Name) else ""
-            if of != "msgspec" and (
-                node.attr in TAKES_APART or (of == "re" and node.attr.islower())
-            ):
+            is_known = node.attr in TAKES_APART and of != "msgspec"
+            is_loads = node.attr == "loads" and of in ("json", "orjson", "pickle")
+            if is_known or is_loads or (of == "re" and node.attr.islower()):
                 found.add(node.attr)
         elif isinstance(node, ast.Name) and node.id in TAKES_APART:
             found.add(node.id)
