@@ -1,8 +1,8 @@
 """Histories of users: read for a request, cached for deltas, appended, erased.
 
-`PrefixHistoryCache` has the histories that clients may continue by a delta, by fingerprint, and
-those that were last read from the store. The newest one of a user replaces the store's if that
-fails. Beyond the capacity, it evicts the least recently used histories of tenants over their share
+`PrefixHistoryCache` has the histories of answers by fingerprint, from requests and from the store:
+clients may continue each by a delta. The newest one of a user replaces the store's if that fails.
+Beyond the capacity, it evicts the least recently used histories of tenants over their share
 (`core/shares.py`).
 
 `Histories` reads the history of a request: that in the request, a delta on a cached one, or that of
@@ -50,7 +50,7 @@ from npu_gr.core.history import (
 from npu_gr.core.names import difference
 from npu_gr.core.shares import Account, Shares
 from npu_gr.feature_store.user_features import UserFeatures
-from npu_gr.history_store.store import FailurePolicy, HistoryStore, StoredHistory
+from npu_gr.history_store.store import NO_ITEMS, FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.metrics.registry import Metrics
 
 
@@ -59,10 +59,9 @@ class KnownHistory(NamedTuple):
 
     events: Events
     first_index: int  # of the first event in the user's full history
+    # [n] items of all older events, oldest first; None = the store has them
+    older_items: I64 | None = NO_ITEMS
     user_features: OneRow | None = None
-
-
-STORED = ""  # instead of a fingerprint: read from the store
 
 
 class _Holding(Account):
@@ -103,21 +102,6 @@ class PrefixHistoryCache:
             return
         self._keep(key, history)
 
-    def remember_stored(self, user: UserKey, stored: StoredHistory) -> None:
-        """Cache a copy of a stored history, replacing an older one."""
-        key = (user, STORED)
-        if key in self._histories:
-            ends_at = stored.first_index + len(stored.events)
-            known, _ = self._histories[key]
-            if known.first_index + len(known.events) == ends_at and len(known.events) >= len(
-                stored.events
-            ):
-                self._use(key)  # nothing new
-                self._by_user[user][STORED] = self._by_user[user].pop(STORED)
-                return
-            self._drop(key)
-        self._keep(key, KnownHistory(*stored))
-
     def last_known(self, user: UserKey) -> KnownHistory | None:
         """Return the newest cached history of a user, if any."""
         if user not in self._by_user:
@@ -151,7 +135,8 @@ class PrefixHistoryCache:
             return
         user, fingerprint = key
         holding = self._shares.asking(user.tenant)
-        self._histories[key] = history._replace(events=events.copy()), holding
+        older = None if history.older_items is None else history.older_items.copy()
+        self._histories[key] = history._replace(events=events.copy(), older_items=older), holding
         self._use(key)
         self._by_user.setdefault(user, {})[fingerprint] = None
         holding.held += size
@@ -193,7 +178,8 @@ class PrefixHistoryCache:
 
 def _bytes(history: KnownHistory) -> int:
     of_user = 100 * len(history.user_features or ())
-    return history.events.nbytes + of_user + 512  # including objects
+    older = 0 if history.older_items is None else history.older_items.nbytes
+    return history.events.nbytes + older + of_user + 512  # including objects
 
 
 class UserHistory(msgspec.Struct, frozen=True, eq=False):
@@ -203,6 +189,8 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
     first_index: int  # of the first event in the user's full history
     # as many as the current models read, which is what a delta needs
     newest: KnownHistory
+    # [n] items of all events, oldest first; without those before `events` if they were not read
+    all_items: I64
     fingerprint: str  # of the newest events, independent of their source
     user_features: OneRow | None = None
     # origin of the user features, if they were fetched
@@ -216,6 +204,7 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
         window_events: int,
         user_features: OneRow | None = None,
         features_origin: UserFeaturesOrigin | None = None,
+        older_items: I64 | None = NO_ITEMS,
     ) -> UserHistory:
         """Make a history and its fingerprint.
 
@@ -226,16 +215,24 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
             user_features: User features, a part of the prefix.
             features_origin: Origin of fetched user features. A delta on this history fetches them
                 again if their source failed.
+            older_items: [n] items of the events before `events`; None = the store has them.
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
         cached = None if is_degraded else user_features
-        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, cached)
+        all_items = events.items
+        if older_items is not None and len(older_items):
+            all_items = np.concatenate([older_items, all_items])
+        in_window = events[beyond:] if beyond else events
+        before = None if older_items is None else all_items[: len(all_items) - len(in_window)]
+        newest = KnownHistory(in_window, first_index + beyond, before, cached)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
             fingerprint = xxhash.xxh3_128_hexdigest(fingerprint.encode() + of_user)
-        return cls(events, first_index, newest, fingerprint, user_features, features_origin)
+        return cls(
+            events, first_index, newest, all_items, fingerprint, user_features, features_origin
+        )
 
     @property
     def plain_fingerprint(self) -> str:
@@ -302,6 +299,8 @@ class Histories:
         window_events: int,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         reads: Mapping[str, Feature] | None = None,
+        *,
+        all_items: bool = False,
     ) -> UserHistory:
         """Read the history of a request, and user features if neither request nor base has them.
 
@@ -311,6 +310,7 @@ class Histories:
             window_events: Number of newest events that the current models read.
             while_waiting: Context for waiting on the store or the source of user features.
             reads: User features of the model, if they are needed.
+            all_items: Also read the items of events that are older than any window.
 
         Raises:
             UnknownPrefix: the base of a delta is not cached.
@@ -327,61 +327,102 @@ class Histories:
             else ref.user_features
         )
         known = self._brought(ref, base)
+        num_erasures = self._num_erasures
+        is_stored = known is None
         found = fetching = None
         if given is None and reads and self._of_users is not None:
             found = self._of_users.remembered(user, reads)
             if found is None:
                 # concurrently with reading the store
                 fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))
-        if known is None or fetching is not None:
+        lacks_items = all_items and known is not None and known.older_items is None
+        if known is None or lacks_items or fetching is not None:
             with while_waiting():
-                known = await self._stored(user, window_events) if known is None else known
+                if known is None:
+                    known = await self._stored(user, window_events, all_items)
+                elif lacks_items:
+                    known = await self._with_older_items(user, known)
                 found = found if fetching is None else await fetching
         values, origin = (given, None) if found is None else found
-        return UserHistory.of(known.events, known.first_index, window_events, values, origin)
+        history = UserHistory.of(
+            known.events, known.first_index, window_events, values, origin, known.older_items
+        )
+        # do not cache what is being erased
+        if is_stored and not known.events.origin.fault and num_erasures == self._num_erasures:
+            self.cache.remember(user, history.fingerprint, history.newest)
+        return history
 
     def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
         """Return the history in the request or its base; None if it is in the store."""
         if base is None:
-            return None if ref.events is None else StoredHistory(ref.events, 0)
-        if ref.events is None:
-            return StoredHistory(base.events, base.first_index)
-        events = oldest_first(
-            base.events + ref.events, self.on_unsorted, "history", base=len(base.events)
-        )
-        return StoredHistory(events, base.first_index)
+            return None if ref.events is None else StoredHistory(ref.events, 0, NO_ITEMS)
+        events = base.events
+        if ref.events is not None:
+            events = oldest_first(events + ref.events, self.on_unsorted, "history", len(events))
+        return StoredHistory(events, base.first_index, base.older_items)
 
-    async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
+    async def _stored(self, user: UserKey, window_events: int, all_items: bool) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: required, since this instance has no history store")
+        last = window_events + self._cut_step_tokens
         try:
-            return await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
+            return await self._read_stored(self.store, user, last, all_items)
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
+
+    async def _with_older_items(self, user: UserKey, known: StoredHistory) -> StoredHistory:
+        """Add to a base the items of stored events before it; none if the store fails."""
+        if self.store is None:
+            return known
+        try:
+            stored = await self.store.read(user, 0, True)
+        except StoreFailed as error:
+            origin = self._degraded(user, error, self._on_failure).events.origin
+            return known._replace(events=known.events.coming_from(origin))
+        items = NO_ITEMS if stored.older_items is None else stored.older_items
+        given_up = stored.first_index - len(items)
+        return known._replace(older_items=items[: max(0, known.first_index - given_up)])
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
         """Read the items of a history for a handler that works without; empty if that fails.
 
+        Args:
+            user: The user.
+            ref: History of the request.
+            max_events: Number of newest events to cache for failures of the store.
+
         Returns:
-            [n] external ids, oldest first.
+            [n] external ids of all events, oldest first.
         """
         if ref.events is not None:
             return ref.events.items
         if self.store is None:
-            return Events.empty().items
+            return NO_ITEMS
+        num_erasures = self._num_erasures
         try:
-            stored = await self._read_stored(self.store, user, max_events)
+            stored = await self._read_stored(self.store, user, max_events, all_items=True)
         except StoreFailed as error:
             stored = self._degraded(user, error, "nothing")
-        return stored.events.items
+        history = UserHistory.of(
+            stored.events, stored.first_index, max_events, older_items=stored.older_items
+        )
+        known = self.cache.last_known(user)
+        has_less = known is None or len(known.events) <= len(stored.events)
+        if has_less and not stored.events.origin.fault and num_erasures == self._num_erasures:
+            self.cache.remember(user, history.fingerprint, history.newest)
+        return history.all_items
 
-    async def _read_stored(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
-        num_erasures = self._num_erasures
-        stored = await store.read(user, last)
-        # do not cache what is being erased
-        if self._on_failure != "fail" and num_erasures == self._num_erasures:
-            self.cache.remember_stored(user, stored)
-        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
+    async def _read_stored(
+        self, store: HistoryStore, user: UserKey, last: int, all_items: bool
+    ) -> StoredHistory:
+        stored = await store.read(user, last, all_items)
+        older = NO_ITEMS if not stored.first_index else stored.older_items
+        # an older version may have stored events out of order
+        events = oldest_first(stored.events, "sort", "history")
+        num_late = events.origin.sorted_events
+        self._metrics.store.late_events.inc(num_late)
+        events = events.coming_from(FROM_STORE._replace(sorted_events=num_late))
+        return StoredHistory(events, stored.first_index, older)
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
         """Return a replacement for a history that cannot be read, or raise the error."""
@@ -395,9 +436,8 @@ class Histories:
             self._metrics.store.degraded("failed", error.fault)
             raise error
         self._metrics.store.degraded(source, error.fault)
-        return StoredHistory(
-            known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index
-        )
+        events = known.events.coming_from(HistoryOrigin(source, error.fault))
+        return StoredHistory(events, known.first_index, known.older_items)
 
     def remember(self, user: UserKey, ref: HistoryRef, history: UserHistory) -> None:
         """Cache the history of a request, so that later requests may send deltas.
@@ -407,16 +447,13 @@ class Histories:
         if ref.events is not None or (ref.base is not None and ref.base != history.fingerprint):
             self.cache.remember(user, history.fingerprint, history.newest)
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        """Append events durably.
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
+        """Append events durably, each in its place by time.
 
         Args:
             user: The user.
-            events: Events, oldest first.
+            events: Events in any order.
             key: Idempotency key; a second append with it has no effect.
-
-        Returns:
-            The number of stored events of the user.
 
         Raises:
             Unprocessable: there is no store, the key was used for other events, or features take
@@ -429,7 +466,9 @@ class Histories:
                 "events: this instance has no history store (history_store.kind is none)"
             )
         await self._name_actions(self.store, int(events.actions.max(initial=-1)))
-        return await self.store.append(user, events, key)
+        done = await self.store.append(user, events, key)
+        self._metrics.store.late_events.inc(done.num_late)
+        return done
 
     async def write_many(self, batch: Sequence[Write]) -> Sequence[Written | NpuGrError]:
         """Write events of many users durably; each fails separately.
@@ -451,10 +490,13 @@ class Histories:
         changed = {one.user for one in batch if one.mode is not Mode.APPEND}
         try:
             results = await self.store.write_many(batch)
-            pairs = zip(batch, results, strict=True)
-            changed &= {
-                one.user for one, done in pairs if isinstance(done, Written) and done.changes
-            }
+            pairs = [
+                (one.user, done)
+                for one, done in zip(batch, results, strict=True)
+                if isinstance(done, Written)
+            ]
+            changed &= {user for user, done in pairs if done.changes}
+            self._metrics.store.late_events.inc(sum(done.num_late for _, done in pairs))
             return results
         finally:
             for user in changed:  # their cached histories may be outdated

@@ -428,7 +428,11 @@ class GenerateJob(_ModelJob):
         generation = self._versions.generator(request.model_version)
         with generation.use:
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.suspended
+                request.user,
+                request.history,
+                self._versions.max_events,
+                call.slot.suspended,
+                all_items=generation.excludes_seen(request),
             )
             events = history.events
             # else the empty prompt would be a client error (422)

@@ -136,7 +136,9 @@ def _history_ref(request: Request) -> HistoryRef:
 
 def _history(request: Request) -> Events | None:
     """Return the events that the request has."""
-    return request.events if isinstance(request, EventsRequest) else _history_ref(request).events
+    if isinstance(request, EventsRequest):
+        return in_time_order(request.events)  # so that any policy of `unsorted_history` replays it
+    return _history_ref(request).events
 
 
 def _arrays_bytes(message: Any) -> int:
