@@ -167,9 +167,7 @@ class CascadeRun:
             config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         )
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        self._denied = Denied(
-            request.deny_items, history.all_items if self._exclude_seen else None
-        )
+        self._denied = Denied(request.deny_items, history.all_items if self._exclude_seen else None)
         self._unknown: dict[str, int] = {}  # source -> number of items unknown to the ranker
         self._reports: list[StageReport] = []
 

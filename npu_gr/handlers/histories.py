@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from npu_gr.core.arrays import I64

@@ -375,9 +375,7 @@ class GuardedStore:
         return await self.writes.call("append", lambda: self._store.write_many(batch))
 
     async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
-        return await self.reads.call(
-            "read", lambda: self._store.read(user, last, all_items)
-        )
+        return await self.reads.call("read", lambda: self._store.read(user, last, all_items))
 
     async def actions(self) -> tuple[str, ...]:
         return await self.reads.call("read", lambda: self._store.actions())

@@ -155,15 +155,23 @@ OLD = -1  # there are records of an older version: move them, then try again
 OTHER = -2  # the idempotency key was used for other events
 BAD = -3  # the idempotency key's entry is damaged
 CUT = -4  # the last record is incomplete, so records could not be appended to it
-CHANGED = -5  # another client wrote meanwhile: read again
+CHANGED = -5  # another client wrote meanwhile, or used the idempotency key: read again
 STRAY = -6  # there are features of events that do not exist: an older version replaced the events
 LATE = -7  # an event is older than the last one: read all, and put it in its place
 
-# Microseconds, so that idempotency keys have an order; and how a key is remembered.
+# Idempotency keys: found and remembered, by microseconds, so that they have an order.
 _KEYS = """
 local function microseconds()
   local time = redis.call('TIME')
   return time[1] * 1e6 + time[2]
+end
+local function known(key, digest, keep_s)  -- the result of the append with this key, or nil
+  local entry = redis.call('HGET', KEYS[3], key)
+  local at = tonumber(redis.call('ZSCORE', KEYS[4], key) or 0)
+  if not entry or at + keep_s * 1e6 <= microseconds() then return nil end
+  if redis.sha1hex(key .. string.sub(entry, 41)) ~= string.sub(entry, 1, 40) then return -3 end
+  if string.sub(entry, 41, 40 + #digest) ~= digest then return -2 end
+  return {tonumber(string.sub(entry, 41 + #digest)), 0}
 end
 local function remember(key, digest, kept, keep_s, most)
   local keys, order, now = KEYS[3], KEYS[4], microseconds()
@@ -189,21 +197,14 @@ end
 APPEND = (
     _KEYS
     + """
-local log, first, keys, order, features = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local log, first, features = KEYS[1], KEYS[2], KEYS[5]
 if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
 local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
 local before = redis.call('STRLEN', log)
 if before % record ~= 0 then return -4 end
 local key, digest = ARGV[4], ARGV[5]
-if key ~= '' then
-  local known = redis.call('HGET', keys, key)
-  local at = tonumber(redis.call('ZSCORE', order, key) or 0)
-  if known and at + ARGV[6] * 1e6 > microseconds() then
-    if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
-    if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
-    return {tonumber(string.sub(known, 41 + #digest)), 0}
-  end
-end
+local done = key ~= '' and known(key, digest, ARGV[6])
+if done then return done end
 if before > 0 and #ARGV[1] > 0 then  -- a record is item (8 bytes), action (2), time (8), check
   local time = redis.call('GETRANGE', log, before - record + 10, before - record + 17)
   if struct.unpack('<i8', time) > tonumber(ARGV[8]) then return -7 end
@@ -290,6 +291,7 @@ PUT = (
 if ARGV[3] ~= '' then
   if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
   if state() ~= ARGV[3] then return -5 end
+  if ARGV[4] ~= '' and known(ARGV[4], ARGV[5], ARGV[6]) then return -5 end
 end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], ARGV[2])

@@ -99,7 +99,9 @@ class StoredHistory(NamedTuple):
 
     events: Events
     first_index: int  # index of `events[0]` among all events that the user ever had
-    older_items: I64 | None = None  # [n] items of all stored events before `events`; None = not read
+    older_items: I64 | None = (
+        None  # [n] items of all stored events before `events`; None = not read
+    )
 
 
 class IdempotencyKey(NamedTuple):

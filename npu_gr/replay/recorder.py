@@ -31,7 +31,7 @@ import xxhash
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.file_permissions import warn_if_shared
-from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.history import Events, HistoryRef, UserKey, in_time_order
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes

@@ -53,7 +53,8 @@ def fill(path: Path) -> None:
         await store.write_many(
             [Write(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)]
         )
-        await store.append(user(0), events(5, seed=99), "a key")
+        newer = after(events(length(0), seed=0), events(5, seed=99))
+        await store.append(user(0), newer, "a key")
         await store.close()
 
     asyncio.run(work())

@@ -152,7 +152,9 @@ async def test_merges_and_appends_at_once_lose_nothing(store: HistoryStore) -> N
 async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> None:
     opened = await open_store(msgspec.structs.replace(config, max_feature_bytes_per_event=20))
     assert opened is not None
-    assert (await opened.append(USER, numbered(2))).num_events == 2, "a number and two names are 20 bytes"
+    assert (await opened.append(USER, numbered(2))).num_events == 2, (
+        "a number and two names are 20 bytes"
+    )
     wide = Columns(numbered(2).features.numbers, {"tags": np.ones((2, 3), np.uint64)})
     with pytest.raises(
         Unprocessable,

@@ -77,7 +77,9 @@ async def test_a_store_merges(store: HistoryStore) -> None:
     assert equal((await store.read(USER, 999)).events, history[100:500])
     await store.append(USER, history[500:])
     # older ones
-    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [Written(600, 100)]
+    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [
+        Written(600, 100, num_late=100)
+    ]
     read, first, _ = await store.read(USER, 999)
     assert first == 0
     assert equal(read, history)

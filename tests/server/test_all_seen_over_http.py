@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from npu_gr.core.errors import StoreFailed
@@ -12,17 +13,15 @@ from npu_gr.core.history import Events
 from npu_gr.history_store.bulkhead import GuardedStore
 from npu_gr.vector_search.vectors import save
 from tests.models import events
-from tests.server.test_recommend_over_http import NUM_ITEMS
 from tests.server.test_recommend_over_http import section as cascade
 from tests.serving import FIRST_ID, columns, serving
 from tests.vector_search.test_fold import make_folding
-from tests.vector_search.vectors import FIRST_ID as FIRST_MATCHED
 from tests.vector_search.vectors import make_vectors
 
 PATIENT = {"X-Request-Timeout-Ms": "30000"}
 SHOWN_AT = 1_700_000_000
 WINDOW = 16  # tokens of the ranker; it moves by 4
-MATCHED = [FIRST_MATCHED + 2 * row for row in range(40)]
+MATCHED = [FIRST_ID + 220 + 2 * row for row in range(40)]  # which the ranker knows, too
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sections(folder: Path) -> dict[str, Any]:
     """Windows of at most 32 events."""
     if not (folder / "vectors").exists():
-        save(make_vectors(folding=make_folding()), folder / "vectors")
+        item_ids = np.array(MATCHED, np.int64)
+        save(make_vectors(folding=make_folding(), item_ids=item_ids), folder / "vectors")
     parts = cascade(folder, sources={"generate": 50, "match": 50})
     parts["generate"] |= {"max_prompt_tokens": 24, "cut_step_items": 2}
     return {
@@ -73,9 +73,7 @@ async def test_generate_and_recommend_leave_out_all_that_was_seen(num: int, fold
                 assert answer["items"] == found[0]["items"]
                 assert len(answer["items"]) == 50
                 assert not set(seen) & set(answer["items"])
-            every = await post(
-                client, path, user_id=user, num_items=50, exclude_seen=False, **more
-            )
+            every = await post(client, path, user_id=user, num_items=50, exclude_seen=False, **more)
             assert set(seen) & set(every["items"])
 
 

@@ -25,8 +25,8 @@ from npu_gr.history_store.load import load_interactions
 from npu_gr.tools.ingest import EventModel, Target
 from npu_gr.tools.kafka_ingest import ConsumeConfig, EventConsumer
 from tests.history_store.redis_server import redis_path
-from tests.serving import FIRST_ACTION, FIRST_ID, columns, serving
 from tests.server.oip.inputs import inputs_of, json_body
+from tests.serving import FIRST_ACTION, FIRST_ID, columns, serving
 from tests.tools.test_consumer import Crash
 from tests.tools.test_consumer import Log as Topic
 
@@ -271,9 +271,10 @@ async def test_the_store_has_what_the_trainer_reads(
     write, doubled = WAYS[way]
     want: dict[str, Events] = getattr(reference, doubled)
     service: dict[str, Any] = {"unsorted_history": "sort"}
-    async with serving(
-        tmp_path, watched=False, history_store=history_store, service=service
-    ) as (client, instance):
+    async with serving(tmp_path, watched=False, history_store=history_store, service=service) as (
+        client,
+        instance,
+    ):
         rig = Rig(client, instance, users, reference, tmp_path)
         await write(rig)
         scores = await rig.wanted(want)
@@ -335,9 +336,7 @@ async def by_open_inference(rig: Rig, arrivals: list[Arrival]) -> Scores:
     return {task: outputs[f"scores.{task}"] for task in ("click", "like")}
 
 
-@pytest.mark.parametrize(
-    "way", [in_the_request, by_base, by_base_of_the_store, by_open_inference]
-)
+@pytest.mark.parametrize("way", [in_the_request, by_base, by_base_of_the_store, by_open_inference])
 async def test_a_request_means_what_the_trainer_reads(
     way: Callable[[Rig, list[Arrival]], Awaitable[Scores]],
     users: dict[str, list[Arrival]],

@@ -329,9 +329,7 @@ def parse_history(
     if body.history is None:
         return HistoryRef(base=body.base, user_features=user)
     limit, has_base = config.max_history_events, body.base is not None
-    events = parse_events(
-        body.history, "history", limit, names, version, is_sorted_later=has_base
-    )
+    events = parse_events(body.history, "history", limit, names, version, is_sorted_later=has_base)
     return HistoryRef(events=events, base=body.base, user_features=user)
 
 
