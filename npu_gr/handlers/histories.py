@@ -327,7 +327,7 @@ class Histories:
             if base is not None and ref.user_features is None
             else ref.user_features
         )
-        known = self._brought(ref, base)
+        known = _brought(ref, base, self.on_unsorted)
         num_erasures = self._num_erasures
         is_stored = known is None
         found = fetching = None
@@ -352,15 +352,6 @@ class Histories:
         if is_stored and not known.events.origin.fault and num_erasures == self._num_erasures:
             self.cache.remember(user, history.fingerprint, history.newest)
         return history
-
-    def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
-        """Return the history in the request or its base; None if it is in the store."""
-        if base is None:
-            return None if ref.events is None else StoredHistory(ref.events, 0, NO_ITEMS)
-        events = base.events
-        if ref.events is not None:
-            events = oldest_first(events + ref.events, self.on_unsorted, "history", len(events))
-        return StoredHistory(events, base.first_index, base.older_items)
 
     async def _stored(self, user: UserKey, window_events: int, all_items: bool) -> StoredHistory:
         if self.store is None:
@@ -544,3 +535,15 @@ class Histories:
         self.cache.forget(user)
         if self._of_users is not None:
             self._of_users.forget(user)
+
+
+def _brought(
+    ref: HistoryRef, base: KnownHistory | None, policy: OnUnsorted
+) -> StoredHistory | None:
+    """Return the history in the request or its base; None if it is in the store."""
+    if base is None:
+        return None if ref.events is None else StoredHistory(ref.events, 0, NO_ITEMS)
+    events = base.events
+    if ref.events is not None:
+        events = oldest_first(events + ref.events, policy, "history", len(events))
+    return StoredHistory(events, base.first_index, base.older_items)

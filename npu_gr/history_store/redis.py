@@ -65,6 +65,7 @@ from npu_gr.history_store.store import (
     EVENT,
     HistoryConfig,
     IdempotencyKey,
+    Merged,
     StoredHistory,
     checked,
     key_bytes,
@@ -243,7 +244,7 @@ class RedisStore:
         while (done := await _run(self._append(_keys(one.user), arguments))) in _TRY_AGAIN:
             if done == scripts.OLD:
                 await self._move_old(one.user)
-            elif (written := await self._insert(one, keyed)) is not None:
+            elif (written := await self._merge(one, keyed)) is not None:
                 return written
         if done == scripts.OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
@@ -258,33 +259,28 @@ class RedisStore:
             return Written(int(kept), 0)
         return Written(int(kept), len(events), num_late=count_late(one.events.timestamps))
 
-    async def _insert(self, one: Write, keyed: tuple[Any, ...]) -> Written | None:
-        """Put late events in their places; None = another client wrote meanwhile."""
-        first, stored, state, _ = await self._read_state(one.user, _ALL, "1")
-        newest = int(stored.timestamps.max()) if len(stored) else None
-        all_events = in_time_order(stored + one.events)
-        events = all_events[-self._max_events :]
-        given_up = first + len(all_events) - len(events)
-        arguments = _put_arguments(one.user, events, given_up, state, keyed)
-        if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
-            return None
-        late = count_late(one.events.timestamps, newest)
-        return Written(len(events), len(one.events), num_late=late)
+    async def _merge(self, one: Write, keyed: tuple[Any, ...] = _NO_KEY) -> Written | None:
+        """Merge events into a history, or put late ones of an append in their places.
 
-    async def _merge(self, one: Write) -> Written | None:
-        """Merge events into a history; None = another client wrote meanwhile: nothing was done."""
+        None = another client wrote meanwhile: nothing was done.
+        """
         first, all_stored, state, _ = await self._read_state(one.user, _ALL, "1")
-        stored = all_stored[-self._max_events :]
-        merged = merge(stored, one.events, self._max_events)
+        if one.mode is Mode.APPEND:
+            newest = int(all_stored.timestamps.max()) if len(all_stored) else None
+            late = count_late(one.events.timestamps, newest)
+            events = in_time_order(all_stored + one.events)[-self._max_events :]
+            merged = Merged(events, len(one.events), 0, late, is_append=True)
+        else:
+            merged = merge(all_stored[-self._max_events :], one.events, self._max_events)
         if not merged.changes:
-            return Written(len(stored), 0)
+            return Written(len(merged.events), 0)
         # A history that is replaced counts from 0 again.
         given_up = (
             first + len(all_stored) + merged.num_added - len(merged.events)
             if merged.is_append
             else 0
         )
-        arguments = _put_arguments(one.user, merged.events, given_up, state)
+        arguments = _put_arguments(one.user, merged.events, given_up, state, keyed)
         if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
             return None
         return Written(len(merged.events), merged.num_added, merged.num_filled, merged.num_late)
@@ -305,7 +301,7 @@ class RedisStore:
             events without features.
         """
         keys, key = _keys(user), key_bytes(user)
-        arguments = [num_bytes, CHECKED.itemsize, with_state, all_bytes]
+        arguments: list[int | str] = [num_bytes, CHECKED.itemsize, with_state, all_bytes]
         while (answer := await _run(self._read(keys, arguments))) == scripts.OLD:
             await self._move_old(user)
         first, data, groups, state, older = answer

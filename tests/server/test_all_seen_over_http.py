@@ -63,7 +63,11 @@ async def test_generate_and_recommend_leave_out_all_that_was_seen(num: int, fold
         await post(client, "/v1/events", user_id=user, events=in_turn(seen))
         base = (await post(client, "/v1/rank", user_id=user, candidates=seen[:1]))["history"]
         assert base["source"] == "store"
-        ways = ({}, {"history": in_turn(seen)}, {"base": base["fingerprint"]})
+        ways: tuple[dict[str, Any], ...] = (
+            {},
+            {"history": in_turn(seen)},
+            {"base": base["fingerprint"]},
+        )
         for path in ("/v1/generate", "/v1/recommend"):
             more = {"timestamp": SHOWN_AT} if path == "/v1/recommend" else {}
             found = [
@@ -167,10 +171,10 @@ async def test_no_prefix_outlives_a_late_event(folder: Path) -> None:
     async with serving(folder, **sections(folder)) as (client, service):
         await post(client, "/v1/events", user_id="p", events=columns(first))
         await post(client, "/v1/signal", 202, user_id="p")
+        want = await post(client, "/v1/rank", **rank_of("w", first))
         for _ in range(2):
             before = await post(client, "/v1/rank", **rank_of("p"))
-        want = await post(client, "/v1/rank", **rank_of("w", first))
-        assert before["scores"] == want["scores"]
+            assert before["scores"] == want["scores"]
         said = await post(client, "/v1/events", user_id="p", events=columns(late))
         assert (said["num_events"], said["sorted_events"]) == (14, 3)
         metric = "npu_gr_history_late_events_total"
@@ -180,7 +184,10 @@ async def test_no_prefix_outlives_a_late_event(folder: Path) -> None:
             after = await post(client, "/v1/rank", **rank_of("p"))
             assert after["scores"] == want["scores"]
             assert after["history"]["fingerprint"] == want["history"]["fingerprint"]
-        bulk = {"mode": "append", "users": [{"user_id": "p", "events": columns(whole[2:3])}]}
+        bulk: dict[str, Any] = {
+            "mode": "append",
+            "users": [{"user_id": "p", "events": columns(whole[2:3])}],
+        }
         (user,) = (await post(client, "/v1/events/bulk", **bulk))["users"]
         assert (user["num_events"], user["sorted_events"]) == (15, 1)
 
