@@ -22,12 +22,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import xxhash
+from prometheus_client import Counter
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import (
     BadRequest,
     NpuGrError,
     StoreFailed,
+    StoreFault,
     Unavailable,
     UnknownPrefix,
     Unprocessable,
@@ -244,6 +246,108 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
         )
 
 
+# Share of a request's remaining time that it waits for a history that has no replacement. The rest
+# is for its own work.
+WAITED_SHARE = 0.8
+
+
+class StoreReads:
+    """Reads the history store for requests, and caches what it finds. Event loop only.
+
+    A request whose user is cached waits `wait_s` for the store, then uses the cached history. The
+    read goes on, and its result is cached for the next request. If nothing is cached, the request
+    waits for `WAITED_SHARE` of its remaining time, but not longer than the store's own limit.
+    """
+
+    def __init__(
+        self, cache: PrefixHistoryCache, wait_s: float, late_events: Counter, *, caches: bool
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            cache: Cached histories.
+            wait_s: Seconds to wait for the store if there is a cached history.
+            late_events: Metric of events that the store has out of order.
+            caches: Whether cached histories replace those that cannot be read.
+        """
+        self._cache = cache
+        self._wait_s = wait_s
+        self._late_events = late_events
+        self._caches = caches
+        self._running: set[asyncio.Task[StoredHistory]] = set()
+        self.num_erasures = 0  # begun and ended ones
+
+    async def read(
+        self,
+        store: HistoryStore,
+        user: UserKey,
+        last: int,
+        deadline_at: float,
+        window_events: int | None,
+        all_items: bool,
+    ) -> StoredHistory:
+        """Read a user's newest events.
+
+        Args:
+            store: The store.
+            user: The user.
+            last: Number of events.
+            deadline_at: Deadline of the request, as time.monotonic().
+            window_events: Number of newest events to cache; None = do not cache.
+            all_items: Also read the items of all older events.
+
+        Raises:
+            StoreFailed: the store failed, or the request should go on without it.
+        """
+        waits_s = self._wait_s
+        if not (self._caches and self._cache.knows(user)):
+            waits_s = max(waits_s, WAITED_SHARE * (deadline_at - time.monotonic()))
+        task = asyncio.get_running_loop().create_task(
+            self._read_and_cache(store, user, last, window_events, all_items)
+        )
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        began_at = time.monotonic()
+        # `wait` does not cancel the read, so that the next request finds its result
+        await asyncio.wait((task,), timeout=None if waits_s == float("inf") else waits_s)
+        late_s = time.monotonic() - began_at - waits_s
+        if late_s > waits_s / 4:
+            # The event loop was blocked, so it may not have read the answer yet: wait once more.
+            await asyncio.wait((task,), timeout=min(late_s, waits_s))
+        if not task.done():
+            text = f"the history store did not answer within {waits_s * 1e3:.0f} ms"
+            raise StoreFailed(text, StoreFault.SLOW)
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[StoredHistory]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its request may have gone on without it
+
+    async def _read_and_cache(
+        self,
+        store: HistoryStore,
+        user: UserKey,
+        last: int,
+        window_events: int | None,
+        all_items: bool,
+    ) -> StoredHistory:
+        num_erasures = self.num_erasures
+        stored = await store.read(user, last, all_items)
+        # an older version may have stored events out of order
+        events = oldest_first(stored.events, "sort", "history")
+        num_late = events.origin.sorted_events
+        self._late_events.inc(num_late)
+        events = events.coming_from(FROM_STORE._replace(sorted_events=num_late))
+        first = stored.first_index
+        older = stored.older_items if first else NO_ITEMS
+        # do not cache what is being erased
+        if window_events is not None and num_erasures == self.num_erasures:
+            history = UserHistory.of(events, first, window_events, older_items=older)
+            self._cache.remember(user, history.fingerprint, history.newest)
+        return StoredHistory(events, first, older)
+
+
 class Histories:
     """Reads, caches, appends and erases histories. Event loop only."""
 
@@ -257,6 +361,7 @@ class Histories:
         action_names: Callable[[], Sequence[str]] = tuple,
         on_unsorted: OnUnsorted = "reject",
         of_users: UserFeatures | None = None,
+        read_timeout_s: float = float("inf"),
     ) -> None:
         """Store the parts.
 
@@ -269,6 +374,7 @@ class Histories:
             action_names: Action names of the current ranker, if there is one.
             on_unsorted: Policy for events out of time order.
             of_users: Source of user features, if there is one.
+            read_timeout_s: Seconds to wait for the store if there is a cached history.
         """
         self.store = store
         self.cache = cache
@@ -279,7 +385,10 @@ class Histories:
         self.on_unsorted = on_unsorted
         self._of_users = of_users
         self._num_named = 0  # actions whose names the store has confirmed
-        self._num_erasures = 0  # begun and ended ones
+        self._reads = StoreReads(
+            cache, read_timeout_s, metrics.store.late_events, caches=on_failure != "fail"
+        )
+        self._window_events = 0  # newest events that the current models read
 
     def reconfigure(
         self,
@@ -300,6 +409,7 @@ class Histories:
         window_events: int,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         reads: Mapping[str, Feature] | None = None,
+        deadline_at: float = float("inf"),
         *,
         all_items: bool = False,
     ) -> UserHistory:
@@ -311,6 +421,7 @@ class Histories:
             window_events: Number of newest events that the current models read.
             while_waiting: Context for waiting on the store or the source of user features.
             reads: User features of the model, if they are needed.
+            deadline_at: Deadline of the request, as time.monotonic().
             all_items: Also read the items of events that are older than any window.
 
         Raises:
@@ -328,7 +439,8 @@ class Histories:
             else ref.user_features
         )
         known = _brought(ref, base, self.on_unsorted)
-        num_erasures = self._num_erasures
+        num_erasures = self._reads.num_erasures
+        self._window_events = window_events
         is_stored = known is None
         found = fetching = None
         if given is None and reads and self._of_users is not None:
@@ -340,34 +452,40 @@ class Histories:
         if known is None or lacks_items or fetching is not None:
             with while_waiting():
                 if known is None:
-                    known = await self._stored(user, window_events, all_items)
+                    known = await self._stored(user, window_events, deadline_at, all_items)
                 elif lacks_items:
-                    known = await self._with_older_items(user, known)
+                    known = await self._with_older_items(user, known, deadline_at)
                 found = found if fetching is None else await fetching
         values, origin = (given, None) if found is None else found
         history = UserHistory.of(
             known.events, known.first_index, window_events, values, origin, known.older_items
         )
-        # do not cache what is being erased
-        if is_stored and not known.events.origin.fault and num_erasures == self._num_erasures:
+        is_whole = not known.events.origin.fault and num_erasures == self._reads.num_erasures
+        if is_stored and is_whole:  # with its user features, which `StoreReads` does not have
             self.cache.remember(user, history.fingerprint, history.newest)
         return history
 
-    async def _stored(self, user: UserKey, window_events: int, all_items: bool) -> StoredHistory:
+    async def _stored(
+        self, user: UserKey, window_events: int, deadline_at: float, all_items: bool
+    ) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: required, since this instance has no history store")
         last = window_events + self._cut_step_tokens
         try:
-            return await self._read_stored(self.store, user, last, all_items)
+            return await self._reads.read(
+                self.store, user, last, deadline_at, window_events, all_items
+            )
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
 
-    async def _with_older_items(self, user: UserKey, known: StoredHistory) -> StoredHistory:
+    async def _with_older_items(
+        self, user: UserKey, known: StoredHistory, deadline_at: float
+    ) -> StoredHistory:
         """Add to a base the items of stored events before it; none if the store fails."""
         if self.store is None:
             return known
         try:
-            stored = await self.store.read(user, 0, True)
+            stored = await self._reads.read(self.store, user, 0, deadline_at, None, True)
         except StoreFailed as error:
             origin = self._degraded(user, error, self._on_failure).events.origin
             return known._replace(events=known.events.coming_from(origin))
@@ -375,13 +493,16 @@ class Histories:
         given_up = stored.first_index - len(items)
         return known._replace(older_items=items[: max(0, known.first_index - given_up)])
 
-    async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
+    async def read_items(
+        self, user: UserKey, ref: HistoryRef, max_events: int, deadline_at: float = float("inf")
+    ) -> I64:
         """Read the items of a history for a handler that works without; empty if that fails.
 
         Args:
             user: The user.
             ref: History of the request.
-            max_events: Number of newest events to cache for failures of the store.
+            max_events: Number of newest events that the handler needs.
+            deadline_at: Deadline of the request, as time.monotonic().
 
         Returns:
             [n] external ids of all events, oldest first.
@@ -390,31 +511,13 @@ class Histories:
             return ref.events.items
         if self.store is None:
             return NO_ITEMS
-        num_erasures = self._num_erasures
         try:
-            stored = await self._read_stored(self.store, user, max_events, all_items=True)
+            window = max(max_events, self._window_events)
+            stored = await self._reads.read(self.store, user, window, deadline_at, window, True)
         except StoreFailed as error:
             stored = self._degraded(user, error, "nothing")
-        history = UserHistory.of(
-            stored.events, stored.first_index, max_events, older_items=stored.older_items
-        )
-        known = self.cache.last_known(user)
-        has_less = known is None or len(known.events) <= len(stored.events)
-        if has_less and not stored.events.origin.fault and num_erasures == self._num_erasures:
-            self.cache.remember(user, history.fingerprint, history.newest)
-        return history.all_items
-
-    async def _read_stored(
-        self, store: HistoryStore, user: UserKey, last: int, all_items: bool
-    ) -> StoredHistory:
-        stored = await store.read(user, last, all_items)
-        older = NO_ITEMS if not stored.first_index else stored.older_items
-        # an older version may have stored events out of order
-        events = oldest_first(stored.events, "sort", "history")
-        num_late = events.origin.sorted_events
-        self._metrics.store.late_events.inc(num_late)
-        events = events.coming_from(FROM_STORE._replace(sorted_events=num_late))
-        return StoredHistory(events, stored.first_index, older)
+        older = NO_ITEMS if stored.older_items is None else stored.older_items
+        return np.concatenate([older, stored.events.items])
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
         """Return a replacement for a history that cannot be read, or raise the error."""
@@ -531,7 +634,7 @@ class Histories:
             self._forget(user)  # a concurrent request may have read the store
 
     def _forget(self, user: UserKey) -> None:
-        self._num_erasures += 1
+        self._reads.num_erasures += 1
         self.cache.forget(user)
         if self._of_users is not None:
             self._of_users.forget(user)

@@ -23,7 +23,7 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.lifetime import Published
-from npu_gr.core.request import MatchAnswer, MatchRequest
+from npu_gr.core.request import LimitedBy, MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import NOTHING, Demand, JobResult
@@ -34,7 +34,7 @@ from npu_gr.handlers.scored_items import Before, accept_any
 from npu_gr.metrics.registry import Metrics
 from npu_gr.vector_search.config import MatchConfig
 from npu_gr.vector_search.matcher import MatchedItems, Matcher, MatchQuery
-from npu_gr.vector_search.vectors import load
+from npu_gr.vector_search.vectors import check_fits, load
 
 SMOOTHING = 0.1  # weight of the newest pass in the estimated time of a match
 
@@ -142,6 +142,8 @@ class ServedVectors:
 
     def _read(self) -> MatchVersion:
         folder = Path(self._config.vectors)
+        if not self._versions.is_empty:
+            check_fits(folder)
         matcher = Matcher(load(folder), self._config.index, self._backend)
         return MatchVersion(matcher, ItemNames.load(folder) or EMPTY)
 
@@ -191,7 +193,7 @@ class MatchJob:
         """Read the history, and search."""
         with call.slot.suspended():
             history = await self._histories.read_items(
-                request.user, request.history, self.config.max_history_events
+                request.user, request.history, self.config.max_history_events, call.deadline_at
             )
         return await self.match(request, history, call, time.monotonic() - call.arrived_at)
 
@@ -233,10 +235,16 @@ class MatchJob:
             self.config.max_history_events,
         )
         done = await self._search(version, query, call)
+        limited_by = LimitedBy.NONE
+        if (num_found := len(done.value.items)) < request.num_items:
+            num_items = len(vectors.item_ids)
+            rest = LimitedBy.FILTER if num_found < num_items else LimitedBy.CATALOGUE
+            is_cut = num_found < query.num_allowed(num_items)
+            limited_by = LimitedBy.INDEX if is_cut else rest
         answer = MatchAnswer(
             vectors_version=vectors.version,
             basis=query.basis,
-            status="complete" if len(done.value.items) == request.num_items else "exhausted",
+            limited_by=limited_by,
             item_ids=vectors.item_ids[done.value.items],
             scores=done.value.scores.astype(np.float32, copy=False),
             stages_s={"history": history_s, "queue": done.queue_s, "device": done.device_s},

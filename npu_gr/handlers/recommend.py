@@ -138,6 +138,7 @@ class RecommendJob:
                 self._versions.max_events,
                 call.slot.suspended,
                 reads,
+                call.deadline_at,
                 all_items=True,  # which were seen is a filter, and a term of a score blend
             )
             tokens = ranking.tokenize(history)

@@ -3,6 +3,7 @@
 replace(new)    new requests get `new`; requests that name the old version still get that one
 T_life later    prefixes of the old version are used or expired
 after its last request the old version is stopped and removed
+roll_back()     until then, the old version becomes current again, and the new one drains
 
 `ServedNames` has the names of items and actions of all these versions.
 
@@ -17,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -28,7 +29,7 @@ from npu_gr.core.errors import NotFound, StoreFailed, Unprocessable
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import HistoryReport, OnUnsorted
 from npu_gr.core.lifetime import Published
-from npu_gr.core.names import ActionNames, is_hashed
+from npu_gr.core.names import ActionNames, is_hashed, names_of_numbers
 from npu_gr.core.request import (
     GenerateAnswer,
     GenerateRequest,
@@ -65,8 +66,9 @@ class ModelVersions(Generic[V]):
         self._versions: Published[V] = Published(name)
         self._versions.publish(first)
         self._on_change = on_change
-        # at most two, since one may still be stopping its version
+        # at most two, since one may still be stopping its version; the newest is `_retirement`
         self._retirements: set[asyncio.Task[None]] = set()
+        self._retirement: asyncio.Task[None] | None = None
 
     @property
     def current(self) -> V:
@@ -110,8 +112,21 @@ class ModelVersions(Generic[V]):
         assert self.draining is None, "a reload must wait until the draining version has ended"
         old = self.current
         self._versions.publish(new)
+        self._begin_retirement(old)
+
+    def roll_back(self) -> None:
+        """Make the version that drains the current one; the current one drains."""
+        assert self.draining is not None
+        assert self._retirement is not None
+        self._retirement.cancel()
+        old = self.current
+        self._versions.rollback()
+        self._begin_retirement(old)
+
+    def _begin_retirement(self, old: V) -> None:
         self._on_change()
         task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirement = task
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
         # its engine and relay form a cycle, so only a full collection frees the old weights
@@ -304,7 +319,7 @@ class ServedNames:
     def items(self, ids: I64) -> list[str | int]:
         """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         if not is_hashed(ids).any():
-            return cast("list[str | int]", ids.tolist())
+            return names_of_numbers(ids)
         return names_of(self._tables(), ids)
 
     def titles(self, ids: I64) -> list[str | None]:
@@ -370,7 +385,12 @@ class SignalJob(_ModelJob):
                     used.enter_context(model.use)
             reads = None if ranking is None else ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, versions.max_events, call.slot.suspended, reads
+                request.user,
+                request.history,
+                versions.max_events,
+                call.slot.suspended,
+                reads,
+                call.deadline_at,
             )
             read_at = time.monotonic()
             if ranking is not None:
@@ -380,7 +400,10 @@ class SignalJob(_ModelJob):
             else:
                 events = history.events
                 report = HistoryReport(
-                    fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin
+                    fingerprint=history.fingerprint,
+                    num_tokens=len(events),
+                    read_events=len(events),
+                    origin=events.origin,
                 )
             self._histories.remember(request.user, request.history, history)
             if generation is not None:
@@ -411,7 +434,12 @@ class RankJob(_ModelJob):
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.suspended, reads
+                request.user,
+                request.history,
+                self._versions.max_events,
+                call.slot.suspended,
+                reads,
+                call.deadline_at,
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
@@ -432,6 +460,7 @@ class GenerateJob(_ModelJob):
                 request.history,
                 self._versions.max_events,
                 call.slot.suspended,
+                deadline_at=call.deadline_at,
                 all_items=generation.excludes_seen(request),
             )
             events = history.events
