@@ -28,7 +28,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
-from npu_gr.engine.device_threads import DeviceThreads, Streams
+from npu_gr.core.health import Health, Worker
+from npu_gr.engine.device_threads import UNKNOWN_S, DeviceThreads, Streams
 from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Scheduler:
         self.config = config
         self._streams = DeviceThreads(config, stream) if streams is None else streams
         self._streams.on_pass = self._pass_ended
+        self.copies = Worker()  # waits for copies between the tiers
         # Called on a device thread after each pass that may be shared.
         self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None
         # Called on a device thread after every pass.
@@ -75,6 +77,12 @@ class Scheduler:
     async def stop(self) -> None:
         """Let running passes end. Jobs that still wait end with Unavailable."""
         await self._streams.stop()
+
+    def watch(self, health: Health) -> None:
+        """Add the device threads and the copies, without which nothing works."""
+        for number, worker in enumerate(self._streams.workers):
+            health.add(f"device_{number}", worker, is_vital=True)
+        health.add("copies", self.copies, is_vital=True)
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of the tenants' shares of the queue (default 1)."""
@@ -227,6 +235,8 @@ class Scheduler:
                 objective_s=objective_s,
                 tenant=tenant,
                 estimate_s=estimate_s,
+                # every request has a deadline, and the self-test of a new model has none
+                may_compile=deadline_at == float("inf"),
             )
         )
 
@@ -251,11 +261,12 @@ class Scheduler:
             wait: Function that blocks until the device work has ended.
         """
         future = asyncio.ensure_future(asyncio.to_thread(wait))
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await _ended(future)
-            raise
+        with self.copies.busy(UNKNOWN_S):
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await _ended(future)
+                raise
 
     async def _submit(self, job: Job) -> JobResult[Any]:
         future = self._streams.submit(job)
@@ -295,6 +306,7 @@ def _job(
         order_at=order.order_at,
         arrived_at=order.arrived_at,
         preemptible=preemptible,
+        may_compile=order.may_compile,
         kind=kind,
     )
 

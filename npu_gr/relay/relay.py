@@ -140,9 +140,13 @@ class Relay(Generic[P]):
         trigger: TriggerConfig,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Apply other settings from now on. Running jobs and measurements stay."""
+        """Apply other settings from now on, and undo `switch_off`.
+
+        Running jobs and measurements stay.
+        """
         self.settings.relay = config
         self.settings.trigger = trigger
+        self.settings.is_switched_off = False
         self.settings.tenant_weights = tenant_weights
         self.tiers.weigh(tenant_weights)
         self._filler.reconfigure(config.max_reloads)
@@ -251,6 +255,11 @@ class Relay(Generic[P]):
             await asyncio.sleep(0)  # lets the callbacks of the tasks release the pages
         await self._overwrites.finished()
 
+    def switch_off(self) -> None:
+        """Use no prefix until `reconfigure`, and drop those that the tiers have."""
+        self.settings.is_switched_off = True
+        self.tiers.erase_all()
+
     def knows(self, user: UserKey) -> bool:
         """Return whether a tier, a prefill job or a remembered signal belongs to the user."""
         return (
@@ -306,12 +315,13 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
 
     async def _find(self) -> FoundPrefix:
         time = self._time
-        if time.config.enabled and time.num_tokens:
+        is_enabled = self._relay.settings.is_enabled
+        if is_enabled and time.num_tokens:
             return await self._relay._finder.find(
                 self._user, self._tokens, time, self._while_waiting
             )
         return FoundPrefix(
-            Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED
+            Outcome.MISS_FULL, Reason.NOT_AT_RISK if is_enabled else Reason.DISABLED
         )
 
     def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:

@@ -74,6 +74,7 @@ async def status(
             for name, reads in metrics.relay.tiers.items()
         ],
         queue=dict(metrics.waiting()),
+        late={name: one.age_s for name, one in metrics.health.late().items() if one is not None},
         slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
         models=_models(service, metrics),
         tenants={

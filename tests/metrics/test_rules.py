@@ -74,6 +74,9 @@ def burning(kind: str, promise: Promise) -> list[Case]:
 
 INSTANCE = {"instance": "a"}
 STDOUT = {"instance": "a", "stream": "stdout"}
+DEVICE = {"instance": "a", "worker": "device_0"}
+RECORDER = {"instance": "a", "worker": "recorder"}
+SWITCHED = 'npu_gr_prefix_cache_switched_off{instance="a"}'
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
@@ -91,6 +94,10 @@ CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 USERS = 'npu_gr_user_features_total{instance="a",source="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
+
+
+def stuck(worker: str, value: int) -> dict[str, str]:
+    return {f'npu_gr_work_late{{instance="a",worker="{worker}"}}': f"{value}x9"}
 
 
 def held(live: int, reserved: int) -> dict[str, str]:
@@ -168,6 +175,9 @@ CAUSES: list[Case] = [
     *one("NpuGrInstanceDown", {UP: "0x5"}, {UP: "1 0 1 0 1 0"}, 4, instance="a", job="npu_gr"),
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
     *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
+    *one("NpuGrDevicePassHangs", stuck("device_0", 1), stuck("device_0", 0), 3, **DEVICE),
+    *one("NpuGrWorkLate", stuck("recorder", 1), stuck("device_0", 1), 4, **RECORDER),
+    *one("NpuGrPrefixCacheOff", {SWITCHED: "0 0 1x3"}, {SWITCHED: "0x5"}, 4, **INSTANCE),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
     *one("NpuGrOverload", shed(3, 97), shed(1, 199), 15, **INSTANCE),
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
@@ -335,6 +345,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.of }}", "server")
                         .replace("{{ $labels.place }}", "store")
                         .replace("{{ $labels.stream }}", "stdout")
+                        .replace("{{ $labels.worker }}", labels.get("worker", ""))
                         for name, text in ALERTS[alert]["annotations"].items()
                     },
                 }

@@ -36,6 +36,12 @@ class Tiers(NamedTuple):
         if self.dram is not None:
             self.dram.shares.weights = tenant_weights
 
+    def erase_all(self) -> None:
+        """Drop all entries of all users in both tiers."""
+        for tier in self:
+            for user in [] if tier is None else tier.users():
+                tier.erase_user(user)
+
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""
         self.pool.erase_user(user)
