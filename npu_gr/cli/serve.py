@@ -28,9 +28,7 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     config = load_config(config_path, overrides)
     lines_to_stdout()
     _serve(
-        lambda: run(
-            config, read=lambda: load_config(config_path, overrides), end_within=end_within
-        )
+        lambda: run(config, read=lambda: load_config(config_path, overrides), end_within=end_within)
     )
 
 

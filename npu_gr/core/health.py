@@ -9,7 +9,7 @@ once one of its works takes longer than its limit:
 
     late                            `npu_gr_work_late`, an alert, the status page
     late and vital                  `/readyz` answers 503 until the work ends
-    late, vital, and for `DEAD_S`   `/healthz` answers 503, and the process drains and ends
+    vital, and takes over `DEAD_S`  `/healthz` answers 503, and the process drains and ends
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 # A multiple of what a work usually takes, and not less than a pause of a busy machine.
 TIMES, LEAST_S = 10.0, 2.0
-DEAD_S = 30.0  # a vital worker that is late for so long does not move again
+DEAD_S = 30.0  # vital work that takes longer does not end
 TASK_S = 10.0  # limit of one turn of a background task, which takes milliseconds
 # Time of a part of the instance to stop; what it waits for may never end.
 STOP_S = 3.0
@@ -36,11 +36,12 @@ def limit_s(usual_s: float) -> float:
 class Work:
     """One piece of work that has begun."""
 
-    __slots__ = ("began_at", "limit_s")
+    __slots__ = ("began_at", "dead_s", "limit_s")
 
-    def __init__(self, began_at: float, limit_s: float) -> None:
+    def __init__(self, began_at: float, limit_s: float, dead_s: float) -> None:
         self.began_at = began_at
         self.limit_s = limit_s
+        self.dead_s = dead_s
 
 
 class Worker:
@@ -60,9 +61,14 @@ class Worker:
         return list(self._works)  # one step of the interpreter, so no lock
 
     @contextmanager
-    def busy(self, limit_s: float) -> Iterator[None]:
-        """Work on one thing while the block runs; it is late after `limit_s`."""
-        work = Work(self.clock(), limit_s)
+    def busy(self, limit_s: float, dead_s: float = 0.0) -> Iterator[None]:
+        """Work on one thing while the block runs.
+
+        Args:
+            limit_s: Seconds after which it is late.
+            dead_s: Seconds after which it is dead; not less than `limit_s` and `DEAD_S`.
+        """
+        work = Work(self.clock(), limit_s, max(limit_s, dead_s, DEAD_S))
         self._works.add(work)
         try:
             yield
@@ -76,7 +82,7 @@ class Worker:
         """
         while True:
             await asyncio.sleep(every_s)
-            self._works.add(work := Work(self.clock(), TASK_S))
+            self._works.add(work := Work(self.clock(), TASK_S, DEAD_S))
             yield
             self._works.remove(work)
 
@@ -87,6 +93,7 @@ class Late(NamedTuple):
     name: str
     age_s: float  # seconds since the work began
     limit_s: float
+    dead_s: float
 
     def __str__(self) -> str:
         return (
@@ -134,10 +141,10 @@ class Health:
         return ""
 
     def why_dead(self) -> str:
-        """Say which vital worker has been late for `DEAD_S`; "" = none."""
+        """Say which vital worker does not move again; "" = none."""
         for name, worker in self._vital.items():
             late = self._late(name, worker)
-            if late is not None and late.age_s > DEAD_S:
+            if late is not None and late.age_s > late.dead_s:
                 return str(late)
         return ""
 
@@ -148,4 +155,6 @@ class Health:
         now_at = worker.clock()
         work = max(works, key=lambda one: now_at - one.began_at - one.limit_s)
         age_s = now_at - work.began_at
-        return Late(name, age_s, work.limit_s) if age_s > work.limit_s else None
+        if age_s <= work.limit_s:
+            return None
+        return Late(name, age_s, work.limit_s, work.dead_s)

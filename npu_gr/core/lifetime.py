@@ -16,6 +16,7 @@ Writers hold a lock. All methods are thread-safe.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import types
@@ -27,6 +28,7 @@ from typing import Any, Generic, TypeVar
 from npu_gr.core.errors import DataError, DeadlineExceeded, Unavailable
 from npu_gr.core.health import STOP_S
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -147,11 +149,17 @@ class InUse:
 async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run `work` in the background of the block; cancel and await it at the end."""
     task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a background task failed, and does not come back", exc_info=error)
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]], within_s: float = STOP_S) -> None:

@@ -30,7 +30,7 @@ from npu_gr.core.logs import close_logs
 
 log = logging.getLogger(__name__)
 
-HUNG = 70  # exit status of a process in which something hung: EX_SOFTWARE of sysexits.h
+HUNG = 70  # exit status of a process in which something hung: EX_SOFTWARE of BSD
 
 # The defaults of CPython 3.11, for all versions. In 1,600 ranks 100 young collections stop the
 # process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 % or

@@ -100,8 +100,8 @@ Ended = tuple[Job, JobResult[Any] | NpuGrError]
 # Python's default of 5 ms, 1,570 with this. With 0.1 ms it is also 1,570, but more ranks are late,
 # since the loop is interrupted in every turn.
 SWITCH_S = 5e-4
-# Limits of a pass whose time is not known: of any, and of a first run, which may compile kernels.
-UNKNOWN_S, COMPILE_S = 30.0, 900.0
+UNKNOWN_S = 30.0  # limit of a pass whose time is not known
+COMPILE_S = 900.0  # a first run may compile kernels, and is dead only after this
 LATE = "the deadline passed while waiting for the device"
 _STOPPING = "the instance is stopping"
 
@@ -355,7 +355,8 @@ class DeviceThreads(Streams):
         fail the others.
         """
         try:
-            with worker.busy(pass_limit_s(jobs)):
+            dead_s = COMPILE_S if any(job.may_compile for job in jobs) else 0.0
+            with worker.busy(pass_limit_s(jobs), dead_s):
                 results = list(jobs[0].run([job.work for job in jobs]))
             if len(results) != len(jobs):
                 raise RuntimeError(f"the pass returned {len(results)} results for {len(jobs)} jobs")
@@ -374,10 +375,8 @@ class DeviceThreads(Streams):
 
 
 def pass_limit_s(jobs: Sequence[Job]) -> float:
-    """Return the seconds after which a pass of these jobs hangs."""
-    if any(job.may_compile for job in jobs):
-        return COMPILE_S
-    estimates_s = [job.estimate_s for job in jobs]
+    """Return the seconds after which a pass of these jobs is late."""
+    estimates_s = [0.0 if job.may_compile else job.estimate_s for job in jobs]
     return limit_s(sum(estimates_s)) if all(estimates_s) else UNKNOWN_S
 
 

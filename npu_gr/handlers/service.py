@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
+from npu_gr.core.errors import ConfigError, NotFound, NotTaken, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
 from npu_gr.core.lifetime import within
@@ -90,6 +90,7 @@ class Service:
         Raises:
             NotFound: this instance does not serve the kind.
             Overloaded: the request would miss its objective or budget.
+            NotTaken: a pass on the device hangs, or scores are wrong.
             DeadlineExceeded: `budget_s` has passed; what a pass on the device still uses is
                 released when the pass ends.
         """
@@ -105,6 +106,8 @@ class Service:
 
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, float("inf"), tenant=tenant))
+        elif why := self._why_unfit():
+            raise NotTaken(why)
         else:
             answer = await within(budget_s, asked)
         self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
@@ -177,10 +180,14 @@ class Service:
         failures = self.parts.scheduler.failures_in_a_row
         if failures >= MAX_FAILURES:
             return False, f"the device failed {failures} times in a row"
-        why_not = self.parts.metrics.health.why_not_ready()
-        if not why_not and self.versions.rankers is not None:
-            why_not = self.versions.rankers.current.fault
-        return not why_not, why_not
+        why = self._why_unfit()
+        return not why, why
+
+    def _why_unfit(self) -> str:
+        """Say why a request would wait in vain, or have wrong scores; "" = it would not."""
+        rankers = self.versions.rankers
+        why = self.parts.metrics.health.why_not_ready()
+        return why or ("" if rankers is None else rankers.current.fault)
 
     def why_dead(self) -> str:
         """Say what has not moved for so long that only a new process helps; "" = nothing."""

@@ -320,9 +320,7 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
             return await self._relay._finder.find(
                 self._user, self._tokens, time, self._while_waiting
             )
-        return FoundPrefix(
-            Outcome.MISS_FULL, Reason.NOT_AT_RISK if is_enabled else Reason.DISABLED
-        )
+        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if is_enabled else Reason.DISABLED)
 
     def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:
         """Turn the result of the lookup into a lease.

@@ -36,7 +36,7 @@ class Hurt(Instance):
 
 async def until(holds: Callable[[], Awaitable[bool]], within_s: float = LATE_S) -> None:
     give_up_at = time.monotonic() + within_s
-    while not await holds():  # noqa: ASYNC110
+    while not await holds():
         assert time.monotonic() < give_up_at
         await asyncio.sleep(0.1)
 

@@ -60,10 +60,10 @@ def test_variables_are_set_where_nobody_has(given: dict[str, str]) -> None:
 
 
 HANGS = """
-import logging, threading
+import threading
 from npu_gr.core.logs import set_up_logs
 from npu_gr.core.process import end_within
-set_up_logs()
+set_up_logs("INFO")
 end_within(0.05)
 threading.Thread(target=threading.Event().wait).start()  # not a daemon: the process cannot end
 """

@@ -27,9 +27,9 @@ class Device:
             await self.ended.wait()
         except asyncio.CancelledError:
             while not self.ended.is_set():
-                with_error = asyncio.ensure_future(self.ended.wait())
+                ended = asyncio.ensure_future(self.ended.wait())
                 try:
-                    await asyncio.wait({with_error})
+                    await asyncio.wait({ended})
                 except asyncio.CancelledError:
                     self.steps.append("cancelled again")
             raise

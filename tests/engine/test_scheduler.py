@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
-from npu_gr.core.health import LEAST_S, Health
+from npu_gr.core.health import DEAD_S, LEAST_S, Health
 from npu_gr.engine import device_threads
 from npu_gr.engine.device_threads import COMPILE_S, SWITCH_S, UNKNOWN_S, pass_limit_s
 from npu_gr.engine.page_jobs import warmup_order
@@ -445,7 +445,7 @@ async def test_a_pass_is_late_after_ten_times_its_estimate() -> None:
     assert pass_limit_s([job(0.001), job(0.002)]) == LEAST_S
     assert pass_limit_s([job(1.0), job(2.0)]) == pytest.approx(30.0)
     assert pass_limit_s([job(1.0), job(0.0)]) == UNKNOWN_S, "the time of one is not known"
-    assert pass_limit_s([job(0.001, may_compile=True)]) == COMPILE_S
+    assert pass_limit_s([job(0.001, may_compile=True)]) == UNKNOWN_S
     health = Health()
     async with running() as (scheduler, device):
         scheduler.watch(health)
@@ -458,18 +458,19 @@ async def test_a_pass_is_late_after_ten_times_its_estimate() -> None:
 
 
 async def test_first_runs_have_the_limit_of_a_compiler() -> None:
-    limits: list[float] = []
+    limits: list[tuple[float, float]] = []
     async with running() as (scheduler, _):
         (worker,) = scheduler._streams.workers
 
         def note(works: Sequence[Any] = (None,)) -> list[Any]:
-            limits.extend(work.limit_s for work in worker.works())
+            limits.extend((work.limit_s, work.dead_s) for work in worker.works())
             return list(works)
 
         await scheduler.call(note, FAR, warmup_order())
         await scheduler.batch(Work("self-test"), note, FAR, estimate_s=0.001)
         await scheduler.batch(Work("request"), note, time.monotonic() + 60, estimate_s=0.001)
-    assert limits == [COMPILE_S, COMPILE_S, LEAST_S]
+    first = (UNKNOWN_S, COMPILE_S)
+    assert limits == [first, first, (LEAST_S, DEAD_S)]
 
 
 async def test_a_stop_does_not_wait_for_a_pass_that_does_not_return(

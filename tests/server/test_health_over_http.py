@@ -112,7 +112,8 @@ async def test_a_pass_that_never_returns_is_seen_and_its_callers_are_answered(
         late = (await (await client.get("/debug/status")).json())["late"]
         assert late["device_0"] > BUDGET_S
         assert relay.tiers.pool.reserved_bytes == held
-        monkeypatch.setattr(health, "DEAD_S", 0.0)
+        (work,) = service.parts.scheduler._streams.workers[0].works()
+        work.dead_s = 0.0
         code, why = await status(client, "/healthz")
         assert code == 503
         assert why.startswith("device_0 has not moved for ")
