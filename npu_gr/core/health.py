@@ -107,6 +107,7 @@ class Health:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._vital: dict[str, Worker] = {}
+        self.fault = ""  # why scores may be wrong; it stays until a restart
 
     def add(self, name: str, worker: Worker | None = None, *, is_vital: bool = False) -> Worker:
         """Add a worker, and return it.
@@ -134,6 +135,10 @@ class Health:
         return {name: self._late(name, one) for name, one in list(self._workers.items())}
 
     def why_not_ready(self) -> str:
+        """Say why a request would wait in vain, or have wrong scores; "" = it would not."""
+        return self.fault or self.why_late()
+
+    def why_late(self) -> str:
         """Say which vital worker is late; "" = none."""
         for name, worker in self._vital.items():
             if (late := self._late(name, worker)) is not None:

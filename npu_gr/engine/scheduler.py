@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
-from npu_gr.core.health import Health, Worker
+from npu_gr.core.health import Worker
 from npu_gr.engine.device_threads import UNKNOWN_S, DeviceThreads, Streams
 from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
@@ -64,7 +64,10 @@ class Scheduler:
         self.config = config
         self._streams = DeviceThreads(config, stream) if streams is None else streams
         self._streams.on_pass = self._pass_ended
-        self.copies = Worker()  # waits for copies between the tiers
+        self._copies = Worker()
+        # Without these nothing works: the device threads, and the waits for copies between tiers.
+        self.workers = {f"device_{n}": one for n, one in enumerate(self._streams.workers)}
+        self.workers["copies"] = self._copies
         # Called on a device thread after each pass that may be shared.
         self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None
         # Called on a device thread after every pass.
@@ -77,12 +80,6 @@ class Scheduler:
     async def stop(self) -> None:
         """Let running passes end. Jobs that still wait end with Unavailable."""
         await self._streams.stop()
-
-    def watch(self, health: Health) -> None:
-        """Add the device threads and the copies, without which nothing works."""
-        for number, worker in enumerate(self._streams.workers):
-            health.add(f"device_{number}", worker, is_vital=True)
-        health.add("copies", self.copies, is_vital=True)
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of the tenants' shares of the queue (default 1)."""
@@ -261,7 +258,7 @@ class Scheduler:
             wait: Function that blocks until the device work has ended.
         """
         future = asyncio.ensure_future(asyncio.to_thread(wait))
-        with self.copies.busy(UNKNOWN_S):
+        with self._copies.busy(UNKNOWN_S):
             try:
                 await asyncio.shield(future)
             except asyncio.CancelledError:

@@ -410,11 +410,6 @@ class Ranking:
             rows = rows[known]
         return rows, known
 
-    @property
-    def fault(self) -> str:
-        """Why the scores may be wrong even without cached KV; "" = they are right."""
-        return self._selfcheck.fault
-
     async def stop(self) -> None:
         """Stop self-checks, then the relay."""
         await self._selfcheck.stop()
@@ -426,7 +421,7 @@ class SelfCheck:
 
     a check fails               the user's prefixes are dropped; all cached ranks are checked
     `MOST_FAILED` in a row      the prefix cache is switched off, since cold scores are right
-    two cold passes differ too  `fault` says so, and the instance becomes unready
+    two cold passes differ too  the instance is unready until it is restarted
 
     A cache that is off stays off until the configuration is read again: what spoils KV, e.g. the
     device's memory, does not mend itself, and trying would serve wrong scores.
@@ -441,7 +436,6 @@ class SelfCheck:
         self._checked: set[UserKey] = set()  # users of running checks
         self._num_failed = 0  # in a row
         self._all_until_at = 0.0  # instant until which all cached ranks are checked
-        self.fault = ""
 
     def maybe(self, work: RankPass, cached: F32, user: UserKey, config: RankingConfig) -> None:
         """Check a share of the passes.
@@ -502,11 +496,12 @@ class SelfCheck:
             await self._relay.erase(user)
         again = drift_of(await self._cold(work, user), cold)
         if not again <= max_drift:
-            self.fault = (
+            fault = (
                 f"two cold passes of one rank differ by {again:.2e} standard deviations: the "
                 "device computes wrongly"
             )
-            log.critical("self-check: %s", self.fault)
+            self._metrics.health.fault = fault
+            log.critical("self-check: %s", fault)
 
     async def _cold(self, work: RankPass, user: UserKey) -> F32:
         deadline_at = time.monotonic() + _SELFCHECK_S

@@ -106,8 +106,8 @@ class Service:
 
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, float("inf"), tenant=tenant))
-        elif why := self._why_unfit():
-            raise NotTaken(why)
+        elif why_not := self.parts.metrics.health.why_not_ready():
+            raise NotTaken(why_not)
         else:
             answer = await within(budget_s, asked)
         self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
@@ -180,14 +180,8 @@ class Service:
         failures = self.parts.scheduler.failures_in_a_row
         if failures >= MAX_FAILURES:
             return False, f"the device failed {failures} times in a row"
-        why = self._why_unfit()
-        return not why, why
-
-    def _why_unfit(self) -> str:
-        """Say why a request would wait in vain, or have wrong scores; "" = it would not."""
-        rankers = self.versions.rankers
-        why = self.parts.metrics.health.why_not_ready()
-        return why or ("" if rankers is None else rankers.current.fault)
+        why_not = self.parts.metrics.health.why_not_ready()
+        return not why_not, why_not
 
     def why_dead(self) -> str:
         """Say what has not moved for so long that only a new process helps; "" = nothing."""

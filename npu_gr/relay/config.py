@@ -63,11 +63,6 @@ class LiveSettings:
     is_switched_off: bool = False
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether prefixes are used at all."""
-        return self.relay.enabled and not self.is_switched_off
-
-    @property
     def uses_dram(self) -> bool:
         """Whether prefixes are copied to DRAM and back."""
         return self.brownout < Brownout.NO_DRAM

@@ -315,7 +315,7 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
 
     async def _find(self) -> FoundPrefix:
         time = self._time
-        is_enabled = self._relay.settings.is_enabled
+        is_enabled = time.config.enabled and not self._relay.settings.is_switched_off
         if is_enabled and time.num_tokens:
             return await self._relay._finder.find(
                 self._user, self._tokens, time, self._while_waiting

@@ -103,7 +103,8 @@ async def opened(
         backend = open_backend(config, metrics)
         scheduler = Scheduler(config.scheduler, backend.stream)
         scheduler.weigh(config.admission.tenant_weights)
-        scheduler.watch(metrics.health)
+        for name, worker in scheduler.workers.items():
+            metrics.health.add(name, worker, is_vital=True)
         scheduler.start()
         stack.push_async_callback(scheduler.stop)
         versions = await open_models(config, backend, scheduler, metrics)
@@ -230,7 +231,7 @@ async def run(
             why_dead = await serve(
                 app, config.server, on_drain=drain, ready=ready, why_dead=service.why_dead
             )
-    return bool(why_dead or service.parts.metrics.health.why_not_ready())
+    return bool(why_dead or service.parts.metrics.health.why_late())
 
 
 def open_backend(config: Config, metrics: Metrics) -> Backend:

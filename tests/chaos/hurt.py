@@ -34,7 +34,7 @@ def patch(folder: Path) -> None:
                     keys[:, first : first + num] *= 1.5
         return forward(engine, passes)
 
-    RankEngine.forward = hurt  # type: ignore[method-assign]
+    RankEngine.forward = hurt  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

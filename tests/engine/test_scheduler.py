@@ -448,7 +448,8 @@ async def test_a_pass_is_late_after_ten_times_its_estimate() -> None:
     assert pass_limit_s([job(0.001, may_compile=True)]) == UNKNOWN_S
     health = Health()
     async with running() as (scheduler, device):
-        scheduler.watch(health)
+        for name, worker in scheduler.workers.items():
+            health.add(name, worker, is_vital=True)
         assert set(health.ages_s()) == {"device_0", "copies"}
         async with held(scheduler):
             await asyncio.sleep(0.01)

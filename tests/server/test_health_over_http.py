@@ -122,7 +122,7 @@ async def test_a_pass_that_never_returns_is_seen_and_its_callers_are_answered(
         assert (await status(client, "/healthz"))[0] == 200
         assert (await rank(client, "after"))[0] == 200
         await until(lambda: not relay.tiers.pool.reserved_bytes)
-        await until(lambda: not service.admission.work.admitted)  # type: ignore[attr-defined]
+        await until(lambda: not service.admission.work.admitted)
 
 
 async def test_an_instance_stops_while_a_pass_hangs(
@@ -130,7 +130,7 @@ async def test_an_instance_stops_while_a_pass_hangs(
 ) -> None:
     monkeypatch.setattr("npu_gr.engine.device_threads.STOP_S", 0.05)
     async with hung(tmp_path, monkeypatch) as (_, service, hanging):
-        waits = asyncio.create_task(service.parts.scheduler.call(list, float("inf")))
+        waits = asyncio.create_task(service.parts.scheduler.call(lambda: None, float("inf")))
         await asyncio.sleep(0)
         await service.parts.scheduler.stop()
         with pytest.raises(Unavailable):
@@ -202,8 +202,8 @@ async def test_failures_in_a_row_switch_the_prefix_cache_off_until_a_reload(tmp_
             assert same(answer, right)
         assert len(relay.tiers.pool) == 0
         assert service.is_ready()[0], "cold scores are right"
-        async with client.post("/v1/models/reload") as answer:
-            assert answer.status == 200, await answer.text()
+        async with client.post("/v1/models/reload") as reloaded:
+            assert reloaded.status == 200, await reloaded.text()
         assert await metric(client, "npu_gr_prefix_cache_switched_off") == 0
         answer = await hit(client, "new")
         assert answer["outcome"] == "hbm_hit"

@@ -38,9 +38,9 @@ class Tiers(NamedTuple):
 
     def erase_all(self) -> None:
         """Drop all entries of all users in both tiers."""
-        for tier in self:
-            for user in [] if tier is None else tier.users():
-                tier.erase_user(user)
+        users = self.pool.users() + ([] if self.dram is None else self.dram.users())
+        for user in users:
+            self.erase_user(user)
 
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""
