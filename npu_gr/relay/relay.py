@@ -140,7 +140,7 @@ class Relay(Generic[P]):
         trigger: TriggerConfig,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Apply other settings from now on, and undo `switch_off`.
+        """Apply other settings from now on, and use prefixes again if they were switched off.
 
         Running jobs and measurements stay.
         """
@@ -258,11 +258,6 @@ class Relay(Generic[P]):
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # lets the callbacks of the tasks release the pages
         await self._overwrites.finished()
-
-    def switch_off(self) -> None:
-        """Use no prefix until `reconfigure`, and drop those that the tiers have."""
-        self.settings.is_switched_off = True
-        self.tiers.erase_all()
 
     def knows(self, user: UserKey) -> bool:
         """Return whether a tier, a prefill job or a remembered signal belongs to the user."""
