@@ -315,7 +315,7 @@ class _Build:
             ],
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
-            "left_out": self._log.num_left_out,
+            "filtered": self._log.num_left_out,
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
@@ -393,7 +393,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
-    if num := manifest["left_out"]:
+    if num := manifest["filtered"]:
         yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
