@@ -30,6 +30,7 @@ from npu_gr.catalogue.filters import (
     deny_items,
 )
 from npu_gr.catalogue.names import EMPTY, ItemNames
+from npu_gr.catalogue.new_items import completed
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import (
@@ -213,6 +214,7 @@ class ServedCatalogue:
                         (new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid
                     )
                     names = snapshot.names
+                    records = completed(snapshot, records)
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
                     named = [new for new in change.add if new.name or new.title]
                     texts = [new.name or str(new.item_id) for new in named]

@@ -189,6 +189,8 @@ async def test_without_an_instance_the_answer_is_503_and_the_router_is_not_ready
         await until(is_down)
         status, _, headers = await s.post("rank")
         assert (status, headers["Retry-After"]) == (503, "1")
+        async with s.http.head(f"{s.url}/healthz") as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
         async with s.http.get(f"{s.url}/healthz") as answer:
             assert answer.status == 200
 
@@ -259,6 +261,17 @@ async def test_a_change_of_the_catalogue_reaches_every_instance_by_the_admin_add
         assert all(fake.bodies == [b"items"] for fake in s.fakes)
         async with s.http.post(f"{s.url}/v1/catalog/items", data=b"items") as answer:
             assert answer.status == 404  # not on the public address
+
+
+async def test_a_reload_and_a_rollback_may_take_longer_than_a_request() -> None:
+    async with site(2, max_budget_s=0.6) as s:
+        s.fakes[1].delay_s = 1.5
+        for what in ("reload", "rollback"):
+            async with s.http.post(f"{s.admin}/v1/models/{what}") as answer:
+                assert (answer.status, sorted(await answer.json())) == (200, ["i0", "i1"])
+        assert [one.asked("/v1/models/rollback") for one in s.fakes] == [1, 1]
+        async with s.http.post(f"{s.admin}/v1/catalog/items", data=b"items") as answer:
+            assert answer.status in (503, 504)
 
 
 async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_instance() -> None:
