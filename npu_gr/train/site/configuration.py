@@ -60,6 +60,8 @@ def configuration(
     """
     own = Path("evaluated") if is_evaluated else Path()
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
+    repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
+    seen = _line("  exclude_seen", cascade.exclude_seen, f"leave out what a user had; {repeats}")
     objectives = SLOConfig()
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
     lines = [
@@ -116,6 +118,7 @@ def configuration(
         "",
         "generate:                         # POST /v1/generate: retrieval by semantic IDs",
         *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
+        seen,
         "",
         "match:                            # POST /v1/match: retrieval by vectors",
         _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
@@ -132,6 +135,7 @@ def configuration(
             cascade.order,
             "blended: by the ranker's fitted score blend; or rank, fused, retrieval",
         ),
+        seen,
     ]
     if not is_evaluated:  # popularity was counted over all events, also the held-out ones
         popular = str(site / "popular.txt")
