@@ -3,14 +3,14 @@
 Heap: glibc maps and unmaps every block above 32 MiB, so each large temporary of torch pays for its
 page faults again, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, and 9 ms
 from the heap. With the settings here, blocks up to nearly 64 MiB stay in the heap of a thread;
-larger ones belong in pools.
+larger ones belong in pools. `trim_heap` gives back what a load took.
 
 Garbage collector: a collection stops all threads, so the objects of imports are frozen. On an
 instance imports leave 207,000 objects, and a full collection takes 95 to 126 ms of CPU; with those
 frozen, 13,400 objects and 1.3 ms. Objects of models are not frozen: the engine and the relay of a
 version form a cycle, which would keep its weights for ever.
 
-`stop_signals` receives SIGTERM and SIGINT.
+`stop_signals` receives SIGTERM and SIGINT. `end_within` ends a process that cannot stop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+
+from npu_gr.core.logs import close_logs
+
+log = logging.getLogger(__name__)
+
+HUNG = 70  # exit status of a process in which something hung: EX_SOFTWARE of BSD
 
 # The defaults of CPython 3.11, for all versions. In 1,600 ranks 100 young collections stop the
 # process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 % or
@@ -68,6 +77,32 @@ def set_up_process() -> bool:
     except AttributeError:
         return False
     return all([mallopt(_M_MMAP_THRESHOLD, _MOST), mallopt(_M_TRIM_THRESHOLD, _MOST)])
+
+
+def end_now(status: int = HUNG) -> None:
+    """End the process without waiting for anything but its logs."""
+    close_logs()
+    os._exit(status)
+
+
+def end_within(seconds: float) -> None:
+    """End the process after `seconds` if it still runs then, whatever it waits for."""
+
+    def work() -> None:
+        time.sleep(seconds)
+        log.critical("the process did not stop within %.0f s; it ends now", seconds)
+        end_now()
+
+    threading.Thread(target=work, name="npu_gr-end", daemon=True).start()
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system: after a load, copies of weights stay in the heap.
+
+    Only with glibc. It takes milliseconds for each GB, so call it in a thread.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from npu_gr.catalogue.filters import (
     attribute_in,
     deny_items,
 )
-from npu_gr.catalogue.names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames, collisions
 from npu_gr.catalogue.new_items import completed
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
@@ -194,29 +194,35 @@ class ServedCatalogue:
         """Serve a version with items added, withdrawn and restored, until the next reload.
 
         An item without a semantic ID gets one by the centroids in the folder of the file; it is in
-        the result.
+        the result. So are new items whose id is that of another name; they are left out.
 
         Raises:
             DataError: an item is invalid; the current version stays. Also after errors of `before`.
         """
         made: dict[str, tuple[int, ...]] = {}
+        rejected: dict[str, str] = {}
 
         def changed() -> Snapshot:
             with self._catalogue.pin() as snapshot:
-                if change.add:
-                    sids = SidMaker(snapshot.trie, self._centroids).all_of(change.add)
+                ids = np.array([new.item_id for new in change.add], np.int64)
+                others = collisions(
+                    [new.name for new in change.add], ids, [snapshot.names, self._names]
+                )
+                rejected.update((one, f"has the id of {other!r}") for one, other in others.items())
+                if items := [new for new in change.add if new.name not in others]:
+                    sids = SidMaker(snapshot.trie, self._centroids).all_of(items)
                     records = [
                         Record(new.item_id, list(sid), new.order, new.attributes, new.features)
-                        for new, sid in zip(change.add, sids, strict=True)
+                        for new, sid in zip(items, sids, strict=True)
                     ]
-                    pairs = zip(change.add, sids, strict=True)
+                    pairs = zip(items, sids, strict=True)
                     made.update(
                         (new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid
                     )
                     names = snapshot.names
                     records = completed(snapshot, records)
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
-                    named = [new for new in change.add if new.name or new.title]
+                    named = [new for new in items if new.name or new.title]
                     texts = [new.name or str(new.item_id) for new in named]
                     snapshot = name(
                         replace(snapshot, names=names), texts, [new.title for new in named]
@@ -225,7 +231,8 @@ class ServedCatalogue:
                     snapshot = withdraw(snapshot, change.withdraw)
                 return snapshot if change.restore is None else restore(snapshot, change.restore)
 
-        return replace(await self._publish(changed, before, is_strict=True), sids=made)
+        info = await self._publish(changed, before, is_strict=True)
+        return replace(info, sids=made, rejected=rejected)
 
     async def _publish(
         self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool
