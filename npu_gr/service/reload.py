@@ -219,14 +219,18 @@ class Reload:
         """Let rankers prepare for a new catalogue, or a new ranker for the current one."""
         versions = self._versions
         commits = []
-        if items is not None:
-            items.follow = versions.follow
-            commits.append(await items.followed())
-        elif versions.generators is not None:
-            items = versions.generators.current.items
-        if scored is not None and items is not None:
-            with items.pin() as (snapshot, _):
+        served = None if versions.generators is None else versions.generators.current.items
+        successor = None if items is served else items
+        if successor is not None and served is not None:
+            await successor.catch_up(served)
+            successor.follow = versions.follow
+            commits.append(await successor.followed())
+        catalogue = successor or served
+        if scored is not None and catalogue is not None:
+            with catalogue.pin() as (snapshot, _):
                 commits.append(await scored.follow(snapshot, False))
+        if successor is not None and served is not None:
+            await successor.succeed(served)  # last, since it cannot be undone
         return commits
 
     def _reconfigure(self, new: Config) -> None:

@@ -60,7 +60,8 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The served version of the catalogue, and `previous`, to which a rollback returns.
 
-    `sids` maps the items of a change to their computed semantic IDs.
+    `sids` maps the items of a change to their computed semantic IDs. `durable` says whether changes
+    survive a restart.
     """
 
     version: str
@@ -68,6 +69,7 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_bytes: int
     age_s: float
     previous: str | None
+    durable: bool
     sids: dict[str, list[int]] = {}
 
 
