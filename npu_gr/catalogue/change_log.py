@@ -219,13 +219,17 @@ class ChangeLog:
         if not self.path.exists():
             return NO_CHANGES
         self._own()
-        found = read_log(self.path)
-        assert found is not None
         try:
+            found = read_log(self.path)
+            assert found is not None
             if self.path.stat().st_size > found.num_bytes:
                 os.truncate(self.path, found.num_bytes)
         except OSError as error:
+            self.close()
             raise ConfigError(f"{SETTING}: {self.path}: {error.strerror}") from error
+        except ConfigError:
+            self.close()
+            raise
         self._sequence = found.sequence
         self._holds(found.changes, found.num_bytes, found.num_state_bytes)
         return found.changes
