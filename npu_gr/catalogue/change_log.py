@@ -53,7 +53,8 @@ class Changes:
 
     def then(self, change: CatalogueChange) -> Changes:
         """Return the net effect with one more change, in the order of `CatalogueChange`."""
-        added, removed, withdrawn = self.added, self.removed, self.withdrawn
+        added, removed = self.added, self.removed
+        withdrawn = self.withdrawn
         if change.add:  # takes the withdrawn items out of the trie
             retained = {item: new for item, new in added.items() if item not in withdrawn}
             added = retained | {new.item_id: new for new in change.add}
