@@ -11,6 +11,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -305,14 +306,17 @@ def instance(
         root: Checkout of its code.
     """
     port = free_port()
+    file = (config or root / "configs" / "cpu.yaml").absolute()
+    # the name until 0.2, of a checkout of older code
+    is_old = re.search(r"^features:", file.read_text(), re.MULTILINE)
+    store = "features" if is_old else "history_store"
     settings = [
         f"server.port={port}",
         "server.admin_port=0",
         f"checkpoint={checkpoint}",
-        f"history_store.path={folder / f'{slug(name)}.db'}",
+        f"{store}.path={folder / f'{slug(name)}.db'}",
         *overrides,
     ]
-    file = (config or root / "configs" / "cpu.yaml").absolute()
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(file)]
     command += [word for setting in settings for word in ("--set", setting)]
     return Process(name, command, port, folder, "/readyz", root)
