@@ -158,7 +158,7 @@ class ServedCatalogue:
         self._publishing = asyncio.Lock()
         path = log_path(section.catalogue, section.change_log)
         self._log = None if path is None else ChangeLog(path)
-        self._carried: Changes | None = None  # of the catalogue that this one is to succeed
+        self.carried: Changes | None = None  # of the catalogue that this one is to succeed
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
@@ -199,9 +199,10 @@ class ServedCatalogue:
 
         def read() -> Snapshot:
             changes = carried
-            if changes is None:
-                is_start = self._catalogue.is_empty
-                changes = self._load() if is_start else self.changes
+            if changes is None and not self._catalogue.is_empty:
+                changes = self.changes
+            elif changes is None:
+                changes = NO_CHANGES if self._log is None else self._log.load()
             snapshot, dropped = replay(self._read(), changes, centroids)
             if dropped:
                 item, why = next(iter(dropped.items()))
@@ -212,26 +213,14 @@ class ServedCatalogue:
             return snapshot
 
         def write(snapshot: Snapshot) -> None:
-            if self._log is not None and self._carried is None:
+            if self._log is not None and self.carried is None:
                 self._log.write(snapshot.changes)
 
-        self._carried = carried
+        self.carried = carried
         info = await self._publish(read, before, write, is_strict=False)
         self._names = names
         self._centroids = centroids
         return info
-
-    def _load(self) -> Changes:
-        return NO_CHANGES if self._log is None else self._log.load()
-
-    async def catch_up(self, predecessor: ServedCatalogue) -> None:
-        """Apply the changes that a catalogue has got since this one was read, before it succeeds.
-
-        Raises:
-            DataError: as `reload`.
-        """
-        if predecessor.changes is not self._carried:
-            await self.reload(carried=predecessor.changes)
 
     async def succeed(self, predecessor: ServedCatalogue) -> None:
         """Take the log of the catalogue in service, whose changes this one has, and close its own.
@@ -246,7 +235,7 @@ class ServedCatalogue:
             await to_the_end(asyncio.to_thread(ours.take_over, theirs, self.changes))
         if theirs is not ours:
             predecessor.close()
-        self._carried = None
+        self.carried = None
 
     def close(self) -> None:
         """Release the log."""

@@ -222,7 +222,8 @@ class Reload:
         served = None if versions.generators is None else versions.generators.current.items
         successor = None if items is served else items
         if successor is not None and served is not None:
-            await successor.catch_up(served)
+            if successor.carried is not served.changes:  # changed while this one was read
+                await successor.reload(carried=served.changes)
             successor.follow = versions.follow
             commits.append(await successor.followed())
         catalogue = successor or served
