@@ -8,11 +8,12 @@ unit, and PromQL expressions by legend. Expressions use two variables:
 
 A row or panel with `each` is repeated for every kind of request in that group, so a new kind gets
 its panels without a change here. Its expressions and texts use the variables that `_words` returns,
-such as `$kind`, `$Title` and `$plural`.
+such as `$kind`, `$Title` and `$plural`. A row or panel with `empty` has no data unless what it says
+is so; the panel's description ends with it.
 
 Tests check three things: the files in `dashboards/` are up to date with the templates, every metric
 is in the registry, and every expression returns data on a real Prometheus that scrapes a real
-service.
+service; under the demo's traffic only those panels are empty that say so.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _placed(
         x = 0
         line_height = 0
         for panel, own in _repeated(row["panels"], kinds, words):
-            made = _panel(panel, own)
+            made = _panel({"empty": row.get("empty"), **panel}, own)
             size = made["gridPos"]
             if x + size["w"] > COLUMNS:
                 x = 0
@@ -186,6 +187,7 @@ def _said(text: str, words: Mapping[str, str]) -> str:
 def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
     kind = next(name for name in TYPES if name in panel)
     show = panel["show"] if isinstance(panel["show"], dict) else {"": panel["show"]}
+    empty = f" Empty unless {panel['empty']}." if panel["empty"] else ""
     targets: list[dict[str, Any]] = [
         {
             "refId": chr(ord("A") + index),
@@ -198,7 +200,7 @@ def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
     made: Panel = {
         "type": TYPES[kind],
         "title": _said(panel[kind], words),
-        "description": _said(panel["text"], words),
+        "description": _said(panel["text"] + empty, words),
         "datasource": DATASOURCE,
         "gridPos": {"x": 0, "y": 0, "w": panel.get("width", WIDTHS[kind]), "h": HEIGHTS[kind]},
         "fieldConfig": {"defaults": {"unit": panel.get("unit", "none")}, "overrides": []},

@@ -7,7 +7,8 @@ factors are those of The Site Reliability Workbook, chapter 5. Two things differ
 - A window without traffic records no sample, because a division by zero would spoil the average
   over 30 days.
 - A burn-rate alert needs `MIN_REQUESTS` in its long window, so that one failed request in a quiet
-  night pages no one.
+  night pages no one. Rare kinds, as erasures, need `MIN_BAD` bad ones instead: for the slow
+  alert in its long window; for the fast one in six hours, and every request of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SERVICE = "npu_gr"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 PERIOD_DAYS = 30
 MIN_REQUESTS = 100
+MIN_BAD = 5
 RUNBOOKS = "docs/runbooks"
 
 Rule = dict[str, Any]
@@ -42,6 +44,7 @@ class Burn(NamedTuple):
 FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))
 # 10 % of the budget in a day, or in three days
 SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))
+RARE_WINDOW = "6h"  # all requests of a rare kind were bad for so long
 
 
 def rules(
@@ -86,20 +89,11 @@ def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[d
 
 def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
     """Record the share of requests that broke the promise, over each window."""
-    bad, all_ = (
-        ('result="slow"', 'result=~"good|slow"')
-        if promise is Promise.LATENCY
-        else ('result="failed"', "")
-    )
-
-    def rate(results: str, window: str) -> str:
-        matchers = ",".join(filter(None, (f'kind="{kind}"', results)))
-        return f"sum(rate(npu_gr_slo_requests_total{{{matchers}}}[{window}]))"
-
+    bad, all_ = _series(kind, promise)
     recorded = [
         {
             "record": f"slo:sli_error:ratio_rate{window}",
-            "expr": f"{rate(bad, window)}\n/\n({rate(all_, window)} > 0)",
+            "expr": f"sum(rate({bad}[{window}]))\n/\n(sum(rate({all_}[{window}])) > 0)",
             "labels": {**labels, "sloth_window": window},
         }
         for window in WINDOWS
@@ -115,6 +109,14 @@ def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
         }
     )
     return recorded
+
+
+def _series(kind: str, promise: Promise) -> tuple[str, str]:
+    """Return the selectors of the requests that broke a promise, and of all that it is about."""
+    of_kind = f'npu_gr_slo_requests_total{{kind="{kind}"'
+    if promise is Promise.LATENCY:
+        return f'{of_kind},result="slow"}}', f'{of_kind},result=~"good|slow"}}'
+    return f'{of_kind},result="failed"}}', f"{of_kind}}}"
 
 
 def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
@@ -157,12 +159,34 @@ def _alerts(
         else "not answered"
     )
 
-    def alert(speed: str, burns: tuple[Burn, ...], severity: str, how: str) -> Rule:
+    bad, _ = _series(kind.name, promise)
+    total = f'npu_gr_slo_requests_total{{kind="{kind.name}"}}'
+
+    def over(window: str, most: str) -> str:
+        return f"slo:sli_error:ratio_rate{window}{_selector(labels)} > {most}"
+
+    def num(series: str, window: str, least: int) -> str:
+        # `increase` of whole numbers is not whole: it extrapolates
+        return f"sum(increase({series}[{window}])) > {least - 0.5:g}"
+
+    def burning(burn: Burn, *, is_rare: bool) -> str:
+        most = f"{burn.factor:g} * {budget}"
+        enough = num(total, burn.long, MIN_REQUESTS + 1)
+        enough += f" or {num(bad, burn.long, MIN_BAD)}" if is_rare else ""
+        return (
+            f"(({over(burn.short, most)}) and ignoring (sloth_window) "
+            f"({over(burn.long, most)}) and on () ({enough}))"
+        )
+
+    # A rare kind has no requests in most short windows: an alert on them would come and go.
+    all_bad = f"(({over(RARE_WINDOW, '0.999')}) and on () ({num(bad, RARE_WINDOW, MIN_BAD)}))"
+    fast = [*(burning(burn, is_rare=False) for burn in FAST), all_bad]
+    slow = [burning(burn, is_rare=True) for burn in SLOW]
+
+    def alert(speed: str, conditions: list[str], severity: str, how: str) -> Rule:
         return _alert(
             f"NpuGr{kind.title}{promise.value.title()}{speed}Burn",
-            "\nor ignoring (sloth_window)\n".join(
-                _burning(burn, budget, kind.name, labels) for burn in burns
-            ),
+            "\nor ignoring (sloth_window)\n".join(conditions),
             severity,
             f"{plural} are {broken} so often that the error budget of {PERIOD_DAYS} days burns "
             f"{how}.",
@@ -170,22 +194,9 @@ def _alerts(
         )
 
     return [
-        alert("Fast", FAST, "page" if kind.pages_on_fast_burn else "ticket", "much too fast"),
-        alert("Slow", SLOW, "ticket", "too fast"),
+        alert("Fast", fast, "page" if kind.pages_on_fast_burn else "ticket", "much too fast"),
+        alert("Slow", slow, "ticket", "too fast"),
     ]
-
-
-def _burning(burn: Burn, budget: str, kind: str, labels: dict[str, str]) -> str:
-    def over(window: str) -> str:
-        return f"slo:sli_error:ratio_rate{window}{_selector(labels)} > {burn.factor:g} * {budget}"
-
-    enough = (
-        f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
-    )
-    return (
-        f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () "
-        f"({enough}))"
-    )
 
 
 def _cause(cause: dict[str, str], runbooks: str) -> Rule:

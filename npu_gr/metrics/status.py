@@ -61,7 +61,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the slowest recent requests."""
+    """One of the slowest recent requests of its kind."""
 
     age_s: float
     kind: str
@@ -69,6 +69,7 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
     status: int
     duration_s: float
+    objective_s: float  # of its kind; `duration_s` over it is slow
     outcome: str | None
     reason: str | None
     stages_s: dict[str, float]

@@ -2,8 +2,8 @@
 
 A line holds no user id, no history and no API key, but the key's name. The user appears as a keyed
 hash, and only where `server.log_user_key_file` is set. The detail of an error is logged unless the
-client caused the error, since such a detail may quote the body. The newest lines stay in memory for
-the status page.
+client caused the error, since such a detail may quote the body. The newest lines, and the slowest
+of each kind, stay in memory for the status page and the debug bundle.
 
 Spans (extra `otel`) are made at the end of a request from the answer's `stages_s`, so a request
 that is not sampled costs nothing. The client's `traceparent` decides whether a request is sampled;
@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,7 @@ from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, ThrottledLog, Trace, beg
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
 from npu_gr.handlers.base import HeldPermit
+from npu_gr.metrics.slo import Objective
 from npu_gr.server.auth.keys import ANONYMOUS, Key
 from npu_gr.server.config import ServerConfig
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(ACCESS_LOG)
 
 MOST_DETAIL = 200  # characters of a detail
+SLOW_FACTOR = 2.0  # a request that takes so many times its kind's objective is a warning
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,10 +81,10 @@ class ServerCall(msgspec.Struct, kw_only=True):
     def left_s(self) -> float:
         """Note that the body is parsed, and return the seconds left of the client's time limit.
 
-        Raises DeadlineExceeded where none are left.
+        Raises DeadlineExceeded where none are left, unless the request must finish.
         """
         self.parsed_at = now_at = time.monotonic()
-        if now_at >= self.until_at:
+        if now_at >= self.until_at and not (self.kind and self.kind.must_finish):
             granted_ms = (self.until_at - self.arrived_at) * 1e3
             raise DeadlineExceeded(
                 f"receiving and parsing took the whole time limit of {granted_ms:.0f} ms"
@@ -97,9 +99,12 @@ class AccessLog:
         ConfigError: The key file cannot be used.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, objectives: Iterable[Objective] = ()) -> None:
         self._logs_all = config.log_requests == "all"
         self._slow_s = config.slow_request_s
+        self._slow_by_kind_s = {
+            one.kind: min(self._slow_s, SLOW_FACTOR * one.threshold_s) for one in objectives
+        }
         self._key = (
             None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
         )
@@ -114,6 +119,7 @@ class AccessLog:
         """Log a request that has ended.
 
         Failed and slow ones are warnings; the others are written where `log_requests` is "all".
+        `slow_s` says which are slow.
 
         Args:
             call: The request.
@@ -140,10 +146,14 @@ class AccessLog:
         )
         if call.kind is not None:
             self.on_line(call.kind.name, line)
-        is_notable = line.status >= 500 or line.duration_s > self._slow_s
+        is_notable = line.status >= 500 or line.duration_s > self.slow_s(call.kind)
         if is_notable or self._logs_all:
             # the logging thread makes the JSON
             log_line(log, logging.WARNING if is_notable else logging.INFO, line)
+
+    def slow_s(self, kind: Kind[Any, Any] | None) -> float:
+        """Return the duration over which a request is a warning: see `SLOW_FACTOR`."""
+        return self._slow_s if kind is None else self._slow_by_kind_s.get(kind.name, self._slow_s)
 
     def failed(self, error: Exception) -> Failure | None:
         """Describe the error that a request ends with.
@@ -206,6 +216,8 @@ def lines_to_stdout() -> None:
 
 
 NEWEST = 1024  # requests in memory
+NUM_SLOW = 5  # slowest requests of each kind in memory
+SLOW_WITHIN_S = 900.0  # an older request is not among them
 _encode = msgspec.json.Encoder().encode
 
 
@@ -253,13 +265,32 @@ class EndedLine(NamedTuple):
     line: AccessLine
 
 
+class _Slowest:
+    """The slowest requests of a kind, slowest first: at most `NUM_SLOW` of `SLOW_WITHIN_S`."""
+
+    def __init__(self) -> None:
+        self.lines: list[AccessLine] = []
+        self._oldest_at = 0.0  # of `lines`
+
+    def add(self, line: AccessLine) -> None:
+        since_at = line.time_s - SLOW_WITHIN_S
+        lines = self.lines
+        is_full = len(lines) == NUM_SLOW and self._oldest_at >= since_at
+        if is_full and line.duration_s <= lines[-1].duration_s:
+            return
+        kept = [line, *(one for one in lines if one.time_s >= since_at)]
+        self.lines = sorted(kept, key=lambda one: -one.duration_s)[:NUM_SLOW]
+        self._oldest_at = min(one.time_s for one in self.lines)
+
+
 class RecentRequests:
-    """The newest requests that belong to a kind."""
+    """The newest requests that belong to a kind, and the slowest ones of each kind."""
 
     def __init__(self) -> None:
         self._newest: deque[EndedLine] = deque(maxlen=NEWEST)
-        # one deque per kind, so that a busy kind does not push out the others
+        # by kind, so that a busy kind does not push out the others
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
+        self._slowest: defaultdict[str, _Slowest] = defaultdict(_Slowest)
 
     def add(self, kind: str, line: AccessLine) -> None:
         """Remember a request that has ended, unless it was rejected with 429."""
@@ -267,16 +298,21 @@ class RecentRequests:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:
             self._newest.append(EndedLine(kind, line))
+            self._slowest[kind].add(line)
 
     def lines(self) -> list[str]:
         """Return the lines as JSON, oldest first."""
         return [str(line) for _, line in list(self._newest)]
 
-    def slowest(self, count: int, within_s: float) -> list[EndedLine]:
-        """Return the `count` slowest requests of the last `within_s` seconds, slowest first."""
-        since_at = time.time() - within_s
-        recent = [ended for ended in self._newest if ended.line.time_s >= since_at]
-        return sorted(recent, key=lambda ended: -ended.line.duration_s)[:count]
+    def slowest(self) -> list[EndedLine]:
+        """Return the slowest requests of each kind, see `NUM_SLOW` and `SLOW_WITHIN_S`."""
+        since_at = time.time() - SLOW_WITHIN_S
+        return [
+            EndedLine(kind, line)
+            for kind, slowest in self._slowest.items()
+            for line in slowest.lines
+            if line.time_s >= since_at
+        ]
 
     def percentiles_s(self, kind: str) -> tuple[float, float] | None:
         """Compute P50 and P99 in seconds of a kind's newest answered requests; None = none."""

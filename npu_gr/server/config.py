@@ -48,7 +48,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # time between unready and closing the listener; at least two periods of the health checks
     drain_grace_s: SecondsOrZero = 3.0
     shutdown_timeout_s: Seconds = 10.0  # time for requests in flight after the grace
-    slow_request_s: Seconds = 0.5  # slower requests are logged as warnings, as failed ones are
+    # slower requests, and those over twice their kind's objective, are logged as warnings
+    slow_request_s: Seconds = 0.5
     log_requests: Literal["all", "slow"] = "all"  # which requests get a line in the access log
     # file with a key of 16 to 64 bytes; with it the access log has a keyed hash of the user
     log_user_key_file: str | None = None

@@ -5,12 +5,13 @@
       '-- trace id     '-- 401 403 404 415          '-- 408    '-- 429      '-- other errors
 
 Every exception becomes an error response here. At its end a request is counted, and written to the
-access log.
+access log. What aiohttp answers by itself, outside of the middleware, is counted by `count_others`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from npu_gr.core.logs import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
-from npu_gr.server.admission.middleware import REJECTED, Admission
+from npu_gr.server.admission.middleware import COUNTED, Admission
 from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.auth.rules import PAGES, Address, Rule, reject_foreign_pages, rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.media import check_type
 from npu_gr.server.service_protocol import ServiceProtocol
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -118,12 +121,16 @@ class RequestLifecycle:
         error: Exception | None,
         attributes: Mapping[str, str | int] = MappingProxyType({}),
     ) -> None:
-        """Count and log a request, and end its span; `attributes` are added to the span."""
+        """Count and log a request, and end its span; `attributes` are added to the span.
+
+        A log or a span that fails is an error in the log: the answer stays as it is.
+        """
         duration_s = time.monotonic() - call.body_at
         stages_s = call.answer.stages_s if call.answer else {}
-        if call.kind is None or call.kind.must_finish or call.until_at == _NO_LIMIT_S:
-            has_s = 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S
-        else:
+        has_s = _NO_LIMIT_S
+        if call.until_at == _NO_LIMIT_S:  # the client's limit was 0, or is not known yet
+            has_s = 0.0 if isinstance(error, DeadlineExceeded) else has_s
+        elif call.kind is not None and not call.kind.must_finish:
             has_s = call.until_at - call.body_at
         self.metrics.requests.done(
             call.kind.name if call.kind else None,
@@ -134,14 +141,17 @@ class RequestLifecycle:
             rejection=error.reason if isinstance(error, Overloaded) else None,
             has_s=has_s,
         )
-        self.access_log.write(
-            call, status, duration_s, None if error is None else self.access_log.failed(error)
-        )
-        if call.span is not None:
-            found = _span_attributes(call, status)
-            self.tracing.end(
-                call.span, stages_s, call.arrived_at, call.parsed_at, {**found, **attributes}
+        try:
+            self.access_log.write(
+                call, status, duration_s, None if error is None else self.access_log.failed(error)
             )
+            if call.span is not None:
+                found = _span_attributes(call, status)
+                self.tracing.end(
+                    call.span, stages_s, call.arrived_at, call.parsed_at, {**found, **attributes}
+                )
+        except Exception:
+            log.exception("request %s cannot be logged", call.request_id)
 
 
 class Pipeline:
@@ -190,6 +200,14 @@ class Pipeline:
         """Count a malformed HTTP message; aiohttp has answered it with 400."""
         self._lifecycle.metrics.requests.broken(400)
 
+    async def count_others(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Count an answer that `_handle` has not: aiohttp's own, as when `_handle` itself fails."""
+        if COUNTED not in request:
+            route = _route(request)
+            kind = self._kinds.get((request.method, route))
+            name = None if kind is None else kind.name
+            self._lifecycle.metrics.requests.done(name, route, response.status, 0.0)
+
     def agent_line(self, asker: str) -> bytes:
         """Return the answer to HAProxy's agent-check; see `Admission.agent_line`."""
         return self._admission.agent_line(asker, is_ready=self._service.is_ready()[0])
@@ -216,8 +234,9 @@ class Pipeline:
             self._lifecycle.metrics.requests.in_flight.dec()
             self._admission.release(request)
             # admission counts its rejections itself, and logs a summary once a second
-            if REJECTED not in request:
+            if COUNTED not in request:
                 self._lifecycle.end(call, status, error)
+                request[COUNTED] = True
             error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[http.REQUEST_ID] = call.request_id
         response.headers["traceparent"] = call.trace.header

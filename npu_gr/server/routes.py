@@ -58,7 +58,7 @@ def build_web_app(
     keys.on_rejected = metrics.keys.rejected
     metrics.keys.observe(KeyRejection, lambda: len(keys), lambda: keys.is_stale)
     tls = None if config.tls is None else ServerTls(config.tls, "server.tls")
-    access_log = AccessLog(config)
+    access_log = AccessLog(config, metrics.requests.objectives.values())
     admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
     lifecycle = RequestLifecycle(
@@ -101,6 +101,7 @@ def build_web_app(
                 yield
 
     app.cleanup_ctx.append(background)
+    app.on_response_prepare.append(pipeline.count_others)
     app[PIPELINE] = pipeline
     if config.grpc_port is not None:
         app[RPC] = RpcServer(inference)

@@ -29,8 +29,6 @@ from npu_gr.server.access_log import AccessLine, RecentRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
 
-RECENT_S = 900.0  # the page lists the slowest requests of this time
-NUM_SLOW = 10
 LINKS = {
     "metrics": "/metrics",
     "configuration": "/debug/config",
@@ -74,7 +72,7 @@ async def status(
             for name, reads in metrics.relay.tiers.items()
         ],
         queue=dict(metrics.waiting()),
-        slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
+        slow=_slowest(metrics, newest),
         models=_models(service, metrics),
         tenants={
             tenant: _served(share)
@@ -102,7 +100,16 @@ def _served(share: Share) -> Served:
     return Served(**share._asdict())
 
 
-def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
+def _slowest(metrics: Metrics, newest: RecentRequests) -> list[SlowRequest]:
+    """List the slowest requests of each kind: those first that took most of their objective."""
+    objectives = metrics.requests.objectives
+    slow = [
+        _slow(KINDS[name], line, objectives[name].threshold_s) for name, line in newest.slowest()
+    ]
+    return sorted(slow, key=lambda one: -one.duration_s / one.objective_s)
+
+
+def _slow(kind: Kind[Any, Any], line: AccessLine, objective_s: float) -> SlowRequest:
     """Describe a slow request by its outcome, else its verdict, its kind's label or its error."""
     fields = line.answer_fields
     named = (fields.get(name) for name in ("outcome", "verdict", kind.label) if name)
@@ -113,6 +120,7 @@ def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
         trace_id=line.trace_id,
         status=line.status,
         duration_s=line.duration_s,
+        objective_s=objective_s,
         outcome=next((value for value in named if isinstance(value, str)), line.error),
         reason=fields.get("reason"),
         stages_s=dict(line.stages_s),

@@ -54,7 +54,9 @@ async def monitor(
     admin_url = prepared.instance.admin_url
     async with (
         served(prepared.instance) as url,
-        prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
+        prometheus(
+            boards, {"npu_gr": urlsplit(admin_url).netloc}, prometheus_port
+        ) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
         console.print(
@@ -103,13 +105,17 @@ def check_machine(ports: Mapping[str, int]) -> None:
 
 @contextlib.asynccontextmanager
 async def prometheus(
-    folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
+    folder: Path,
+    targets: Mapping[str, str],
+    port: int,
+    scrape_s: float = SCRAPE_S,
+    evaluate_s: float = EVALUATE_S,
 ) -> AsyncIterator[str]:
     """Run Prometheus for the block, and yield its URL.
 
     Args:
         folder: Folder with `rules.yml`; receives the configuration, data and log.
-        target: Scraped address, as host:port.
+        targets: Job -> its scraped address, as host:port.
         port: Port of Prometheus.
         scrape_s: Interval of scrapes.
         evaluate_s: Interval of evaluations of the rules.
@@ -130,7 +136,10 @@ async def prometheus(
             "evaluation_interval": every["evaluation"],
         },
         "rule_files": ["rules.yml"],
-        "scrape_configs": [{"job_name": "npu_gr", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": [target]}]}
+            for job, target in targets.items()
+        ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     url = f"http://127.0.0.1:{port}"

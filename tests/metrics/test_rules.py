@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def burning(kind: str, promise: Promise) -> list[Case]:
-    """Much too fast, a little too fast, within the objective, over it, and too few requests."""
+    """Much too fast, a little too fast, within the objective, over it; few and rare requests."""
     name = f"NpuGr{kind.title()}{promise.value.title()}"
     fast, slow = f"{name}FastBurn", f"{name}SlowBurn"
     bad = "slow" if promise is Promise.LATENCY else "failed"
@@ -68,11 +68,16 @@ def burning(kind: str, promise: Promise) -> list[Case]:
         Case(at(2, 70), 70, {slow: labels("6h")}, [fast]),
         Case(at(0, 70), 70, {}, [fast, slow]),
         Case(ended, 100, {slow: labels("2h")}, [fast]),
-        Case(counted("0+0x70", "0+1x70"), 70, {}, [fast, slow]),
+        Case(counted("0x80", "0x40 1x9 2x9 3x9 4x9"), 70, {}, [fast, slow]),
+        # as long as all are bad
+        Case(counted("0x420", HOURLY), RARE_MINUTE, {fast: labels("6h"), slow: labels("2h")}, []),
+        Case(counted(HOURLY, HOURLY), RARE_MINUTE, {slow: labels("2h")}, [fast]),
+        Case(counted(HOURLY, "0x200 1x220"), RARE_MINUTE, {}, [fast, slow]),
     ]
 
 
 INSTANCE = {"instance": "a"}
+RECORDED = 'npu_gr_recorded_total{instance="a",result="%s"}'
 STDOUT = {"instance": "a", "stream": "stdout"}
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
@@ -91,6 +96,10 @@ CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 USERS = 'npu_gr_user_features_total{instance="a",source="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
+OTHER_UP, OF_OPERATOR = 'up{instance="b",job="npu_gr"}', 'up{instance="a",job="shop/npu-gr"}'
+ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
+RARE_MINUTE = 365  # within 6 h of the first of them
+HOURLY = "0x59 1x59 2x59 3x59 4x59 5x59 6x59"  # one request an hour
 
 
 def held(live: int, reserved: int) -> dict[str, str]:
@@ -171,6 +180,39 @@ BURNS: list[Case] = [
 PENDING = 'npu_gr_erasure_pending_seconds{instance="a",place="store"}'
 CAUSES: list[Case] = [
     *one("NpuGrInstanceDown", {UP: "0x5"}, {UP: "1 0 1 0 1 0"}, 4, instance="a", job="npu_gr"),
+    *one(
+        "NpuGrInstanceDown",
+        {OF_OPERATOR: "0x5"},
+        {OF_OPERATOR: "1 0 1 0 1 0"},
+        4,
+        instance="a",
+        job="shop/npu-gr",
+    ),
+    # no series at all, or those of another job
+    *one("NpuGrSeriesMissing", {UP.replace("npu_gr", "shop"): "1x20"}, {UP: "1x20"}, 10),
+    *one("NpuGrSeriesMissing", {KEYS: "1x20"}, {OF_OPERATOR: "1x20"}, 10),
+    *one(
+        "NpuGrSeriesMissing",
+        {UP: "1x90", ROUTER_UP: "1x60 _x30"},
+        {UP: "1x90", ROUTER_UP: "1x90"},
+        75,
+        job="npu_gr_router",
+    ),
+    # of two one is gone; a pod has another name after an update
+    *one(
+        "NpuGrTargetGone",
+        {UP: "1x90", OTHER_UP: "1x60 _x30"},
+        {UP: "1x60 _x30", OTHER_UP: "_x60 1x30"},
+        80,
+        job="npu_gr",
+    ),
+    *one(
+        "NpuGrRecordingFailing",
+        {RECORDED % "dropped": "0+3x20", RECORDED % "written": "0+97x20"},
+        {RECORDED % "dropped": "0+1x20", RECORDED % "written": "0+199x20"},
+        18,
+        **INSTANCE,
+    ),
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
     *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
@@ -275,14 +317,15 @@ CAUSES: list[Case] = [
 ]
 
 
-ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
 ACTIVE = 'haproxy_backend_active_servers{instance="r",proxy="users"}'
 ANSWERS = 'haproxy_frontend_http_responses_total{instance="r",proxy="npu_gr",code="%s"}'
 OPEN = 'haproxy_process_current_connections{instance="r"}'
 MOST = 'haproxy_process_max_connections{instance="r"}'
 DOWN = 'haproxy_server_status{instance="r",proxy="users",server="gr-1",state="DOWN"}'
+BEHIND = 'haproxy_backend_http_responses_total{instance="r",proxy="users",code="%s"}'
 AGAIN = 'haproxy_backend_retry_warnings_total{instance="r",proxy="users"}'
 ASKED = 'haproxy_backend_http_requests_total{instance="r",proxy="users"}'
+UNTAKEN = 'haproxy_backend_connection_errors_total{instance="r",proxy="users"}'
 QUEUED = 'haproxy_backend_queue_time_average_seconds{instance="r",proxy="users"}'
 IDLE = 'haproxy_process_idle_time_percent{instance="r"}'
 LOST = 'haproxy_process_dropped_logs_total{instance="r"}'
@@ -310,6 +353,14 @@ CAUSES += [
     ),
     *one("NpuGrRouterNoInstance", {ACTIVE: "0x5"}, {ACTIVE: "0 1 0 1 0 1"}, 4, **USERS_OF_ROUTER),
     *one("NpuGrRouterErrors", routed(97, 3), routed(995, 5), 15, **ROUTER),
+    # rare requests, next to the probes of a balancer
+    *one(
+        "NpuGrRouterErrors",
+        {BEHIND % "5xx": HOURLY, BEHIND % "2xx": "0x420", ANSWERS % "2xx": "0+600x420"},
+        {BEHIND % "5xx": "0x200 1x220", BEHIND % "2xx": HOURLY, ANSWERS % "2xx": "0+600x420"},
+        365,
+        **ROUTER,
+    ),
     *one(
         "NpuGrRouterConnectionsFull",
         {OPEN: "95x5", MOST: "100x5"},
@@ -319,6 +370,13 @@ CAUSES += [
     ),
     *one("NpuGrRouterInstanceOut", {DOWN: "1x5"}, {DOWN: "1 0 1 0 1 0"}, 4, **OF_SERVER),
     *one("NpuGrRouterSecondTries", again(6), again(4), 25, **ROUTER),
+    *one(
+        "NpuGrRouterRejects",
+        {UNTAKEN: "0+3x20", ASKED: "0+100x20"},
+        {UNTAKEN: "0+1x20", ASKED: "0+200x20"},
+        15,
+        **ROUTER,
+    ),
     *one("NpuGrRouterSlow", {QUEUED: "0.02x30"}, {QUEUED: "0.005x30"}, 25, **USERS_OF_ROUTER),
     *one("NpuGrRouterBusy", {IDLE: "10x30"}, {IDLE: "30x30"}, 25, **ROUTER),
     *one("NpuGrRouterLogLinesDropped", {LOST: "0+1x30"}, {LOST: "0x30"}, 25, **ROUTER),
@@ -335,6 +393,7 @@ def as_test(case: Case) -> dict[str, Any]:
                     "exp_labels": {**labels, **ALERTS[alert]["labels"]},
                     "exp_annotations": {
                         name: text.replace("{{ $labels.instance }}", labels.get("instance", "a"))
+                        .replace("{{ $labels.job }}", labels.get("job", ""))
                         .replace("{{ $labels.server }}", "gr-1")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
@@ -370,14 +429,20 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
 
 
 @pytest.mark.prometheus
-@pytest.mark.parametrize("about", ["burns", "causes"])
+@pytest.mark.parametrize("about", ["burns", "rare", "causes"])
 def test_every_alert_fires_when_it_should(tmp_path: Path, about: str) -> None:
     *burns, causes = RULES["groups"]
-    cases, groups, every = (BURNS, burns, "5m") if about == "burns" else (CAUSES, [causes], "1m")
+    cases, groups, every = {
+        "burns": ([case for case in BURNS if case.minute != RARE_MINUTE], burns, "5m"),
+        # rules that look back for hours need no evaluation in between
+        "rare": ([case for case in BURNS if case.minute == RARE_MINUTE], burns, "73m"),
+        "causes": (CAUSES, [causes], "1m"),
+    }[about]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
     tests = {
         "rule_files": ["rules.yml"],
         "evaluation_interval": every,
+        "group_eval_order": [group["name"] for group in groups],  # else at random
         "tests": [as_test(case) for case in cases],
     }
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))

@@ -16,7 +16,7 @@ from npu_gr.core.kinds import Scope
 from npu_gr.route import haproxy
 from npu_gr.route.process import TEACHES_S
 from npu_gr.server.auth.keys import hash_of
-from tests.route.fake import Fake, row, site, until
+from tests.route.fake import Fake, Site, row, site, until
 
 KEY, OTHER_KEY = "k" * 32, "o" * 32
 
@@ -396,3 +396,40 @@ async def test_an_instance_joins_once_it_has_been_ready() -> None:
             assert set(await s.statuses()) == {"i0", "i9"}
         finally:
             await new.stop()
+
+
+async def sample(s: Site, name: str) -> float:
+    """A sample of the router's metrics, named with its labels."""
+    async with s.http.get(f"{s.admin}/metrics") as answer:
+        lines = dict(line.rsplit(" ", 1) for line in (await answer.text()).splitlines() if line)
+    return float(lines[name])
+
+
+async def test_its_own_answers_are_in_its_metrics() -> None:
+    """What no instance has answered no instance can count: errors, and rejections."""
+    names = [
+        'haproxy_frontend_http_responses_total{proxy="npu_gr",code="5xx"}',
+        'haproxy_backend_http_responses_total{proxy="users",code="5xx"}',
+    ]
+    untaken = 'haproxy_backend_connection_errors_total{proxy="users"}'
+    inflight = {"instance_inflight": 1}
+    async with site(1, objective_s=0.2, health={"failures": 1000}, limits=inflight) as s:
+        (only,) = s.fakes
+        only.delay_s = 60.0
+        before = await sample(s, untaken)
+        waits = asyncio.create_task(s.post("rank"))
+        await until_inside(only)
+        assert (await s.post("signal", "v"))[0] == 429
+        assert await sample(s, untaken) == before + 1
+        waits.cancel()
+    async with site(1) as s:
+        s.fakes[0].ready_status = 503
+
+        async def is_down() -> bool:
+            return (await s.statuses())["i0"].startswith("DOWN")
+
+        await until(is_down)
+        earlier = [await sample(s, name) for name in names]
+        for path in ("rank", "signal", "events"):
+            assert (await s.post(path))[0] == 503
+        assert [await sample(s, name) for name in names] == [num + 3 for num in earlier]

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import NotFound, NpuGrError
+from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
@@ -111,7 +111,7 @@ class FakeService:
             self.waits.set()
             await asyncio.Event().wait()
         answer: Any = self.answers[kind.name]
-        if isinstance(answer, NpuGrError):
+        if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, kind.answer)
         return answer

@@ -5,6 +5,8 @@ Within it is one span a stage, one after the other.
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,3 +143,31 @@ async def test_a_failure_is_an_error_of_the_span(tmp_path: Path) -> None:
         ) as response:
             assert response.status == 504
         assert not by_name(exporter)["POST /v1/rank"].status.is_ok
+
+
+async def test_a_request_is_followed_from_its_answer_to_its_exemplar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As docs/using.md shows it: `X-Request-Id`, the log line, the trace, and the histogram."""
+    with caplog.at_level(logging.INFO, "npu_gr.request"):
+        async with traced(tmp_path, 1.0) as (client, exporter):
+            headers = {"X-Request-Id": "order-4711"}
+            async with client.post("/v1/rank", json=RANK, headers=headers) as response:
+                trace_id = response.headers["traceparent"].split("-")[1]
+            openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}
+            text = await (await client.get("/metrics", headers=openmetrics)).text()
+            status = await (await client.get("/debug/status")).json()
+            spans = by_name(exporter)
+    written = (json.loads(r.getMessage()) for r in caplog.records if r.name == "npu_gr.request")
+    (line,) = (one for one in written if one["request_id"] == "order-4711")
+    assert line["trace_id"] == trace_id
+    context = spans["POST /v1/rank"].context
+    assert context is not None
+    assert (f"{context.trace_id:032x}", f"{context.span_id:016x}") == (trace_id, line["span_id"])
+    assert [one["trace_id"] for one in status["slow"]] == [trace_id]
+    (bucket,) = (
+        one
+        for one in text.splitlines()
+        if one.startswith('npu_gr_request_duration_seconds_bucket{kind="rank"') and " # {" in one
+    )
+    assert f'# {{trace_id="{trace_id}"}} ' in bucket

@@ -262,11 +262,6 @@ class RequestMetrics:
         else:
             self._admissions[kind, AdmissionResult.IMPOSSIBLE].inc(num)
 
-    def abandoned(self, kind: str, num: int = 1) -> None:
-        """Count requests whose clients disconnected before they were parsed."""
-        self._requests(KINDS[kind].path, ABANDONED).inc(num)
-        self._admissions[kind, AdmissionResult.ABANDONED].inc(num)
-
     def broken(self, status: int) -> None:
         """Count a request that ended before its route was known: invalid, too slow or too large."""
         self._requests("none", status).inc()

@@ -51,7 +51,7 @@ AGENT_SHARE = 0.12
 AGENT_LIMITS = (2, 64)  # smallest and largest number of requests that a proxy sends at once
 AGENT_MEMORY_S = 5.0  # an address counts as a proxy for so long; a proxy asks ten times a second
 BODY = web.RequestKey("body", bytes)
-REJECTED = web.RequestKey("rejected", bool)  # by admission, which has counted it
+COUNTED = web.RequestKey("counted", bool)  # the metrics have its end
 COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
 # the key, and the msgpack header of its value
@@ -186,7 +186,7 @@ class Admission:
         promised = is_promised(budget_s, self._metrics.requests.objectives[kind.name].threshold_s)
         self._metrics.requests.rejected_at_admission(kind.name, 1, reason, is_promised=promised)
         self._counts[kind.plural] += 1
-        request[REJECTED] = True
+        request[COUNTED] = True
         await self.pause(request)
 
     async def pause(self, request: web.Request) -> None:
