@@ -43,7 +43,7 @@ MOST_FILES = {"rank": 42, "generate": 52, "recommend": 61}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
 MOST_METHODS = 15  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 0
-MOST_LINES = 85_600
+MOST_LINES = 95_000
 
 
 class Entered:

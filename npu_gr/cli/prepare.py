@@ -96,9 +96,39 @@ from npu_gr.cli.options import FILE, names_of
     help="Columns of LOG about a user-item pair, such as affinity.",
 )
 @click.option(
+    "--positive",
+    multiple=True,
+    metavar="CONDITION",
+    help="Rows that are behaviours, such as 'click=1'; the others are left out. `none`: all are.",
+)
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="CONDITION",
+    help="Rows to leave out, such as 'status in (CANCELLED, RETURNED)'. `none`: leave out none.",
+)
+@click.option(
+    "--where", multiple=True, metavar="CONDITION", help="Rows to use, such as 'country=DE'."
+)
+@click.option(
+    "--like",
+    default="",
+    metavar="FOLDER",
+    help="Dataset whose actions keep their indices; default: the one that --out replaces.",
+)
+@click.option(
+    "--strict", is_flag=True, help="Fail where the checks at the end find something implausible."
+)
+@click.option(
     "--format",
     type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")),
     help="Format of LOG; default: by its name.",
+)
+@click.option(
+    "--encoding",
+    default="",
+    metavar="NAME",
+    help="Encoding of text files; default: UTF-8, or Windows-1252 by its letters.",
 )
 @click.option(
     "--columns",

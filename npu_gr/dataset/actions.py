@@ -159,12 +159,25 @@ def of_events(events: Sequence[str], old: OldActions) -> Actions:
         DataError: the previous dataset had actions of another kind.
     """
     old.check(ActionKind.EVENTS)
-    names = [*old.names, *sorted(set(events) - set(old.names))]
+    # types that differ in case or blanks alone are one: the old name, else the one in lower case
+    by_fold: dict[str, str] = {}
+    for name in [*old.names, *sorted(set(events), key=lambda one: (one != _fold(one), one))]:
+        by_fold.setdefault(name if name in old.names else _fold(name), name)
+        by_fold.setdefault(_fold(name), name)
+    one_of = {name: name if name in old.names else by_fold[_fold(name)] for name in events}
+    names = [*old.names, *sorted(set(one_of.values()) - set(old.names))]
     place = {name: at for at, name in enumerate(names)}
-    places = np.array([place[name] for name in events], np.int64)
-    return Actions(
-        kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=_new(names, old)
-    )
+    places = np.array([place[one_of[name]] for name in events], np.int64)
+    notes = _new(names, old)
+    if merged := [f"{quoted(a)} is {quoted(b)}" for a, b in one_of.items() if a != b]:
+        notes.append(
+            f"event types that differ in case or blanks alone are one: {', '.join(merged)}"
+        )
+    return Actions(kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=notes)
+
+
+def _fold(name: str) -> str:
+    return " ".join(name.split()).casefold()
 
 
 def of_values(column: str, values: ValueSample, num_buckets: int, old: OldActions) -> Actions:

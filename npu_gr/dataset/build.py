@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from npu_gr import __version__
@@ -41,6 +42,7 @@ from npu_gr.dataset.files import (
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.logs import Log, LogFeature
 from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.plausible import findings
 from npu_gr.dataset.rejects import MAX_WRITTEN, Rejects
 from npu_gr.dataset.side import ItemTable, UserTable, notes_of, read_items, read_users
 from npu_gr.dataset.sources import OTHERS, ArrowStream, open_source
@@ -95,19 +97,42 @@ def prepare(
     """
     out = Path(out)
     options = options or PrepareOptions()
-    source = open_source(log, options.format, options.columns)
-    item_source = open_source(items) if items is not None else None
-    user_source = open_source(users) if users is not None else None
+    with TemporaryDirectory(prefix="npu-gr-utf8-") as scratch:
+        source, item_source, user_source = (
+            open_source(one, kind, columns, options.encoding, Path(scratch) / role)
+            if one is not None
+            else None
+            for role, one, kind, columns in (
+                ("log", log, options.format, options.columns),
+                ("items", items, "", ()),
+                ("users", users, "", ()),
+            )
+        )
+        assert source is not None
+        return _prepare(source, item_source, user_source, out, options, on_stage)
+
+
+def _prepare(
+    source: Source,
+    item_source: Source | None,
+    user_source: Source | None,
+    out: Path,
+    options: PrepareOptions,
+    on_stage: OnStage,
+) -> PreparedDataset:
     memory_mb = options.memory_mb or memory_for(source.num_bytes)
     for one in (source, item_source, user_source):
         if one is not None:
             one.memory_mb = memory_mb
     with replaced_folder(out, is_dataset, FILES) as folder:
         old = OldActions()
-        if is_dataset(out):
-            before = read_dataset(out).manifest["actions"]
+        like = Path(options.like) if options.like else out
+        if options.like and not is_dataset(like):
+            raise DataError(f"--like {like}: not a dataset of `npu-gr prepare`")
+        if is_dataset(like):
+            before = read_dataset(like).manifest["actions"]
             old = OldActions(
-                folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"]
+                folder=str(like), kind=before["kind"], names=before["names"], edges=before["edges"]
             )
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
@@ -170,14 +195,20 @@ class _Build:
         )
         names, item_names = log.user_names(), log.item_names()
         num_without = write_users(folder, names, users)
-        items = write_items(folder, item_names, table)
-        notes = [*actions.notes]
+        items = write_items(folder, item_names, table, log.titles() if table is None else {})
+        notes = [*actions.notes, *self._source.notes]
         if table is not None:
             notes += notes_of("item", item_names, table.rows, table.num_again)
         if users is not None:
             notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
         manifest = self._manifest(actions, table, counts, items, notes)
-        return manifest | {"users": len(names)} | self._features(users, num_without)
+        manifest |= {"users": len(names)} | self._features(users, num_without)
+        is_order = log.time_kind is None or log.time_kind.least_us == 0
+        found = list(findings(manifest, item_names, log.lost_events(), is_order=is_order))
+        if found and self._options.strict:
+            raise DataError("\n".join(["--strict:", *found]))
+        manifest["notes"] += found
+        return manifest
 
     def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None or self._item_rejects is None:
@@ -251,6 +282,7 @@ class _Build:
             "value": columns.value,
             "items: item": table.key if table else None,
             "items: title": table.title if table else None,
+            "title": None if table else self._log.title,
         }
         time_kind = self._log.time_kind
         of_action = counts.of_action
@@ -282,6 +314,8 @@ class _Build:
                 {"name": one.column, "kind": one.kind} for one in (table.features if table else ())
             ],
             "skipped": table.skipped if table else {},
+            "unused": self._log.unused,
+            "left_out": self._log.num_left_out,
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
@@ -339,10 +373,15 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         )
     for name, why in manifest["skipped_users"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
+    for column in manifest["unused"]:
+        hint = f"; {column['hint']}" if column["hint"] else ""
+        yield f"  {'not used':14} {quoted(column['name'])} ({column['values']}){hint}"
     items = manifest["items"]
     counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
     yield ", ".join(counted(count, what) for what, count in counts.items())
-    if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
+    if "title" in manifest["columns"]:
+        yield f"titles of the log: {items['with_title']:,} of {items['all']:,} items"
+    elif items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
         titles = counted(items["with_title"], "title")
         lacked = counted(items["without_row"], "item")
         without_events = f"{items['without_events']:,} without an event"
@@ -354,6 +393,8 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
+    if num := manifest["left_out"]:
+        yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
     yield from _rejected(" of the users' file", manifest["rejected_users"])

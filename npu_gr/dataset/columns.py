@@ -12,8 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.text_format import quoted
+from npu_gr.core.text_format import cut, quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
+from npu_gr.dataset.row_filter import is_binary
+from npu_gr.dataset.time_parts import MARK, find_parts
 
 NONE = "none"  # as the name in an option: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
@@ -28,33 +30,41 @@ _NAMES: dict[str, tuple[str, str]] = {
     "user": (
         "userid user uid customerid customer customerno customernumber visitorid visitor "
         "memberid member accountid clientid client reviewerid buyerid subscriberid shopperid "
-        "profileid userpseudoid userkey useruuid personid",
+        "profileid userpseudoid userkey useruuid personid "
+        "nutzer nutzerid kunde kundenid kundennummer kundennr benutzer benutzerid "
+        "用户 用户id 用户编号 会员 会员id 会员编号 客户 客户id 顾客id 买家id",
         "anonymousid fullvisitorid cookieid deviceid sessionid session",
     ),
     "item": (
         "itemid item iid sku skuid productid product asin articleid article movieid contentid "
         "trackid songid videoid bookid isbn listingid offerid newsid postid adid documentid "
-        "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid",
+        "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid "
+        "aid artikel artikelid artikelnummer artikelnr produkt produktid produktnummer "
+        "商品 商品id 商品编号 商品编码 物品id 物品 产品id 视频id 文章id 内容id 歌曲id 电影id",
         "parentasin productkey itemkey variantid",
     ),
     "time": (
         "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime "
-        "timestampms timestampus timestampns timems eventts eventtimems",
+        "timestampms timestampus timestampns timems eventts eventtimems orderts ordertime "
+        "zeit zeitstempel zeitpunkt 时间 时间戳 行为时间 下单时间 点击时间",
         "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
-        "reviewtime day",
+        "reviewtime day datum bestelldatum 日期",
     ),
     "event": (
         "event eventtype eventname action actiontype behavior behaviour behaviortype "
-        "behaviourtype interaction interactiontype activity",
+        "behaviourtype interaction interactiontype activity "
+        "ereignis aktion 行为 行为类型 事件 事件类型 动作 操作类型",
         "type verb",
     ),
     "value": (
         "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds "
-        "watchtime watchratio playtime listeningtime engagement",
+        "watchtime watchratio playtime listeningtime engagement bookrating userrating "
+        "bewertung sterne verweildauer 评分 分数 时长 观看时长 停留时长",
         "duration preference label",
     ),
     "title": (
-        "title name productname movietitle itemname producttitle itemtitle displayname",
+        "title name productname movietitle itemname producttitle itemtitle displayname "
+        "titel bezeichnung artikelname produktname 标题 名称 商品名称 商品标题",
         "label headline",
     ),
 }
@@ -85,6 +95,7 @@ class Column:
 
     name: str
     why: str  # the reason, for the summary
+    parts: tuple[str, ...] = ()  # columns that are joined (`time_parts`); () = `name` is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +111,8 @@ class LogColumns:
     def names(self) -> list[str]:
         """Return the names of the columns, each once."""
         taken = (self.user, self.item, self.time, self.event, self.value)
-        return list(dict.fromkeys(one.name for one in taken if one is not None))
+        chosen = (one for one in taken if one is not None)
+        return list(dict.fromkeys(name for one in chosen for name in one.parts or (one.name,)))
 
 
 def kind_of(array: Any) -> CellKind:
@@ -177,7 +189,7 @@ def choose_log_columns(
             "--user or --item"
         )
     time = _time(columns, kinds, named, source) if has_time else None
-    taken = {one.name for one in (user, item, time) if one is not None}
+    taken = {user.name, item.name, *((time.parts or (time.name,)) if time is not None else ())}
     event = _optional("event", columns, kinds, named, source, taken)
     if event is not None and named.get("value", NONE) != NONE:
         raise DataError(
@@ -194,6 +206,57 @@ def choose_log_columns(
         event = Column(event.name, why)
     value = None if event is not None else _optional("value", columns, kinds, named, source, taken)
     return LogColumns(user=user, item=item, time=time, event=event, value=value)
+
+
+def is_item_name(name: str) -> bool:
+    """Whether a column of this name is probably the item."""
+    return _plain(name) in _NAMES["item"][0].split()
+
+
+def choose_title(columns: Mapping[str, Any], taken: Sequence[str]) -> Column | None:
+    """Choose the column of a log that has the titles of items; None = there is none.
+
+    Args:
+        columns: The first cells of all columns, by name.
+        taken: Columns that have another role.
+    """
+    kinds = {name: kind_of(array) for name, array in columns.items()}
+    strong = set(_NAMES["title"][0].split()) - {"name"}  # in a log it may be the user's
+    found = [
+        name
+        for name, kind in kinds.items()
+        if name not in taken and _plain(name) in strong and kind is CellKind.TEXT
+    ]
+    return Column(found[0], "its name") if len(found) == 1 else None
+
+
+def unused_columns(columns: Mapping[str, Any], taken: Sequence[str]) -> list[dict[str, str]]:
+    """List the columns that have no role: name, first values, and an option that uses them.
+
+    Args:
+        columns: The first cells of all columns, by name.
+        taken: Columns that have a role, or are features.
+    """
+    found = []
+    for name, array in columns.items():
+        if name in taken:
+            continue
+        kind = kind_of(array)
+        values = (
+            pc.unique(pc.drop_null(array.slice(0, 100))).to_pylist()[:3]
+            if (not pa.types.is_nested(array.type))
+            else []
+        )
+        hint = ""
+        if is_binary(array):
+            hint = f"if 0 is shown and not clicked: --positive '{name}=1'"
+        elif _plain(name) in " ".join(_NAMES["value"]).split() and _fits("value", kind):
+            hint = f"--value {name} uses it"
+        elif _plain(name) in " ".join(_NAMES["value"]).split():
+            hint = f"its cells are {kind}, not numbers; --value {name} rejects the others"
+        first = ", ".join(cut(str(value), 16) for value in values) or str(kind)
+        found.append({"name": name, "values": first, "hint": hint})
+    return found
 
 
 def choose_item_columns(
@@ -292,7 +355,13 @@ def _time(
     columns: Mapping[str, Any], kinds: Mapping[str, CellKind], named: Mapping[str, str], source: str
 ) -> Column:
     if "time" in named:
+        if named["time"] not in columns and MARK in named["time"]:
+            parts = [_named(one, columns, source, "--time") for one in named["time"].split(MARK)]
+            names = tuple(part.name for part in parts)
+            return Column(named["time"], "--time says so", names)
         return _named(named["time"], columns, source, "--time")
+    if parts_found := find_parts(columns):
+        return Column(MARK.join(parts_found), "their names", parts_found)
     found = _candidates("time", kinds)
     if len(found) == 1:
         return Column(found[0], "its name")
@@ -349,8 +418,12 @@ def _fits(role: str, kind: CellKind) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return the last part of a dotted name, letters and digits only."""
-    return re.sub(r"[^a-z0-9]", "", name.lower().rpartition(".")[2])
+    """Return the last part of a dotted name, letters and digits only.
+
+    A part that begins with "$" is a type of MongoDB's extended JSON, such as `$numberLong`.
+    """
+    name = re.sub(r"\.\$\w+$", "", name.lower())
+    return re.sub(r"[\W_]", "", name.rpartition(".")[2])
 
 
 def _share(texts: Any, pattern: str) -> float:

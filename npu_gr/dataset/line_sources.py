@@ -77,6 +77,7 @@ class Source:
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
         self.name = name  # for messages: the path, or "the frame"
         self.paths = list(paths)
+        self.notes: list[str] = []  # for the user of `npu-gr prepare`
         # types that the header of an atomic file declares
         self.types: dict[str, str] = {}
         self._sample: dict[str, Any] | None = None

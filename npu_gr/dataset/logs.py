@@ -35,12 +35,21 @@ from npu_gr.dataset.cells import (
     values_of,
     values_sql,
 )
-from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, cells_of, choose_log_columns
+from npu_gr.dataset.columns import (
+    MAX_EVENT_TYPES,
+    Column,
+    LogColumns,
+    cells_of,
+    choose_log_columns,
+    choose_title,
+    unused_columns,
+)
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import NESTED, OnProgress
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import (
     CODES,
+    LEFT_OUT,
     MAX_EVENT_CHARS,
     MAX_ROW_CHARS,
     MAX_USER_CHARS,
@@ -48,11 +57,14 @@ from npu_gr.dataset.rejects import (
     RejectReason,
     Rejects,
 )
+from npu_gr.dataset.row_filter import NONE, check_labels, parse
 from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
+from npu_gr.dataset.time_parts import joined, joined_sql
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
 from npu_gr.history_store.interactions import DeclaredKind, LogFeatureOf
 
+MAX_TITLE_CHARS = 256
 MAX_VALUE_BYTES = 512  # of a feature's cell; longer ones are descriptions
 BATCH_ROWS = 1 << 17
 # users are sorted by code modulo this; the digest of a dataset depends on it
@@ -189,7 +201,20 @@ class Log:
         sample = source.sample
         self._source = source
         self._options = options
-        self.columns = _choose(source, options)
+        conditions = {
+            option: [
+                parse(text, f"{source.name}: --{option}", sample) for text in texts if text != NONE
+            ]
+            for option, texts in (
+                ("positive", options.positive),
+                ("drop", options.drop),
+                ("where", options.where),
+            )
+        }
+        self._kept_if = [*conditions["positive"], *conditions["where"]]
+        self._dropped_if = conditions["drop"]
+        conditioned = [one.name for one in (*self._kept_if, *self._dropped_if)]
+        self.columns = _choose(source, options, conditioned)
         self.time_kind = _recognise(source, self.columns.time, options)
         wanted: dict[LogFeatureOf, tuple[str, ...]] = {
             "event": options.event_features,
@@ -197,9 +222,12 @@ class Log:
             "cross": options.cross_features,
         }
         self.features = log_features(sample, wanted, source)
-        self._names = list(
-            dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)])
-        )
+        used = [*self.columns.names(), *(one.name for one in self.features), *conditioned]
+        self.title = choose_title(sample, used)
+        titles = [self.title.name] if self.title is not None else []
+        self._names = list(dict.fromkeys([*used, *titles]))
+        self.unused = unused_columns(sample, self._names)
+        self.num_left_out = 0  # rows, by conditions
         self._con: Any = None
         self.num_rows = 0  # without the rejected ones
         self.feature_values: list[Any] = []  # of each feature, by code; None for numbers
@@ -216,6 +244,9 @@ class Log:
         table.load(show)
         table.take_rejects(rejects)
         ((self.num_rows,),) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchall()
+        ((self.num_left_out,),) = con.execute(
+            f"SELECT count(*) FROM log WHERE reason = {LEFT_OUT}"
+        ).fetchall()
         self._check_rejected(rejects)
         self._give_codes("users", "user")
         self._give_codes("items", "item")
@@ -244,6 +275,28 @@ class Log:
     def item_names(self) -> list[str]:
         """Return the names of items by code."""
         return self._texts("items")
+
+    def titles(self) -> dict[str, str]:
+        """Return the titles of items by name, the last one of each; {} = the log has none."""
+        if self.title is None:
+            return {}
+        return dict(
+            self._con.execute(
+                "SELECT item, arg_max(title, n) FROM log WHERE reason = 0 AND title IS NOT NULL "
+                "GROUP BY item"
+            ).fetchall()
+        )
+
+    def lost_events(self) -> list[tuple[str, int, int]]:
+        """List event types of which most rows were rejected: name, rejected rows, all rows."""
+        if self.columns.event is None:
+            return []
+        found: list[tuple[str, int, int]] = self._con.execute(
+            "SELECT event, count(*) FILTER (reason > 0), count(*) FROM log "
+            "WHERE reason >= 0 AND event IS NOT NULL GROUP BY event "
+            "HAVING count(*) FILTER (reason > 0) * 2 > count(*) ORDER BY ALL"
+        ).fetchall()
+        return found
 
     def actions(self, old: OldActions) -> Actions:
         """Make the actions.
@@ -312,7 +365,12 @@ class Log:
         # in a log without times, `sorted_rows` makes the time of the row number
         time_us, time_reason = "0", "0"
         if columns.time is not None and self.time_kind is not None:
-            time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
+            if columns.time.parts:
+                parts_of_time = [(cell[name], kinds[name]) for name in columns.time.parts]
+                found["time_text"] = joined_sql(parts_of_time)
+                time = self.time_kind.sql("time_text", "VARCHAR")
+            else:
+                time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
             found |= time.parts
             time_us, time_reason = time.us, time.reason
             reasons.append("WHEN time_reason <> 0 THEN time_reason")
@@ -327,6 +385,14 @@ class Log:
             reasons.append(f"WHEN value IS NULL THEN {CODES[RejectReason.NO_NUMBER]}")
         for place, one in enumerate(self.features):
             found[f"f{place}"] = one.sql(cell[one.name], kinds[one.name])
+        if self.title is not None:
+            text = name_sql(cell[self.title.name], kinds[self.title.name])
+            found["title"] = f"left({text}, {MAX_TITLE_CHARS})"
+        if self._kept_if or self._dropped_if:
+            kept = [one.sql(cell[one.name], kinds[one.name]) for one in self._kept_if]
+            dropped = [one.sql(cell[one.name], kinds[one.name]) for one in self._dropped_if]
+            is_kept = " AND ".join([*kept, *(f"NOT {one}" for one in dropped)])
+            reasons.insert(0, f"WHEN NOT ({is_kept}) THEN {LEFT_OUT}")
         parts = ", ".join(f"{sql} AS {name}" for name, sql in found.items())
         sql = f"SELECT *, {parts} FROM ({cells})"
         sql = f"SELECT *, {time_us} AS time_us FROM ({sql})"
@@ -337,9 +403,14 @@ class Log:
             "user",
             "item",
             "time_us",
-            *(name for name in found if name in ("event", "value") or name[0] == "f"),
+            *(name for name in found if name in ("event", "value", "title") or name[0] == "f"),
         ]
-        good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in needed)
+        # the event of a rejected row says which types are lost
+        is_short = f" OR length(event) <= {MAX_EVENT_CHARS}"
+        good = ", ".join(
+            f"CASE WHEN reason = 0{is_short * (name == 'event')} THEN {name} END AS {name}"
+            for name in needed
+        )
         line = self._source.line_sql(self._names)
         line = (
             f"CASE WHEN reason = {UNSURE} THEN {line} WHEN reason > 0 THEN left({line}, "
@@ -400,10 +471,18 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
 
 
-def _choose(source: Source, options: PrepareOptions) -> LogColumns:
+def _choose(source: Source, options: PrepareOptions, conditioned: Sequence[str]) -> LogColumns:
     names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
     named = {role: name for role, name in names.items() if name}
     if not isinstance(source, NestedSource):
+        features = (*options.event_features, *options.request_features, *options.cross_features)
+        check_labels(
+            source.sample,
+            [*conditioned, *named.values(), *(split_kind(text)[0] for text in features)],
+            bool(options.positive),
+            bool(options.drop or options.where),
+            source.name,
+        )
         return choose_log_columns(
             source.sample, named, has_time=options.has_time, source=source.name
         )
@@ -422,4 +501,6 @@ def _recognise(source: Source, time: Column | None, options: PrepareOptions) -> 
             unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0
         )
     name = f"{source.name}: {time.name}"
-    return recognise(source.sample[time.name], name, options.time_unit, options.time_format)
+    sample = source.sample
+    array = joined([sample[one] for one in time.parts]) if time.parts else sample[time.name]
+    return recognise(array, name, options.time_unit, options.time_format)

@@ -24,7 +24,14 @@ class PrepareOptions:
     event_features: tuple[str, ...] = ()  # of the log: what happened
     request_features: tuple[str, ...] = ()  # of the log: the request that showed the item
     cross_features: tuple[str, ...] = ()  # of the log: the user and the shown item together
+    # conditions of `row_filter`; rows that do not meet them are left out. "none" = every row counts
+    positive: tuple[str, ...] = ()  # what makes a row a behaviour
+    drop: tuple[str, ...] = ()  # a row that meets one is left out
+    where: tuple[str, ...] = ()  # a row must meet all
+    like: str = ""  # folder of a dataset whose actions keep their indices; "" = the replaced one
+    strict: bool = False  # fail where the checks at the end find something
     columns: tuple[str, ...] = ()  # names of the columns of a CSV or TSV without a header
+    encoding: str = ""  # of text files; "" = UTF-8, or Windows-1252 by its letters
     format: str = ""  # one of `sources.FORMATS`; "" = as the suffix says
     has_time: bool = True  # False: no column is the time, and rows are in time order
     time_unit: str = ""  # s, ms, us, ns or iso

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import (
     identifier,
     literal,
@@ -20,6 +21,7 @@ from npu_gr.dataset.cells import (
     plain_sql,
     pq,
 )
+from npu_gr.dataset.encodings import UTF8, guess, transcoded
 from npu_gr.dataset.engine import duckdb_errors, in_memory
 from npu_gr.dataset.line_sources import (
     SAMPLE_ROWS,
@@ -46,6 +48,7 @@ from npu_gr.dataset.lines import (
     read_chunks,
 )
 from npu_gr.dataset.rejects import MAX_ROW_CHARS
+from npu_gr.dataset.unfold import find_list, unfolded
 
 OTHERS = "; name other columns with --user, --item, --time ..."
 FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic")
@@ -225,6 +228,8 @@ def open_source(
     log: Path | str | ArrowStream,
     format: str = "",  # noqa: A002  (the option's name)
     columns: Sequence[str] = (),
+    encoding: str = "",
+    scratch: Path | None = None,
 ) -> Source:
     """Open a source of rows.
 
@@ -232,6 +237,10 @@ def open_source(
         log: A file, a folder, a pattern of paths, or a frame.
         format: One of `FORMATS`; "" for the one of the path's suffix.
         columns: Column names of a CSV or TSV without a header.
+        encoding: Encoding of text files; "" = UTF-8, or Windows-1252 where the first 4 MiB have
+            its letters.
+        scratch: Folder for copies in UTF-8, which the source reads; it need not exist. None = only
+            UTF-8 is read.
 
     Raises:
         DataError: the file does not exist, has an unknown format, or has a broken beginning.
@@ -257,11 +266,37 @@ def open_source(
         )
     if kind == "parquet":
         return TableSource(name, paths)
-    if kind == "jsonl":
-        return JsonLinesSource(name, paths)
+    is_guess = not encoding
+    encoding = encoding or guess(paths[0])
+    if scratch is not None and encoding.lower().replace("_", "-") not in (UTF8, "utf8"):
+        paths = [
+            transcoded(path, encoding, scratch / str(place)) for place, path in enumerate(paths)
+        ]
+    of_json = JsonLinesSource if kind == "jsonl" else None
     if kind == "json":
-        return _json_kind(paths[0])(name, paths)
-    return DelimitedSource(name, paths, "" if kind == "csv" else "\t", columns)
+        of_json = _json_kind(paths[0])  # type: ignore[assignment]
+    if of_json is not None:
+        source: Source = of_json(name, paths)
+        if (
+            of_json is JsonLinesSource
+            and scratch is not None
+            and (column := find_list(source.sample))
+        ):
+            folders = [scratch / f"unfolded-{place}" for place in range(len(paths))]
+            copies = [unfolded(path, column, to) for path, to in zip(paths, folders, strict=True)]
+            source = JsonLinesSource(name, copies)
+            source.notes.append(
+                f"each object of {quoted(column)} is a row, where a row has no item of its own; "
+                "the numbers of rejected rows count these"
+            )
+    else:
+        source = DelimitedSource(name, paths, "" if kind == "csv" else "\t", columns)
+    if is_guess and encoding != UTF8:
+        source.notes.append(
+            f"{name} is read as Windows-1252, by its letters with accents; --encoding NAME names "
+            "another one, --encoding utf-8 rejects these rows"
+        )
+    return source
 
 
 def _paths(log: Path, kind: str) -> list[Path]:

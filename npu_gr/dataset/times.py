@@ -1,10 +1,13 @@
-"""Read the times of a log: a unit since 1970, ISO 8601, or a given format.
+"""Read the times of a log: a unit since 1970, ISO 8601, a calendar, or a given format.
 
 The unit of numbers is recognised by their size in the first rows and holds for the whole log: a row
 with another unit is rejected. Times without a zone are UTC.
 
     below 1e11  seconds (until the year 5138)      below 1e17  microseconds
     below 1e14  milliseconds                       above       nanoseconds
+
+Digits that are calendars in every row, and numbers of 30,000 to 60,000 with fractions (the days of
+a spreadsheet), are recognised first.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from npu_gr.dataset.cells import (
     pc,
 )
 from npu_gr.dataset.rejects import CODES, RejectReason
+from npu_gr.dataset.time_formats import find_digits, find_format
 
 US_PER_S = 1_000_000
 _ORDER_S = 10_000_000  # smaller numbers are row numbers rather than seconds since 1970
@@ -45,7 +49,10 @@ _ISO = (
 _ZONE = r"(Z|z|UTC|GMT|[+-]\d{2}:?(\d{2})?)$"
 _PLAIN_ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}:\d{2}(\.\d{1,6})?)?$"
 _MOST = 2**63 - 1
-_CALENDAR = r"^(19|20)\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
+SERIAL = "days of a spreadsheet"
+_SERIALS = (30_000, 60_000)  # 1982 to 2064
+_SERIAL_OF_1970 = 25_569
+_ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"
 
 
 class TimeSql(NamedTuple):
@@ -61,7 +68,7 @@ class TimeSql(NamedTuple):
 class TimeKind:
     """The format of the times in a log."""
 
-    unit: str  # a key of UNITS, ISO, or "" with a `pattern`
+    unit: str  # a key of UNITS, ISO, SERIAL, or "" with a `pattern`
     pattern: str = ""  # of strptime
     words: str  # for the summary
     is_guess: bool = True  # reject numbers whose size suggests another unit
@@ -105,8 +112,8 @@ class TimeKind:
                     "time_whole": "CAST(NULL AS BIGINT)",
                     "time_fraction": number_sql(column, kind),
                 }
-            us = _scaled_sql(self.unit)
-            if self.is_guess:
+            us = _serial_sql() if self.unit == SERIAL else _scaled_sql(self.unit)
+            if self.is_guess and self.unit != SERIAL:
                 size = "abs(coalesce(CAST(time_whole AS DOUBLE), time_fraction))"
                 low, high = _range_of(self.unit)
                 is_other = f"{size} >= {_ORDER_S} AND NOT ({size} >= {low} AND {size} < {high})"
@@ -164,17 +171,26 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
         has_zone = pc.sum(pc.match_substring_regex(dated, f"[T ].*{_ZONE}")).as_py()
         missing = "" if has_zone == len(dated) else ", UTC assumed where no zone is given"
         return TimeKind(unit=ISO, words=f"ISO 8601{missing}")
+    if found := find_format(texts, name):
+        words = f"as {found}, recognised from {texts[0].as_py()!r}"
+        return TimeKind(unit="", pattern=found, words=f"{words}, UTC assumed")
     if not len(size):
         raise DataError(
             f"{name}: {texts[0].as_py()!r} is not a known time (seconds, milliseconds, "
-            "microseconds or nanoseconds since 1970, or ISO 8601); give its format with "
-            "--time-format '%d.%m.%Y %H:%M', or name another column with --time"
+            "microseconds or nanoseconds since 1970, ISO 8601, or a calendar such as "
+            "2024/03/01 09:00); give its format as strptime has it with --time-format, "
+            "or name another column with --time"
         )
-    if pc.sum(pc.match_substring_regex(texts, _CALENDAR)).as_py() == len(texts):
+    if is_text(array) and pc.mean(pc.match_substring_regex(texts, _ROUNDED)).as_py() > 0.5:
         raise DataError(
-            f"{name}: {texts[0].as_py()} looks like a date; give --time-format %Y%m%d, or "
-            "--time-unit s if it is not"
+            f"{name}: {texts[0].as_py()!r} was rounded, probably by a spreadsheet, so events of "
+            "minutes share a time; export the column as text, or give --time-unit s to use it"
         )
+    if found := "" if pa.types.is_floating(array.type) else find_digits(texts):
+        words = f"digits of a calendar ({found}), UTC assumed"
+        return TimeKind(unit="", pattern=found, words=words)
+    if _SERIALS[0] <= size.min() and size.max() < _SERIALS[1] and (size % 1).any():
+        return TimeKind(unit=SERIAL, words="days of a spreadsheet since 1899-12-30, UTC assumed")
     unit = list(UNITS)[int(np.bincount(np.digitize(size, _LIMITS), minlength=4).argmax())]
     words = f"{NAMES[unit]} since 1970, by the size of the numbers"
     if is_order:
@@ -209,6 +225,12 @@ def _scaled_sql(unit: str) -> str:
         f"CASE WHEN time_whole IS NOT NULL THEN {whole} WHEN time_fraction IS NOT NULL THEN "
         f"{fraction} END"
     )
+
+
+def _serial_sql() -> str:
+    """Return the SQL of microseconds from a spreadsheet's days, rounded to seconds."""
+    days = f"(coalesce(CAST(time_whole AS DOUBLE), time_fraction) - {_SERIAL_OF_1970})"
+    return f"CAST(round({days} * 86400) AS BIGINT) * {US_PER_S}"
 
 
 def _iso_sql(text: str) -> str:

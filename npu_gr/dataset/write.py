@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,8 +147,13 @@ def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
     return sum(row is None for row in rows)
 
 
-def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) -> ItemCounts:
+def write_items(
+    folder: Path, logged: Sequence[str], table: ItemTable | None, titles_of_log: Mapping[str, str]
+) -> ItemCounts:
     """Write the items of the log and of the items' file, by id.
+
+    Args:
+        titles_of_log: Titles by name, which count where there is no items' file.
 
     Raises:
         DataError: two names share an id.
@@ -158,7 +163,10 @@ def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) ->
     of_log = set(logged)
     names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
-    titles = ["" if table is None or row is None else table.titles[row] for row in rows]
+    titles = [
+        titles_of_log.get(name, "") if table is None or row is None else table.titles[row]
+        for name, row in zip(names, rows, strict=True)
+    ]
     ids = ItemNames.make(names, titles).ids  # rejects two names with the same id
     by_id = np.argsort(item_ids(names), kind="stable").tolist()
     columns: dict[str, Any] = {

@@ -174,11 +174,11 @@ async def measure(
     results = []
     async with AsyncExitStack() as services:
         urls = []
-        for name in ("without", "with"):
-            instance = _instance(folder, name)
+        instances = [_instance(folder, name) for name in ("without", "with")]
+        slo_s = instances[0].config.slo.objective_s("rank")
+        for instance in instances:
             await asyncio.to_thread(clear_store, Path(instance.config.history_store.path))
             await fill(instance.config, events)
-            slo_s = instance.config.slo.objective_s("rank")
             urls.append(await services.enter_async_context(served(instance)))
         for length in lengths:
             requests = traffic(length, vocabulary)

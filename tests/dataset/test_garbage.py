@@ -246,7 +246,7 @@ def test_the_file_of_rejected_rows_is_bounded(
         ),
         ("x.csv", b"user_id,user_id\n", "two columns are named 'user_id'"),
         ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; convert"),
-        ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; convert"),
+        ("x.csv", b"\xff\xe9,b\n1,2\n", "not UTF-8; convert"),
         (
             "x.csv.gz",
             b"plain",

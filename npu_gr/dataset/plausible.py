@@ -1,0 +1,80 @@
+"""Checks at the end of `prepare`: findings that usually mean a column or a format was misread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from npu_gr.core.text_format import quoted
+from npu_gr.dataset.rejects import RejectReason
+
+MIN_EVENTS = 100  # fewer say nothing about shares
+_DAY_S = 86_400
+_FIRST_S = 315_532_800  # 1980-01-01
+_SPAN_S = 3600
+_MOST_OWN = 0.8  # share of items or users with one event
+
+
+def findings(
+    manifest: Mapping[str, Any],
+    items: Sequence[str],
+    lost_events: Sequence[tuple[str, int, int]],
+    *,
+    is_order: bool,
+) -> Iterator[str]:
+    """Yield warnings, each with the option that helps.
+
+    Args:
+        manifest: The manifest of the new dataset.
+        items: Names of the items.
+        lost_events: Event types of which most rows were rejected: name, rejected rows, all rows.
+        is_order: Whether times are positions in an order.
+    """
+    first, last = manifest["first_time"], manifest["last_time"]
+    num_events, num_items = manifest["events"], manifest["items"]["with_events"]
+    if not is_order:
+        if last > time.time() + 2 * _DAY_S:
+            yield (
+                f"WARNING: the last event is of {_day(last)}, in the future; name the unit or the "
+                "format of the times with --time-unit or --time-format"
+            )
+        if first < _FIRST_S:
+            yield (
+                f"WARNING: the first event is of {_day(first)}; if the times are no seconds since "
+                "1970, give --time-format (14102100 is %y%m%d%H)"
+            )
+        if last - first < _SPAN_S and num_events >= MIN_EVENTS:
+            yield (
+                f"WARNING: all events are within {(last - first) // 60 + 1} minutes; check the "
+                "unit of the times with --time-unit"
+            )
+    for what, count in (("item", num_items), ("user", manifest["users"])):
+        if num_events >= MIN_EVENTS and count > _MOST_OWN * num_events:
+            yield (
+                f"WARNING: {count:,} {what}s for {num_events:,} events; if the column has another "
+                f"meaning, name the right one with --{what}"
+            )
+    for name, num_rejected, num_rows in lost_events:
+        yield (
+            f"WARNING: {num_rejected:,} of the {num_rows:,} rows of the event type {quoted(name)} "
+            "cannot be used, so models learn little or nothing of it"
+        )
+    if RejectReason.NOT_UTF8 in manifest["rejected"]:
+        yield (
+            "WARNING: rows that are not UTF-8 were rejected, so items with accents may be missing "
+            "as a whole; give --encoding windows-1252 if the file was written on Windows"
+        )
+    by_fold: dict[str, str] = {}
+    for name in items:
+        if (other := by_fold.setdefault(" ".join(name.split()).casefold(), name)) != name:
+            yield (
+                f"WARNING: items {quoted(other)} and {quoted(name)} differ in case or blanks alone "
+                "and are two items"
+            )
+            break
+
+
+def _day(at: int) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
