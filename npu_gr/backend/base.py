@@ -132,6 +132,10 @@ class DeviceQueues(Protocol):
         """Wait until everything that this thread has queued on the device is done."""
         ...
 
+    def free_bytes(self) -> int | None:
+        """Return the free memory of the device; None if it is that of the host."""
+        ...
+
 
 class Layout(Protocol):
     """The layout of keys and values in memory, and the ops that only move them."""

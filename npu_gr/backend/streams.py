@@ -75,6 +75,11 @@ class StreamedOps(TorchOps):
     def synchronize(self) -> None:
         self._runtime.current_stream().synchronize()
 
+    def free_bytes(self) -> int | None:
+        runtime, device = self._runtime, self.device
+        kept = runtime.memory_reserved(device) - runtime.memory_allocated(device)
+        return int(runtime.mem_get_info(device)[0] + kept)
+
     def row_wise(
         self,
         owner: nn.Module,

@@ -76,6 +76,9 @@ class SingleStream:
         self.synchronize()
         return lambda: None
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def synchronize(self) -> None:
         """Return immediately: on the CPU nothing is queued."""
 

@@ -24,7 +24,7 @@ _RELOADS = {
     "catalog": "/v1/catalog/reload",
     "match": "/v1/match/reload",
 }
-_ROLLBACKS = {"catalog": "/v1/catalog/rollback", "match": "/v1/match/rollback"}
+_ROLLBACKS = {what: path.replace("/reload", "/rollback") for what, path in _RELOADS.items()}
 _ROUTER = click.option(
     "--config", "config_path", required=True, type=FILE, help="YAML configuration of the router."
 )
@@ -76,11 +76,14 @@ def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: st
     _change_all(config_path, overrides, api_key, "POST", _RELOADS[what])
 
 
-@fleet.command(short_help="Roll back catalogue or vectors at every instance.")
+@fleet.command(short_help="Roll back models, catalogue or vectors at every instance.")
 @click.argument("what", type=click.Choice(list(_ROLLBACKS)))
 @_shared
 def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
-    """Serve the previous version of the catalogue or the vectors at every instance."""
+    """Serve the previous version of the models, the catalogue or the vectors at every instance.
+
+    A second rollback undoes the first, so do not repeat it for an instance that has done it.
+    """
     _change_all(config_path, overrides, api_key, "POST", _ROLLBACKS[what])
 
 
@@ -103,7 +106,8 @@ def _change_all(
         click.echo(f"{name}  {answer.status or '-'}  {answer.text.strip()[:200]}")
     left = missing(answers)
     if left or not answers:
-        click.echo(f"not done at {', '.join(left) or 'any instance'}; repeat the command", err=True)
+        remedy = "repeat the command" if change.is_repeatable else "call those instances themselves"
+        click.echo(f"not done at {', '.join(left) or 'any instance'}; {remedy}", err=True)
         sys.exit(1)
 
 

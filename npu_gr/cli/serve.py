@@ -56,8 +56,17 @@ def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
     is_flag=True,
     help="Do not open the files it names.",
 )
-def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: bool) -> None:
+@click.option(
+    "--other-machine",
+    is_flag=True,
+    help="It is for another machine: do not compare sizes with this one.",
+)
+def check_config(
+    config_path: Path, overrides: tuple[str, ...], syntax_only: bool, other_machine: bool
+) -> None:
     """Check the configuration of an instance or a router, and the files and addresses it names.
+
+    Memory and threads of an instance must fit on this machine.
 
     Prints all values, defaults included, with the source of each value that is no default; then, on
     standard error, the findings. Exit code: 0 = correct, 1 = something it names cannot be used, 2 =
@@ -69,7 +78,7 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     click.echo(shown(config, config_path, overrides), nl=False)
     if syntax_only:
         return
-    found = examine(config)
+    found = examine(config, is_here=not other_machine)
     click.echo(table(found), err=True)
     if not is_well(found):
         click.echo(f"relative paths are relative to {Path.cwd()}", err=True)

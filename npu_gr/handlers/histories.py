@@ -27,6 +27,7 @@ from npu_gr.core.errors import (
     BadRequest,
     NpuGrError,
     StoreFailed,
+    StoreFault,
     Unavailable,
     UnknownPrefix,
     Unprocessable,
@@ -246,6 +247,79 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
         )
 
 
+# Share of a request's remaining time that it waits for a history that has no replacement. The rest
+# is for its own work.
+WAITED_SHARE = 0.8
+
+
+class StoreReads:
+    """Reads the history store for requests, and caches what it finds. Event loop only.
+
+    A request whose user is cached waits `wait_s` for the store, then uses the cached history. The
+    read goes on, and its result is cached for the next request. If nothing is cached, the request
+    waits for `WAITED_SHARE` of its remaining time, but not longer than the store's own limit.
+    """
+
+    def __init__(self, cache: PrefixHistoryCache, wait_s: float, *, caches: bool) -> None:
+        """Read nothing yet.
+
+        Args:
+            cache: Cached histories.
+            wait_s: Seconds to wait for the store if there is a cached history.
+            caches: Whether cached histories replace those that cannot be read.
+        """
+        self._cache = cache
+        self._wait_s = wait_s
+        self._caches = caches
+        self._running: set[asyncio.Task[StoredHistory]] = set()
+        self.num_erasures = 0  # begun and ended ones
+
+    async def read(
+        self, store: HistoryStore, user: UserKey, last: int, deadline_at: float
+    ) -> StoredHistory:
+        """Read a user's newest events.
+
+        Args:
+            store: The store.
+            user: The user.
+            last: Number of events.
+            deadline_at: Deadline of the request, as time.monotonic().
+
+        Raises:
+            StoreFailed: the store failed, or the request should go on without it.
+        """
+        waits_s = self._wait_s
+        if not (self._caches and self._cache.knows(user)):
+            waits_s = max(waits_s, WAITED_SHARE * (deadline_at - time.monotonic()))
+        task = asyncio.get_running_loop().create_task(self._read_and_cache(store, user, last))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        began_at = time.monotonic()
+        # `wait` does not cancel the read, so that the next request finds its result
+        await asyncio.wait((task,), timeout=None if waits_s == float("inf") else waits_s)
+        late_s = time.monotonic() - began_at - waits_s
+        if late_s > waits_s / 4:
+            # The event loop was blocked, so it may not have read the answer yet: wait once more.
+            await asyncio.wait((task,), timeout=min(late_s, waits_s))
+        if not task.done():
+            text = f"the history store did not answer within {waits_s * 1e3:.0f} ms"
+            raise StoreFailed(text, StoreFault.SLOW)
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[StoredHistory]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its request may have gone on without it
+
+    async def _read_and_cache(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
+        num_erasures = self.num_erasures
+        stored = await store.read(user, last)
+        # do not cache what is being erased
+        if self._caches and num_erasures == self.num_erasures:
+            self._cache.remember_stored(user, stored)
+        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
+
+
 class Histories:
     """Reads, caches, appends and erases histories. Event loop only."""
 
@@ -259,6 +333,7 @@ class Histories:
         action_names: Callable[[], Sequence[str]] = tuple,
         on_unsorted: OnUnsorted = "reject",
         of_users: UserFeatures | None = None,
+        read_timeout_s: float = float("inf"),
     ) -> None:
         """Store the parts.
 
@@ -271,6 +346,7 @@ class Histories:
             action_names: Action names of the current ranker, if there is one.
             on_unsorted: Policy for events out of time order.
             of_users: Source of user features, if there is one.
+            read_timeout_s: Seconds to wait for the store if there is a cached history.
         """
         self.store = store
         self.cache = cache
@@ -281,7 +357,7 @@ class Histories:
         self.on_unsorted = on_unsorted
         self._of_users = of_users
         self._num_named = 0  # actions whose names the store has confirmed
-        self._num_erasures = 0  # begun and ended ones
+        self._reads = StoreReads(cache, read_timeout_s, caches=on_failure != "fail")
 
     def reconfigure(
         self,
@@ -302,6 +378,7 @@ class Histories:
         window_events: int,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         reads: Mapping[str, Feature] | None = None,
+        deadline_at: float = float("inf"),
     ) -> UserHistory:
         """Read the history of a request, and user features if neither request nor base has them.
 
@@ -311,6 +388,7 @@ class Histories:
             window_events: Number of newest events that the current models read.
             while_waiting: Context for waiting on the store or the source of user features.
             reads: User features of the model, if they are needed.
+            deadline_at: Deadline of the request, as time.monotonic().
 
         Raises:
             UnknownPrefix: the base of a delta is not cached.
@@ -335,7 +413,8 @@ class Histories:
                 fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))
         if known is None or fetching is not None:
             with while_waiting():
-                known = await self._stored(user, window_events) if known is None else known
+                if known is None:
+                    known = await self._stored(user, window_events, deadline_at)
                 found = found if fetching is None else await fetching
         values, origin = (given, None) if found is None else found
         return UserHistory.of(known.events, known.first_index, window_events, values, origin)
@@ -351,15 +430,18 @@ class Histories:
         )
         return StoredHistory(events, base.first_index)
 
-    async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
+    async def _stored(self, user: UserKey, window_events: int, deadline_at: float) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: required, since this instance has no history store")
+        last = window_events + self._cut_step_tokens
         try:
-            return await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
+            return await self._reads.read(self.store, user, last, deadline_at)
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
 
-    async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
+    async def read_items(
+        self, user: UserKey, ref: HistoryRef, max_events: int, deadline_at: float = float("inf")
+    ) -> I64:
         """Read the items of a history for a handler that works without; empty if that fails.
 
         Returns:
@@ -370,18 +452,10 @@ class Histories:
         if self.store is None:
             return Events.empty().items
         try:
-            stored = await self._read_stored(self.store, user, max_events)
+            stored = await self._reads.read(self.store, user, max_events, deadline_at)
         except StoreFailed as error:
             stored = self._degraded(user, error, "nothing")
         return stored.events.items
-
-    async def _read_stored(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
-        num_erasures = self._num_erasures
-        stored = await store.read(user, last)
-        # do not cache what is being erased
-        if self._on_failure != "fail" and num_erasures == self._num_erasures:
-            self.cache.remember_stored(user, stored)
-        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
         """Return a replacement for a history that cannot be read, or raise the error."""
@@ -497,7 +571,7 @@ class Histories:
             self._forget(user)  # a concurrent request may have read the store
 
     def _forget(self, user: UserKey) -> None:
-        self._num_erasures += 1
+        self._reads.num_erasures += 1
         self.cache.forget(user)
         if self._of_users is not None:
             self._of_users.forget(user)

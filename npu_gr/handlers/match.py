@@ -34,7 +34,7 @@ from npu_gr.handlers.scored_items import Before, accept_any
 from npu_gr.metrics.registry import Metrics
 from npu_gr.vector_search.config import MatchConfig
 from npu_gr.vector_search.matcher import MatchedItems, Matcher, MatchQuery
-from npu_gr.vector_search.vectors import load
+from npu_gr.vector_search.vectors import check_fits, load
 
 SMOOTHING = 0.1  # weight of the newest pass in the estimated time of a match
 
@@ -142,6 +142,8 @@ class ServedVectors:
 
     def _read(self) -> MatchVersion:
         folder = Path(self._config.vectors)
+        if not self._versions.is_empty:
+            check_fits(folder)
         matcher = Matcher(load(folder), self._config.index, self._backend)
         return MatchVersion(matcher, ItemNames.load(folder) or EMPTY)
 
@@ -191,7 +193,7 @@ class MatchJob:
         """Read the history, and search."""
         with call.slot.suspended():
             history = await self._histories.read_items(
-                request.user, request.history, self.config.max_history_events
+                request.user, request.history, self.config.max_history_events, call.deadline_at
             )
         return await self.match(request, history, call, time.monotonic() - call.arrived_at)
 

@@ -133,7 +133,12 @@ class RecommendJob:
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.suspended, reads
+                request.user,
+                request.history,
+                self._versions.max_events,
+                call.slot.suspended,
+                reads,
+                call.deadline_at,
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)

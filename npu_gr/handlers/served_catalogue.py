@@ -158,7 +158,8 @@ class ServedCatalogue:
         self._publishing = asyncio.Lock()
         path = log_path(section.catalogue, section.change_log)
         self._log = None if path is None else ChangeLog(path)
-        self.carried: Changes | None = None  # of the catalogue that this one is to succeed
+        # changes of the catalogue in service that this one is to succeed; None = it is in service
+        self.carried: Changes | None = None
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
@@ -236,6 +237,7 @@ class ServedCatalogue:
         if theirs is not ours:
             predecessor.close()
         self.carried = None
+        predecessor.carried = self.changes  # so a rollback to it need not read its file again
 
     def close(self) -> None:
         """Release the log."""

@@ -73,6 +73,7 @@ class Service:
         self.catalogue = parts.catalogue  # of generates
         self.vectors = parts.vectors  # of matches
         self.on_reload: Callable[[], Awaitable[None]] = _reject_reload
+        self.on_rollback: Callable[[], Awaitable[None]] = _reject_reload
         self._not_ready = "starting"
 
     # ---- requests
@@ -142,6 +143,18 @@ class Service:
             await self.on_reload()
         except ConfigError as error:
             raise Unprocessable(f"reload: {error}") from error
+        return self.versions.models()
+
+    async def rollback_models(self) -> list[ModelInfo]:
+        """Serve the previous models; requests in progress keep their version.
+
+        Raises:
+            Unprocessable: there are none, or they cannot be served; the current ones stay.
+        """
+        try:
+            await self.on_rollback()
+        except ConfigError as error:
+            raise Unprocessable(f"rollback: {error}") from error
         return self.versions.models()
 
     def models(self) -> list[ModelInfo]:

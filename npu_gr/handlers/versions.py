@@ -3,6 +3,7 @@
 replace(new)    new requests get `new`; requests that name the old version still get that one
 T_life later    prefixes of the old version are used or expired
 after its last request the old version is stopped and removed
+roll_back()     until then, the old version becomes current again, and the new one drains
 
 `ServedNames` has the names of items and actions of all these versions.
 
@@ -65,8 +66,9 @@ class ModelVersions(Generic[V]):
         self._versions: Published[V] = Published(name)
         self._versions.publish(first)
         self._on_change = on_change
-        # at most two, since one may still be stopping its version
+        # at most two, since one may still be stopping its version; the newest is `_retirement`
         self._retirements: set[asyncio.Task[None]] = set()
+        self._retirement: asyncio.Task[None] | None = None
 
     @property
     def current(self) -> V:
@@ -110,8 +112,21 @@ class ModelVersions(Generic[V]):
         assert self.draining is None, "a reload must wait until the draining version has ended"
         old = self.current
         self._versions.publish(new)
+        self._begin_retirement(old)
+
+    def roll_back(self) -> None:
+        """Make the version that drains the current one; the current one drains."""
+        assert self.draining is not None
+        assert self._retirement is not None
+        self._retirement.cancel()
+        old = self.current
+        self._versions.rollback()
+        self._begin_retirement(old)
+
+    def _begin_retirement(self, old: V) -> None:
         self._on_change()
         task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirement = task
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
         # its engine and relay form a cycle, so only a full collection frees the old weights
@@ -372,7 +387,12 @@ class SignalJob(_ModelJob):
                     used.enter_context(model.use)
             reads = None if ranking is None else ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, versions.max_events, call.slot.suspended, reads
+                request.user,
+                request.history,
+                versions.max_events,
+                call.slot.suspended,
+                reads,
+                call.deadline_at,
             )
             read_at = time.monotonic()
             if ranking is not None:
@@ -413,7 +433,12 @@ class RankJob(_ModelJob):
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.suspended, reads
+                request.user,
+                request.history,
+                self._versions.max_events,
+                call.slot.suspended,
+                reads,
+                call.deadline_at,
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
@@ -430,7 +455,11 @@ class GenerateJob(_ModelJob):
         generation = self._versions.generator(request.model_version)
         with generation.use:
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.suspended
+                request.user,
+                request.history,
+                self._versions.max_events,
+                call.slot.suspended,
+                deadline_at=call.deadline_at,
             )
             events = history.events
             # else the empty prompt would be a client error (422)

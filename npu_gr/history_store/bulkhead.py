@@ -109,6 +109,11 @@ class StoreBreaker:
         self._turn(self._clock() + self._retry_s)
         return True
 
+    def trip(self) -> None:
+        """Open it, because the dependency is known to fail."""
+        if self._retry_at is None:
+            self._turn(self._clock() + self._retry_s)
+
     def given_up(self, era: int) -> None:
         """Report that a call of this era was not made, or tells nothing about the dependency."""
         if era == self._era:
@@ -139,7 +144,7 @@ class StoreObserver(Protocol):
         Args:
             operation: append, read or erase.
             result: "ok", "rejected", or the value of a `StoreFault`.
-            took_s: Seconds that the caller waited, so at most the time limit.
+            took_s: Seconds that the call took, so at most the lane's time limit.
         """
         ...
 
@@ -205,6 +210,11 @@ class Lane:
     def is_open(self) -> bool:
         """Whether the breaker rejects calls."""
         return self._breaker.is_open
+
+    def trip(self, cause: StoreFailed) -> None:
+        """Open the breaker, because a call outside of the lane has failed."""
+        self._cause, self._fault = str(cause), cause.fault
+        self._breaker.trip()
 
     async def call(self, operation: str, work: Callable[[], Awaitable[T]]) -> T:
         """Make a call. If the caller is cancelled, a call that has begun goes on.
@@ -353,7 +363,9 @@ class GuardedStore:
         """
         self._store = store
         self._kind = config.kind
-        self.reads = Lane("reads", config, config.read_timeout_s, observer, clock)
+        # A slow read is no failure: who waits for it decides how long (`Histories`).
+        longest_read_s = max(config.timeout_s, config.read_timeout_s)
+        self.reads = Lane("reads", config, longest_read_s, observer, clock)
         self.writes = Lane("appends and erasures", config, config.timeout_s, observer, clock)
 
     @property
@@ -365,6 +377,11 @@ class GuardedStore:
     def health(self) -> StoreHealth:
         """Health of the store itself."""
         return self._store.health
+
+    def trip(self, cause: StoreFailed) -> None:
+        """Open both breakers, because the store has failed at the start."""
+        for lane in (self.reads, self.writes):
+            lane.trip(cause)
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))

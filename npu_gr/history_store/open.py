@@ -7,8 +7,12 @@ import asyncio
 from npu_gr.history_store.store import HistoryConfig, HistoryStore
 
 
-async def open_store(config: HistoryConfig) -> HistoryStore | None:
+async def open_store(config: HistoryConfig, *, may_be_away: bool = False) -> HistoryStore | None:
     """Open the configured store; None for kind "none".
+
+    Args:
+        config: The store.
+        may_be_away: Open it also if its server does not answer now.
 
     Raises:
         ConfigError: the store's file, package or server cannot be used.
@@ -21,6 +25,6 @@ async def open_store(config: HistoryConfig) -> HistoryStore | None:
         case "redis":
             from npu_gr.history_store.redis import RedisStore
 
-            return await RedisStore.connect(config)
+            return await RedisStore.connect(config, may_be_away=may_be_away)
         case "none":
             return None

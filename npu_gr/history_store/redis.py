@@ -12,8 +12,8 @@
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge
 reads, and writes only if no other client has written in between. Durability is the server's own
-(`appendonly yes`); an append is acknowledged when the server has answered. No command is retried,
-since an append that was not answered within its limit may have been done.
+(`appendonly yes`); an append is acknowledged when the server has answered. `redis_server.py` says
+which servers are served, and what is repeated after a failover.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import ipaddress
 import logging
-import ssl
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
 from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
 from npu_gr.core.tls import TlsFiles
 from npu_gr.history_store import redis_records as scripts
@@ -51,6 +48,13 @@ from npu_gr.history_store.redis_records import (
     pack_entries,
     unpack_groups,
 )
+from npu_gr.history_store.redis_server import (
+    NotServed,
+    RedisServer,
+    is_away,
+    is_in_clear,
+    tls_options,
+)
 from npu_gr.history_store.store import (
     EVENT,
     HistoryConfig,
@@ -65,53 +69,6 @@ from npu_gr.history_store.store import (
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-_SCHEME = "rediss"
-
-
-def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
-    """Return the TLS options of redis-py for a URL; none if it is not `rediss://`.
-
-    The server's certificate and its name are always checked.
-
-    Args:
-        url: URL of the server.
-        tls: Certificate files; None = the system's authorities, and no client certificate.
-    """
-    if urlsplit(url).scheme != _SCHEME:
-        return {}
-    tls = tls or TlsFiles()
-    return {
-        "ssl_ca_certs": tls.ca,
-        "ssl_certfile": tls.certificate,
-        "ssl_keyfile": tls.key,
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-    }
-
-
-def is_in_clear(url: str) -> bool:
-    """Return whether histories cross a network unencrypted: not over TLS, and not to localhost."""
-    parts = urlsplit(url)
-    if parts.scheme != "redis":
-        return False
-    host = parts.hostname or "localhost"
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
-
-
-def tls_trouble(error: BaseException) -> str:
-    """Return the TLS reason of a connection error, "" if there is none, without any address."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ssl.SSLError):
-            return f" ({seen.reason or type(seen).__name__})"
-        seen = seen.__cause__ or seen.__context__
-    return ""
-
-
 log = logging.getLogger(__name__)
 
 _HOW = "redis://, rediss:// or unix://, with / ? # @ : of a password percent-encoded"
@@ -124,6 +81,8 @@ class RedisStore:
 
     def __init__(self, client: Redis, config: HistoryConfig) -> None:
         self._client = client
+        self._server = RedisServer(client, config.timeout_s)
+        self._ask = self._server.ask
         self._config = config
         self._max_events = config.max_events_per_user
         self._append = client.register_script(scripts.APPEND)
@@ -134,11 +93,16 @@ class RedisStore:
         self.health = StoreHealth()
 
     @classmethod
-    async def connect(cls, config: HistoryConfig) -> RedisStore:
-        """Connect and ping.
+    async def connect(cls, config: HistoryConfig, *, may_be_away: bool = False) -> RedisStore:
+        """Connect, and check the kind of the server.
+
+        Args:
+            config: URL of the server, time limits, sizes.
+            may_be_away: Return a store also if the server does not answer now.
 
         Raises:
-            ConfigError: the package is missing, or no server answers at `history_store.url`.
+            ConfigError: the package is missing, or no server of a kind that is served answers at
+                `history_store.url`.
         """
         try:
             from redis.asyncio import BlockingConnectionPool, Redis
@@ -168,12 +132,18 @@ class RedisStore:
             log.warning("history_store.url: histories cross the network unencrypted; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
-            await _run(store._client.ping())
+            await store._server.check()
         except StoreFailed as error:
+            if may_be_away and is_away(error):
+                log.error(
+                    "history_store.url: no answer from %s: %s; the instance starts without it",
+                    config.redis_url,
+                    error,
+                )
+                return store
             await store.close()
-            raise ConfigError(
-                f"history_store.url: no answer from {config.redis_url}: {error}"
-            ) from None
+            what = "" if isinstance(error, NotServed) else "no answer from "
+            raise ConfigError(f"history_store.url: {what}{config.redis_url}: {error}") from None
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
@@ -207,7 +177,9 @@ class RedisStore:
                 return await self._append_once(one)
             case Mode.REPLACE:
                 events = one.events[-self._max_events :]
-                await _run(self._put(_keys(one.user), _put_arguments(one.user, events, 0, "")))
+                await self._ask(
+                    lambda: self._put(_keys(one.user), _put_arguments(one.user, events, 0, ""))
+                )
                 return Written(len(events), len(events))
             case Mode.MERGE:
                 while (written := await self._merge(one)) is None:
@@ -232,7 +204,9 @@ class RedisStore:
             arguments[3:] = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
         for entry in pack_entries(key, one.events, data):
             arguments += entry
-        while (done := await _run(self._append(_keys(one.user), arguments))) == scripts.OLD:
+        while (
+            done := await self._ask(lambda: self._append(_keys(one.user), arguments))
+        ) == scripts.OLD:
             await self._move_old(one.user)
         if done == scripts.OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
@@ -259,7 +233,10 @@ class RedisStore:
             else 0
         )
         arguments = _put_arguments(one.user, merged.events, given_up, state)
-        if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
+        if await self._ask(lambda: self._put(_keys(one.user), arguments)) in (
+            scripts.CHANGED,
+            scripts.OLD,
+        ):
             return None
         return Written(len(merged.events), merged.num_added, merged.num_filled)
 
@@ -275,7 +252,9 @@ class RedisStore:
         """Read the index of the first event, the newest events, and the hash of the whole state."""
         keys, key = _keys(user), key_bytes(user)
         while (
-            answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))
+            answer := await self._ask(
+                lambda: self._read(keys, [num_bytes, CHECKED.itemsize, with_state])
+            )
         ) == scripts.OLD:
             await self._move_old(user)
         first, data, groups, state = answer
@@ -286,20 +265,20 @@ class RedisStore:
         return int(first), events, state.decode()
 
     async def actions(self) -> tuple[str, ...]:
-        return _texts(await _run(self._client.lrange(_ACTIONS, 0, -1)))
+        return _texts(await self._ask(lambda: self._client.lrange(_ACTIONS, 0, -1)))
 
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         raw = [name.encode("utf-8", "surrogatepass") for name in names]
-        return _texts(await _run(self._name([_ACTIONS], raw)))
+        return _texts(await self._ask(lambda: self._name([_ACTIONS], raw)))
 
     async def erase(self, user: UserKey) -> bool:
-        await _run(self._client.unlink(*_keys(user)))
+        await self._ask(lambda: self._client.unlink(*_keys(user)))
         # There is no local file. The server's own files keep the bytes until it rewrites them.
         return True
 
     async def num_keys(self, user: UserKey) -> int:
         """Count the Redis keys of a user."""
-        return int(await _run(self._client.exists(*_keys(user))))
+        return int(await self._ask(lambda: self._client.exists(*_keys(user))))
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -307,25 +286,12 @@ class RedisStore:
     async def _move_old(self, user: UserKey) -> None:
         """Rewrite the records of an older version with checksums, unless another instance has."""
         keys = _keys(user)
-        data = await _run(self._client.get(keys[-1])) or b""
+        data = await self._ask(lambda: self._client.get(keys[-1])) or b""
         if len(data) % EVENT.itemsize:
             raise damaged(f"{len(data)} bytes are not a whole number of records")
-        await _run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
-
-
-async def _run(answer: Awaitable[Any]) -> Any:
-    """Await an answer of Redis, and convert its errors to StoreFailed."""
-    from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
-
-    try:
-        return await answer
-    except (RedisError, OSError) as error:
-        name = type(error).__name__
-        # Show only the server's own answer: other texts may contain the address and its password.
-        text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
-        full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
-        fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
-        raise StoreFailed(f"the history store does not answer: {text}", fault) from error
+        await self._ask(
+            lambda: self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)])
+        )
 
 
 def _unnamed() -> dict[str, Any]:

@@ -59,8 +59,10 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536
     # 4 bytes a number, 8 a name, with as many names as any event of the write has
     max_feature_bytes_per_event: Annotated[int, msgspec.Meta(ge=0, le=MAX_FEATURE_BYTES)] = 1024
-    timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
-    # of one read: a small part of the SLO objectives of the requests that wait for it
+    # of a call; redis: also to connect, and to ask again after a failover
+    timeout_s: Seconds = 1.0
+    # how long a request waits for its history before it uses the one that this instance last knew:
+    # a small part of the SLO objectives. If none is known, it waits for most of its time limit.
     read_timeout_s: Seconds = 0.025
     max_calls: Count = 64  # reads at a time, and as many appends and erasures
     max_queue: Count = 1024  # waiting calls of each; the next one fails at once

@@ -21,7 +21,9 @@ class Result(StrEnum):
 
     GOOD = "good"  # answered within the threshold
     SLOW = "slow"  # answered later
-    FAILED = "failed"  # rejected for load, over its budget, or an error of the server
+    # rejected for load, over its budget, an error of the server, or not answered within the
+    # threshold when the client disconnected
+    FAILED = "failed"
 
 
 class Promise(StrEnum):
@@ -45,6 +47,7 @@ class Objective:
         return self.latency_ratio if promise is Promise.LATENCY else self.availability_ratio
 
 
+ABANDONED = 499  # status of a request whose client disconnected, as nginx logs it
 # share of the threshold; the objectives do not apply to requests with a shorter budget
 LEAST_SHARE = 0.5
 
@@ -65,7 +68,7 @@ def evaluate(
     """Return the result of one request for the objectives.
 
     Args:
-        status: HTTP status of the answer.
+        status: HTTP status of the answer; `ABANDONED` = the client did not wait for it.
         took_s: Seconds from the last byte of the request to the answer; the time in which the
             client sends the request does not count.
         threshold_s: Longest latency of a good answer.
@@ -73,10 +76,12 @@ def evaluate(
 
     Returns:
         None = the objectives do not count the request, because of an error of the client (a 4xx
-        other than 429), or because its budget was too short.
+        other than 429, or a client that disconnects early), or because its budget was too short.
     """
-    if status in (429, 504) and not is_promised(has_s, threshold_s):
+    if status in (429, ABANDONED, 504) and not is_promised(has_s, threshold_s):
         return None
+    if status == ABANDONED:
+        return Result.FAILED if took_s > threshold_s else None
     if status == 429 or status >= 500:
         return Result.FAILED
     if status >= 400:

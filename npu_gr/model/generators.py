@@ -15,7 +15,7 @@ from npu_gr.model.t5 import T5
 
 
 class Examined(NamedTuple):
-    """Properties of a checkpoint, read without its weights."""
+    """Properties of a checkpoint, read without loading it."""
 
     vocab_size: int
     is_divisible: bool  # see `GenerativeModel`
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: torch.dtype) -> Decoder | T5:
 
 
 def examine(folder: Path) -> Examined:
-    """Check a generator's checkpoint without loading its weights; see `hf_files.examine`."""
+    """Check a generator's checkpoint without loading it; see `hf_files.examine`."""
     if _is_t5(folder):
         return Examined(hf_files.examine(folder, hf_t5.FORMAT).vocab_size, T5.is_divisible)
     return Examined(hf_files.examine(folder, hf.FORMAT).vocab_size, Decoder.is_divisible)

@@ -113,13 +113,17 @@ def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
 
 
 def examine(folder: Path, form: Format[C, M]) -> C:
-    """Check the names and shapes of a checkpoint's tensors without loading them.
+    """Check a checkpoint's tensors, in the memory of one of them.
 
     Raises:
-        CheckpointError: As `load`, except for values that are not finite.
+        CheckpointError: As `load`.
     """
     try:
-        return _without_memory(folder, form)[0]
+        config = _without_memory(folder, form)[0]
+        for file, name, tensor in _tensors(folder):
+            if name not in form.ignored:
+                _check_values(tensor[:], f"checkpoint {folder}: {file}: {name}")
+        return config
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
 
@@ -186,14 +190,19 @@ def save(keys: Mapping[str, Any], places: Mapping[str, Tensor], folder: Path) ->
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
 
 
-def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
-    """Copy a tensor into its place; raise CheckpointError if its dtype or values do not fit."""
+def _check_values(tensor: Tensor, what: str) -> None:
+    """Raise CheckpointError if a tensor's dtype or values cannot be served."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{what}: dtype {tensor.dtype} is none of {', '.join(map(str, DTYPES))}"
         )
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"{what}: NaN or infinity")
+
+
+def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
+    """Copy a tensor into its place; raise CheckpointError if its dtype or values do not fit."""
+    _check_values(tensor, what)
     place.copy_(tensor)
     if not torch.isfinite(place).all():
         raise CheckpointError(

@@ -81,6 +81,7 @@ def give_memory(model: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
+WEIGHTS = "model.safetensors"
 ITEM_IDS = "catalog.item_ids"
 
 
@@ -124,7 +125,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         for name, tensor in checkpoint.model.state_dict().items()
     }
     tensors[ITEM_IDS] = torch.from_numpy(checkpoint.item_ids)
-    weights = folder / "model.safetensors"
+    weights = folder / WEIGHTS
     manifest = folder / "config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,18 +160,12 @@ def load(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: A file is missing or corrupt, or the weights do not fit the configuration.
     """
-    weights = folder / "model.safetensors"
-    manifest = folder / "config.json"
+    about = _checked_manifest(folder)
     try:
-        about = _read_manifest(manifest)
-        if digest(weights) != about.version:
-            raise CheckpointError(
-                f"checkpoint {folder}: model.safetensors is not the one that config.json names"
-            )
-        tensors: dict[str, Any] = load_file(weights)
+        tensors: dict[str, Any] = load_file(folder / WEIGHTS)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
-    except (msgspec.MsgspecError, SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     item_ids = tensors.pop(ITEM_IDS, None)
     if misfit := _misfit(about.model, tensors):
@@ -202,6 +197,34 @@ def load(folder: Path) -> Checkpoint:
         metrics=about.metrics,
         order=blend,
     )
+
+
+def version_of(folder: Path) -> str:
+    """Return a checkpoint's version, without loading its weights.
+
+    Raises:
+        CheckpointError: A file is missing, or the weights are not those of config.json.
+    """
+    return _with_blend(_checked_manifest(folder).version, folder)
+
+
+def _checked_manifest(folder: Path) -> _Manifest:
+    """Read config.json, and compare its digest with the weights.
+
+    Raises:
+        CheckpointError: A file is missing or invalid, or the digest is another one.
+    """
+    try:
+        about = _read_manifest(folder / "config.json")
+        if digest(folder / WEIGHTS) != about.version:
+            raise CheckpointError(
+                f"checkpoint {folder}: {WEIGHTS} is not the one that config.json names"
+            )
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    return about
 
 
 def _with_blend(version: str, folder: Path) -> str:

@@ -77,12 +77,16 @@ class BackgroundTasks:
 class Overwrites:
     """Zeroes the pages of erased users before the tiers may reuse them. Event loop only.
 
-    If several relays share the tiers, the newest one overwrites the pages.
+    If several relays share the tiers, that of the current version overwrites the pages.
     """
 
     def __init__(self, engine: Encoder[P], tiers: Tiers) -> None:
         self._zero = engine.zero
         self._pending: set[asyncio.Future[JobResult[None]]] = set()
+        self.take_over(tiers)
+
+    def take_over(self, tiers: Tiers) -> None:
+        """Overwrite the pages of these tiers, in the place of another relay."""
         for tier in tiers:
             if tier is not None:
                 tier.on_erased = partial(self._overwrite, tier.arena)

@@ -150,6 +150,10 @@ class Relay(Generic[P]):
         self.tiers.pool.waits.t_life_s = config.t_life_s
         self._learn_waits()
 
+    def take_over(self) -> None:
+        """Overwrite the pages of erased users from now on, in the place of another relay."""
+        self._overwrites.take_over(self.tiers)
+
     @property
     def t_life_s(self) -> float:
         """Seconds that a published prefix waits for its rank, by the live settings."""

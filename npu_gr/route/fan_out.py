@@ -2,7 +2,8 @@
 
 An instance that owned a user before the fleet changed may still have the user's prefix KV, and an
 instance that misses a change of the catalogue serves other items. So these requests go to all
-instances, with retries, and the answer names the instances that failed. They are idempotent.
+instances, with retries, and the answer names the instances that failed. They are idempotent, but
+for rollbacks: a second one undoes the first, so one is repeated only where no instance was reached.
 
 `npu-gr fleet` calls `ask_all`. Requests of clients to the router are forwarded by HAProxy to
 `fan_out_app` on a private socket, with the client's key, which each instance checks.
@@ -56,6 +57,11 @@ class Change(NamedTuple):
     def is_erasure(self) -> bool:
         """Whether it erases a user; all other changes go to the admin addresses."""
         return self.method == ERASE.method
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a second time changes nothing."""
+        return not self.target.endswith("/rollback")
 
 
 class InstanceCalls:
@@ -118,6 +124,8 @@ async def ask_all(
             answer = await _ask(calls, one, change, timeout_s)
             if 0 < answer.status < 500:
                 break
+            if not change.is_repeatable and (answer.status or answer.text != UNREACHABLE):
+                break  # it may have been done
         return answer
 
     answers = await asyncio.gather(*map(ask, instances))
@@ -175,7 +183,8 @@ def combined_answer(change: Change, answers: Mapping[str, Answered]) -> web.Resp
     unreachable = [name for name, why in left.items() if why == UNREACHABLE and change.is_erasure]
     if not done or len(unreachable) < len(left):
         named = ", ".join(f"{name} ({why})" for name, why in left.items())
-        raise Unavailable(f"not done at {named or 'any instance'}; repeat the request")
+        remedy = "repeat the request" if change.is_repeatable else "call those instances themselves"
+        raise Unavailable(f"not done at {named or 'any instance'}; {remedy}")
     if not change.is_erasure:
         return _json(200, {name: _parsed(answer.text) for name, answer in answers.items()})
     pending = sorted(name for name, answer in answers.items() if answer.status == 202)

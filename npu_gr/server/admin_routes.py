@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
+from npu_gr.core.served import ModelInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
 from npu_gr.server.admission.middleware import BODY
@@ -31,21 +33,30 @@ from npu_gr.server.status import DebugViews, config_text
 
 
 class ModelRoutes:
-    """The served models: list, reload."""
+    """The served models: list, reload, roll back."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/v1/models", self._show), web.post("/v1/models/reload", self._reload)]
+        return [
+            web.get("/v1/models", self._show),
+            web.post("/v1/models/reload", self._reload),
+            web.post("/v1/models/rollback", self._rollback),
+        ]
 
     async def _show(self, _: web.Request) -> web.Response:
-        return json_response({"models": [asdict(model) for model in self._service.models()]})
+        return _listing(self._service.models())
 
     async def _reload(self, _: web.Request) -> web.Response:
-        return json_response(
-            {"models": [asdict(model) for model in await self._service.reload_models()]}
-        )
+        return _listing(await self._service.reload_models())
+
+    async def _rollback(self, _: web.Request) -> web.Response:
+        return _listing(await self._service.rollback_models())
+
+
+def _listing(models: Sequence[ModelInfo]) -> web.Response:
+    return json_response({"models": [asdict(model) for model in models]})
 
 
 class CatalogueRoutes:

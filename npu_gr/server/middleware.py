@@ -24,6 +24,7 @@ from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unsupport
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.core.logs import CURRENT
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.slo import ABANDONED
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import COUNTED, Admission
@@ -46,7 +47,6 @@ PUBLIC_ONLY = Address(is_admin=False, rejects_foreign_hosts=True)
 _NO_LIMIT_S = float("inf")
 # Statuses after which the connection is closed: the rest of the body may not have been read.
 _CLOSING = (401, 408, 413, 415)
-ABANDONED = 499  # nginx's status for a client that disconnects before the response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

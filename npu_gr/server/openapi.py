@@ -237,6 +237,12 @@ def _admin_paths(schemas: _Schemas) -> _Json:
             **schemas.errors("401", "422", "429", "503"),
         },
     }
+    rollback_models = {
+        "operationId": "rollbackModels",
+        "summary": "Serve the models of before the last reload that changed one. Requests in "
+        "progress keep their version.",
+        "responses": reload_models["responses"],
+    }
     update_catalogue = {
         "operationId": "updateCatalogue",
         "summary": "Add, withdraw and restore items of the served version.",
@@ -273,6 +279,7 @@ def _admin_paths(schemas: _Schemas) -> _Json:
             "models", "The served models, and those that still drain.", "401"
         ),
         "/v1/models/reload": {"post": reload_models},
+        "/v1/models/rollback": {"post": rollback_models},
         "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The served catalogue.")},
         "/v1/catalog/items": {"post": update_catalogue},
         "/v1/catalog/reload": {"post": reload_catalogue},

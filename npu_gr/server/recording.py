@@ -37,6 +37,7 @@ class RecordingService:
         self.effective_config = service.effective_config
         self.knows = service.knows
         self.reload_models = service.reload_models
+        self.rollback_models = service.rollback_models
 
     @property
     def catalogue(self) -> CatalogueAdmin:

@@ -107,6 +107,13 @@ class ServiceProtocol(Protocol):
         """
         ...
 
+    async def rollback_models(self) -> list[ModelInfo]:
+        """Serve the models of before the last reload; raises Unprocessable where there are none.
+
+        Requests in progress keep their version.
+        """
+        ...
+
     @property
     def catalogue(self) -> CatalogueAdmin:
         """The catalogue; raises NotFound where this instance does not generate."""

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
-from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
+from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreFault
 from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
@@ -43,12 +43,15 @@ from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_ro
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.service.build import open_generation, open_ranking
+from npu_gr.service.build import open_generation, open_ranking, returned
 from npu_gr.service.config import Config
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
+from npu_gr.service.memory import check_sizes
 from npu_gr.service.reload import Reload
 
 log = logging.getLogger(__name__)
+
+AWAY_S = 1.0  # interval at which a history store that failed at the start is checked again
 
 
 class OpenedInstance(NamedTuple):
@@ -96,6 +99,7 @@ async def opened(
     settings = LiveConfig(config)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     async with AsyncExitStack() as stack:
+        await asyncio.to_thread(check_sizes, config)
         backend = open_backend(config, metrics)
         scheduler = Scheduler(config.scheduler, backend.stream)
         scheduler.weigh(config.admission.tenant_weights)
@@ -103,11 +107,19 @@ async def opened(
         stack.push_async_callback(scheduler.stop)
         versions = await open_models(config, backend, scheduler, metrics)
         stack.push_async_callback(versions.stop)
-        store = None
-        if (opened := await open_store(config.history_store)) is not None:
-            store = GuardedStore(opened, config.history_store, metrics.store)
+        store, is_away = None, False
+        of_store = config.history_store
+        opened = await open_store(of_store, may_be_away=of_store.on_failure != "fail")
+        if opened is not None:
+            store = GuardedStore(opened, of_store, metrics.store)
             stack.push_async_callback(store.close)
-            await check_store(opened, versions, config)
+            try:
+                await check_store(opened, versions, config)
+            except StoreFailed as error:
+                log.error("the actions of the history store could not be read: %s", error)
+                is_away = error.fault is not StoreFault.CORRUPT
+                if is_away:
+                    store.trip(error)
             metrics.store.observe(
                 store.kind, {"reads": store.reads, "writes": store.writes}, store.health
             )
@@ -152,7 +164,7 @@ async def opened(
         stack.push_async_callback(service.stop)
         observe(metrics, settings, scheduler, service)
         if read is not None:
-            service.on_reload = Reload(
+            reload = Reload(
                 settings=settings,
                 versions=versions,
                 admission=admission,
@@ -162,12 +174,17 @@ async def opened(
                 coverage=coverage,
                 cascade=cascade_of(jobs),
                 read=read,
-                open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
-                open_generation=lambda new, old: open_generation(
-                    new, backend, scheduler, metrics, old
+                open_ranking=lambda new, old, folder: open_ranking(
+                    new, backend, scheduler, metrics, old, folder
                 ),
+                open_generation=lambda new, old, folder: open_generation(
+                    new, backend, scheduler, metrics, old, folder
+                ),
+                ranking_returned=lambda old: returned(old, metrics),
+                generation_returned=lambda old: returned(old, metrics),
                 metrics=metrics.reloads,
             )
+            service.on_reload, service.on_rollback = reload, reload.roll_back
         service.set_ready()
         stack.callback(service.set_ready, "stopping")
         recorder = (
@@ -179,6 +196,10 @@ async def opened(
             purger = recorder.purger
             metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
         served = RecordingService(service, recorder) if recorder else service
+        if store is not None and is_away:
+            await stack.enter_async_context(
+                running(_check_when_back(store, versions, config, service))
+            )
         await stack.enter_async_context(running(service.watch()))
         yield OpenedInstance(service, served, metrics, recorder)
 
@@ -250,19 +271,14 @@ async def open_models(
 
 
 async def check_store(store: HistoryStore, versions: Versions, config: Config) -> None:
-    """Check that the store's action names are those of the ranker; skipped if the store fails.
+    """Check that the store's action names are those of the ranker.
 
     Raises:
         ConfigError: they differ.
+        StoreFailed: the store failed.
     """
+    stored = await store.actions()
     if versions.rankers is None:
-        return
-    try:
-        stored = await store.actions()
-    except StoreFailed as error:
-        log.error(
-            "the actions of the history store could not be compared with the ranker's: %s", error
-        )
         return
     if changed := difference(stored, versions.ranker().model.actions):
         raise ConfigError(
@@ -271,6 +287,20 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
             "of the store, or another store (history_store.path, history_store.url), and load the "
             "log into it"
         )
+
+
+async def _check_when_back(
+    store: HistoryStore, versions: Versions, config: Config, service: Service
+) -> None:
+    """Check a store that failed at the start once it works; if it is wrong, become unready."""
+    try:
+        while True:
+            await asyncio.sleep(AWAY_S)
+            with suppress(StoreFailed):
+                return await check_store(store, versions, config)
+    except ConfigError as error:
+        log.error("%s", error)
+        service.set_ready(str(error))
 
 
 def _histories(
@@ -292,6 +322,7 @@ def _histories(
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
         config.service.unsorted_history,
         of_users,
+        config.history_store.read_timeout_s,
     )
 
 

@@ -47,11 +47,12 @@ from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.history_tokenizer import ItemVocabulary
-from npu_gr.model.weights import Checkpoint
+from npu_gr.model.weights import Checkpoint, version_of
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
+from npu_gr.service.memory import check_generator_fits, check_ranker_fits
 from npu_gr.service.warmup import SELF_TEST_TOKENS, borrowed_pages, choose_attention, verify
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Prepared(Generic[M]):
     """
 
     activate: Callable[[], M]
+    version: str
     actions: tuple[str, ...] | None = None  # action names of a ranker
     scored: ScoredItems | None = None  # of a ranker
     items: ServedCatalogue | None = None  # catalogue of a generator
@@ -102,21 +104,28 @@ async def open_ranking(
     scheduler: Scheduler,
     metrics: Metrics,
     serving: Ranking | None = None,
+    folder: Path | None = None,
 ) -> Prepared[Ranking]:
     """Load, verify and warm up the ranker of the configured checkpoint.
 
     Args:
         config, backend, scheduler, metrics: Parts of the instance; the scheduler is started.
         serving: The current ranker, whose pages are shared; returned if the version is the same.
+        folder: Folder to read in the place of the configured checkpoint.
 
     Raises:
-        ConfigError: the model cannot be served as configured.
+        ConfigError: the model cannot be served as configured, or there is no memory for it next to
+            the current one.
         DeviceError: it failed the parity self-test.
     """
-    checkpoint = await asyncio.to_thread(_placed, config, backend)
-    names = await asyncio.to_thread(_names, config.checkpoint)
-    if serving is not None and checkpoint.version == serving.version:
-        return _renamed(serving, names)
+    assert config.checkpoint is not None
+    folder = Path(config.checkpoint) if folder is None else folder
+    names = await asyncio.to_thread(_names, folder)
+    if serving is not None:
+        if await asyncio.to_thread(version_of, folder) == serving.version:
+            return _renamed(serving, names)
+        await asyncio.to_thread(check_ranker_fits, folder, backend)
+    checkpoint = await asyncio.to_thread(_placed, folder, config, backend)
     shape = checkpoint.model.config
     if config.recommend is not None:
         order = checkpoint.order
@@ -188,7 +197,7 @@ async def open_ranking(
             config.service, model, scored, engine, relay, metrics, names, checkpoint.order
         )
 
-    return Prepared(activate, actions=model.actions, scored=scored)
+    return Prepared(activate, model.version, actions=model.actions, scored=scored)
 
 
 async def _attention(
@@ -212,11 +221,10 @@ async def _attention(
     return await choose_attention(engine, backend, vocabulary, pool, version, config)
 
 
-def _names(folder: str | None) -> ItemNames:
+def _names(folder: Path) -> ItemNames:
     """Read the item names in the folder of a checkpoint."""
-    assert folder is not None
     try:
-        return ItemNames.load(Path(folder)) or EMPTY
+        return ItemNames.load(folder) or EMPTY
     except DataError as error:
         raise ConfigError(str(error)) from error
 
@@ -236,7 +244,26 @@ def _renamed(model: M, names: ItemNames) -> Prepared[M]:
         model.names = names
         return model
 
-    return Prepared(activate)
+    return Prepared(activate, model.version)
+
+
+def returned(model: M, metrics: Metrics) -> Prepared[M]:
+    """Prepare a version that drains to serve again.
+
+    Its prefixes are valid, since their keys have its version, and erasures have visited them.
+    """
+
+    def activate() -> M:
+        relay, engine = model.relay, model.engine
+        relay.take_over()
+        metrics.engine.ops_chosen(model.model.ops)
+        kind = RANK if isinstance(model, Ranking) else GENERATE
+        observe_relay(metrics, kind.name, engine, *relay.tiers, relay)
+        return model
+
+    if isinstance(model, Ranking):
+        return Prepared(activate, model.version, model.model.actions, scored=model.items)
+    return Prepared(activate, model.version, items=model.items)
 
 
 def describe(backend: Backend) -> str:
@@ -255,15 +282,14 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
     return found
 
 
-def _placed(config: Config, backend: Backend) -> Checkpoint:
+def _placed(folder: Path, config: Config, backend: Backend) -> Checkpoint:
     """Load the checkpoint to the device in the configured dtype, and freeze the item table."""
-    assert config.checkpoint is not None
-    checkpoint = load_checkpoint(Path(config.checkpoint))
+    checkpoint = load_checkpoint(folder)
     if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
         raise ConfigError("; ".join(reasons))
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
-    check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
+    check_weights(checkpoint.model, f"checkpoint {folder}")
     model = checkpoint.model.to(backend.device).eval()
     model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
     backend.synchronize()  # before a device thread reads it in another stream
@@ -276,6 +302,7 @@ async def open_generation(
     scheduler: Scheduler,
     metrics: Metrics,
     serving: Generation | None = None,
+    folder: Path | None = None,
 ) -> Prepared[Generation]:
     """Load the generator of the section `generate`, and warm it up over its catalogue.
 
@@ -284,19 +311,23 @@ async def open_generation(
         serving: The current generator, whose pages are shared. Its catalogue, with added and
             withdrawn items, is shared too if file and codes are the same; else the new one has its
             changes. It is returned if version and section are the same.
+        folder: Folder to read in the place of the configured checkpoint.
 
     Raises:
-        ConfigError: the generator cannot be served as configured.
+        ConfigError: the generator cannot be served as configured, or there is no memory for it next
+            to the current one.
     """
     section = config.generate
     assert section is not None
-    folder = Path(section.checkpoint)
+    folder = Path(section.checkpoint) if folder is None else folder
     version = await asyncio.to_thread(hf_files.version, folder)
-    names = await asyncio.to_thread(_names, section.checkpoint)
+    names = await asyncio.to_thread(_names, folder)
     actions = await asyncio.to_thread(_actions, folder)
-    if serving is not None and (version, section) == (serving.version, serving.config):
-        return _renamed(serving, names)
-    model = await asyncio.to_thread(_generative, config, section, backend)
+    if serving is not None:
+        if (version, section) == (serving.version, serving.config):
+            return _renamed(serving, names)
+        await asyncio.to_thread(check_generator_fits, folder, config, backend)
+    model = await asyncio.to_thread(_generative, folder, config, section, backend)
     layout = layout_of(model, config.kv_cache.page_tokens)
     if serving is None:
         tiers = open_tiers(
@@ -353,11 +384,12 @@ async def open_generation(
             section, folder.name, version, engine, relay, items, metrics, names, actions
         )
 
-    return Prepared(activate, items=items)
+    return Prepared(activate, version, items=items)
 
 
-def _generative(config: Config, section: GenerateConfig, backend: Backend) -> GenerativeModel:
-    folder = Path(section.checkpoint)
+def _generative(
+    folder: Path, config: Config, section: GenerateConfig, backend: Backend
+) -> GenerativeModel:
     model = generators.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
     section.check_model(
         section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible

@@ -1,4 +1,4 @@
-"""Reload the configuration file of a running instance, all or nothing.
+"""Reload the configuration file of a running instance, or roll its models back, all or nothing.
 
     checkpoint      another version is loaded, verified and warmed up while the old one serves,
                     which then drains; its actions must begin with those of the old one, and it must
@@ -12,6 +12,12 @@
 
 Pages keep their content, since the key of a prefix has the version that wrote it. Latency
 histograms and the rules made from them keep the edges of the start.
+
+A rollback serves the models of before the last reload that changed one. A version that still drains
+is current again at once; another one is loaded, verified and warmed up again from its files, which
+are held open, so it does not matter whether a training has replaced them (`held_folder.py`). Other
+settings stay, and so do a catalogue that both versions share, and the vectors. A second rollback
+undoes the first, and a reload serves what the file names.
 """
 
 from __future__ import annotations
@@ -19,9 +25,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from npu_gr.catalogue.records import read_popular
-from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import ConfigError, DataError, NpuGrError, StoreFailed, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
@@ -30,7 +42,7 @@ from npu_gr.handlers.generation import Generation
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.recommend import Cascade
-from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, ScoredItems
+from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, Measured, ScoredItems
 from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.handlers.sources import POPULAR
 from npu_gr.handlers.versions import ModelVersions, V, Versions
@@ -39,6 +51,7 @@ from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.service.build import Prepared
 from npu_gr.service.config import Config
+from npu_gr.service.held_folder import HeldFolder
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +121,34 @@ def check_actions(old: Sequence[str], new: Sequence[str]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Served:
+    """The models that serve, or served before."""
+
+    config: Config
+    ranker: str  # version; "" = the instance has none
+    generator: str
+    folders: dict[str, HeldFolder]  # kind -> files of its checkpoint
+
+    @classmethod
+    def of(cls, config: Config, versions: Versions) -> _Served:
+        """Hold the files of the current versions."""
+        folders = {RANK.name: config.checkpoint} if config.checkpoint else {}
+        if config.generate is not None:
+            folders[GENERATE.name] = config.generate.checkpoint
+        return cls(
+            config,
+            versions.ranker().version if versions.rankers else "",
+            versions.generator().version if versions.generators else "",
+            {kind: HeldFolder(Path(folder)) for kind, folder in folders.items()},
+        )
+
+
 class Reload:
-    """Reloads the configuration when called. A second call waits for the first."""
+    """Reloads the configuration when called, and rolls models back.
+
+    A second call waits for the first.
+    """
 
     def __init__(
         self,
@@ -123,8 +162,12 @@ class Reload:
         coverage: CoverageRule,
         cascade: Cascade | None,
         read: Callable[[], Config],
-        open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
-        open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
+        open_ranking: Callable[[Config, Ranking, Path | None], Awaitable[Prepared[Ranking]]],
+        open_generation: Callable[
+            [Config, Generation, Path | None], Awaitable[Prepared[Generation]]
+        ],
+        ranking_returned: Callable[[Ranking], Prepared[Ranking]],
+        generation_returned: Callable[[Generation], Prepared[Generation]],
         metrics: ReloadMetrics,
     ) -> None:
         """Store the parts.
@@ -135,9 +178,11 @@ class Reload:
             coverage: Coverage rule of the cascade's sources.
             cascade: Cascade whose list of popular items is read again, if there is one.
             read: Function that reads the configuration again; called in a thread.
-            open_ranking, open_generation: Prepare a model of the new configuration while another
-                one serves. `activate` of the result takes over the pages, and returns the serving
-                model if the version is the same.
+            open_ranking, open_generation: Prepare a model of the new configuration, or of a
+                folder in the place of the configured one, while another one serves. `activate` of
+                the result takes over the pages, and returns the serving model if the version is the
+                same.
+            ranking_returned, generation_returned: Prepare a version that drains to serve again.
             metrics: Reload metrics.
         """
         self._settings = settings
@@ -151,8 +196,12 @@ class Reload:
         self._read = read
         self._open_ranking = open_ranking
         self._open_generation = open_generation
+        self._ranking_returned = ranking_returned
+        self._generation_returned = generation_returned
         self._metrics = metrics
         self._one_at_a_time = asyncio.Lock()
+        self._served = _Served.of(settings.config, versions)
+        self._before: _Served | None = None  # what a rollback serves
 
     async def __call__(self) -> None:
         """Reload; after an error the previous configuration is served.
@@ -178,23 +227,109 @@ class Reload:
             raise Unavailable("the previous version still drains; try again when it has ended")
         ranking = generation = None
         if versions.rankers is not None:
-            ranking = await self._open_ranking(new, versions.rankers.current)
+            ranking = await self._open_ranking(new, versions.rankers.current, None)
             if ranking.actions is not None:
                 check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
-            generation = await self._open_generation(new, versions.generators.current)
-        sources: dict[str, Items] = {}
-        if generation is not None and generation.items:
-            sources[GENERATE.name] = generation.items.item_ids
+            generation = await self._open_generation(new, versions.generators.current, None)
         popular = None
         if self._cascade is not None:
             popular = await asyncio.to_thread(read_popular, self._cascade.parts.config.popular)
+        models = versions.current()
+        await self._serve(new, ranking, generation, popular, self._coverage.check)
+        if models != versions.current():
+            self._before = self._served
+            self._served = await asyncio.to_thread(_Served.of, new, versions)
+        log.info("reloaded: %s", _named(versions))
+
+    async def roll_back(self) -> None:
+        """Serve the models of before the last reload that changed one.
+
+        After an error the current models serve.
+
+        Raises:
+            ConfigError: there are none, or they cannot be served any more.
+            DeviceError: one failed its self-test.
+        """
+        async with self._one_at_a_time:
+            try:
+                await self._roll_back()
+            except NpuGrError as error:
+                log.error("rollback rejected: %s; the current models stay", error)
+                raise
+
+    async def _roll_back(self) -> None:
+        back, versions = self._before, self._versions
+        if back is None:
+            raise ConfigError("there is no previous version of the models")
+        now = self._settings.config
+        new = replace(now, checkpoint=back.config.checkpoint, generate=back.config.generate)
+        ranking = generation = None
+        async with AsyncExitStack() as held:
+            if versions.rankers is not None and versions.ranker().version != back.ranker:
+                if (draining := versions.rankers.draining) is not None:
+                    held.enter_context(draining.use)  # so that it does not stop meanwhile
+                    ranking = self._ranking_returned(draining)
+                else:
+                    folder = await held.enter_async_context(back.folders[RANK.name].linked())
+                    ranking = await self._open_ranking(new, versions.ranker(), folder)
+                _check_version("checkpoint", ranking.version, back.ranker)
+                await self._check_stored_actions(ranking.actions or ())
+            if versions.generators is not None and (
+                versions.generator().version != back.generator
+                or versions.generator().config != new.generate
+            ):
+                if (old := versions.generators.draining) is not None:
+                    held.enter_context(old.use)
+                    generation = self._generation_returned(old)
+                else:
+                    folder = await held.enter_async_context(back.folders[GENERATE.name].linked())
+                    generation = await self._open_generation(new, versions.generator(), folder)
+                _check_version("generate.checkpoint", generation.version, back.generator)
+            await self._serve(new, ranking, generation, None, self._coverage.measure)
+        self._served, self._before = back, self._served
+        log.info("rolled back: %s", _named(versions))
+
+    async def _check_stored_actions(self, names: Sequence[str]) -> None:
+        """Check that a ranker knows the actions of stored events; skipped if the store fails.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        store = self._histories.store
+        try:
+            stored = () if store is None else await store.actions()
+        except StoreFailed as error:
+            log.warning("the actions of the history store could not be compared: %s", error)
+            return
+        if changed := difference(stored, names):
+            raise ConfigError(f"checkpoint: the history store has other actions: {changed}")
+
+    async def _serve(
+        self,
+        new: Config,
+        ranking: Prepared[Ranking] | None,
+        generation: Prepared[Generation] | None,
+        popular: I64 | None,
+        measure: Callable[..., Awaitable[Measured]],
+    ) -> None:
+        """Serve prepared models, and apply the settings; None = unchanged.
+
+        Args:
+            new: Configuration to apply.
+            ranking, generation: Prepared models.
+            popular: Popular items.
+            measure: Measures the coverage of the cascade's sources, or rejects it.
+        """
+        versions = self._versions
+        sources: dict[str, Items] = {}
+        if generation is not None and generation.items:
+            sources[GENERATE.name] = generation.items.item_ids
+        if popular is not None:
             sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
             scored = None if ranking is None else ranking.scored
-            measured = await self._coverage.check(
-                None if scored is None else scored.vocabulary, sources
-            )
+            measured = await measure(None if scored is None else scored.vocabulary, sources)
             commits = await self._followed(scored, None if generation is None else generation.items)
             # From here on nothing fails or waits, since a model must serve as soon as it takes over
             # pages.
@@ -208,10 +343,6 @@ class Reload:
                 self._cascade.serve_popular(popular)
             self._coverage.accept(measured)
             self._reconfigure(new)
-        log.info(
-            "reloaded: %s",
-            ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining),
-        )
 
     async def _followed(
         self, scored: ScoredItems | None, items: ServedCatalogue | None
@@ -222,12 +353,17 @@ class Reload:
         served = None if versions.generators is None else versions.generators.current.items
         successor = None if items is served else items
         if successor is not None and served is not None:
-            if successor.carried is not served.changes:  # changed while this one was read
-                await successor.reload(carried=served.changes)
+            if successor.carried is not served.changes:  # changed since this one was read
+                try:
+                    await successor.reload(carried=served.changes)
+                except DataError as error:
+                    raise ConfigError(f"generate.catalogue: {error}") from error
             successor.follow = versions.follow
             commits.append(await successor.followed())
         catalogue = successor or served
-        if scored is not None and catalogue is not None:
+        rankers = versions.rankers
+        follows = rankers is not None and any(one.items is scored for one in rankers.all())
+        if scored is not None and catalogue is not None and not follows:
             with catalogue.pin() as (snapshot, _):
                 commits.append(await scored.follow(snapshot, False))
         if successor is not None and served is not None:
@@ -257,5 +393,26 @@ class Reload:
 
 def _replace(models: ModelVersions[V], prepared: Prepared[V]) -> None:
     new = prepared.activate()
-    if new is not models.current:
+    if new is models.draining:
+        models.roll_back()
+    elif new is not models.current:
         models.replace(new)
+
+
+def _check_version(field: str, found: str, wanted: str) -> None:
+    """Check the version of a model that was read again.
+
+    Raises:
+        ConfigError: its files are not those that served.
+    """
+    if found != wanted:
+        raise ConfigError(
+            f"{field}: the files of version {wanted}, which served before, were overwritten: they "
+            f"are version {found} now; put them into a folder, name it, and reload"
+        )
+
+
+def _named(versions: Versions) -> str:
+    return ", ".join(
+        f"{one.name} {one.version}" for one in versions.models() if not one.is_draining
+    )

@@ -40,6 +40,7 @@ from npu_gr.route.process import check_rendered
 from npu_gr.server.access_log import read_key_file
 from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
+from npu_gr.service.memory import size_errors
 from npu_gr.vector_search import vectors
 from npu_gr.vector_search.config import MatchConfig
 
@@ -108,14 +109,32 @@ def _lines(table: dict[str, Any], origins: dict[str, str], at: str, indent: str)
         yield from (f"{indent}{line}\n" for line in others)
 
 
-def examine(config: Config | RouterConfig) -> list[Opened]:
-    """Check everything that a configuration names."""
-    return list(_of_router(config) if isinstance(config, RouterConfig) else _of_instance(config))
+def examine(config: Config | RouterConfig, *, is_here: bool = True) -> list[Opened]:
+    """Check everything that a configuration names.
+
+    Args:
+        config: The configuration.
+        is_here: Whether it is for this machine, so that sizes must fit.
+    """
+    if isinstance(config, RouterConfig):
+        return list(_of_router(config))
+    return [*(_sizes(config) if is_here else ()), *_of_instance(config)]
 
 
 def is_well(found: list[Opened]) -> bool:
     """Whether nothing is broken."""
     return all(one.state is not OpenedState.BROKEN for one in found)
+
+
+def _sizes(config: Config) -> Iterator[Opened]:
+    """Compare memory and threads with this machine."""
+    remedy = "with --other-machine, sizes are not compared with this machine"
+    for name, words in size_errors(config).items():
+        yield Opened(name, OpenedState.BROKEN, words, remedy)
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if config.threads > (num_cpus or config.threads):
+        words = f"{config.threads}, but this process can use {num_cpus} CPUs"
+        yield Opened("threads", OpenedState.BROKEN, words, remedy)
 
 
 def _of_instance(config: Config) -> Iterator[Opened]:
@@ -210,9 +229,11 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
 def _ranker(folder: Path, config: Config) -> str:
     import torch
 
+    from npu_gr.engine.sanity import check_weights
     from npu_gr.model import weights
 
     found = weights.load(folder)
+    check_weights(found.model, f"checkpoint {folder}")
     shape = found.model.config
     if config.recommend is not None:
         config.recommend.check_ranker(

@@ -24,9 +24,13 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.file_permissions import make_private
 from npu_gr.core.history import UserKey
+from npu_gr.core.memory import free_memory, misfit
 from npu_gr.vector_search.fold import Activation, Folding, JoinedFolding, Norm, SourceItems
 
 FORMAT = 2
+# Memory that loading takes at most, by the size of the file: its tensors, what is made of them for
+# the search, and the names of users as objects.
+LOADS = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,6 +161,18 @@ def save(vectors: Vectors, folder: Path) -> str:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     return about.version
+
+
+def check_fits(folder: Path) -> None:
+    """Check that vectors can be loaded while others serve.
+
+    Raises:
+        DataError: free memory is too small; the message has the sizes.
+    """
+    path = folder / "vectors.safetensors"
+    size = path.stat().st_size if path.exists() else 0
+    if words := misfit(folder, LOADS * size, free_memory()):
+        raise DataError(words)
 
 
 def load(folder: Path) -> Vectors:

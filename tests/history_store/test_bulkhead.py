@@ -236,7 +236,7 @@ async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
     assert guard.reads.waiting == 0
     assert guard.reads.is_open
     assert seen.calls["read", "store_slow"] == 3
-    with pytest.raises(StoreFailed, match="did not answer within 30 ms; it is tried again"):
+    with pytest.raises(StoreFailed, match="did not answer within 100 ms; it is tried again"):
         await guard.read(USER, 9)
     assert store.began == 3
     assert seen.calls["read", "rejected"] == 1
@@ -362,7 +362,7 @@ async def test_a_blocked_event_loop_is_not_the_stores_fault() -> None:
     """The loop was blocked and could not read the answer: the limit begins again, once."""
     import time
 
-    guard, store, seen = made(HistoryConfig(read_timeout_s=0.05))
+    guard, store, seen = made(HistoryConfig(read_timeout_s=0.05, timeout_s=0.05))
     store.release.clear()
     reading = asyncio.ensure_future(guard.read(USER, 9))
     await settled()

@@ -107,8 +107,10 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
         (422, 0.001),
     ):
         metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
-    metrics.requests.done("rank", "/v1/rank", 499, 0.3)
+    metrics.requests.done("rank", "/v1/rank", 499, 0.05)
+    metrics.requests.done("rank", "/v1/rank", 499, 0.3)  # late before its client gave up
     # under half of 50 ms: nothing was promised
+    metrics.requests.done("rank", "/v1/rank", 499, 0.3, has_s=0.024)
     metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)
     metrics.requests.done("rank", "/v1/rank", 429, 0.01, rejection=Rejection.RATE)
     metrics.requests.done(None, "/healthz", 200, 0.001)
@@ -123,13 +125,13 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
             "npu_gr_admissions_total", {"kind": "rank", "verdict": verdict}
         )
 
-    assert [results(r) for r in ("good", "slow", "failed")] == [1, 1, 4]
+    assert [results(r) for r in ("good", "slow", "failed")] == [1, 1, 5]
     assert {v: admitted(v) for v in AdmissionResult} == {
         AdmissionResult.ADMITTED: 2,
         AdmissionResult.OVERLOADED: 1,
         AdmissionResult.UNAVAILABLE: 1,
         AdmissionResult.OUT_OF_TIME: 1,
-        AdmissionResult.ABANDONED: 1,
+        AdmissionResult.ABANDONED: 3,
         AdmissionResult.IMPOSSIBLE: 1,
         AdmissionResult.OVER_RATE: 1,
         AdmissionResult.INVALID: 1,

@@ -19,6 +19,8 @@ from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Resul
         (429, 0.0, Result.FAILED),
         (500, 0.0, Result.FAILED),
         (504, 0.0, Result.FAILED),
+        (499, 0.05, None),
+        (499, 0.0501, Result.FAILED),  # the client gave up, but it was late by then
     ],
 )
 def test_evaluate(status: int, took_s: float, result: Result | None) -> None:

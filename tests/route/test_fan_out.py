@@ -51,6 +51,7 @@ async def test_a_command_reaches_every_instance(tmp_path: Path) -> None:
             ),
             (("reload", "models"), "POST", "/v1/models/reload", b""),
             (("rollback", "match"), "POST", "/v1/match/rollback", b""),
+            (("rollback", "models"), "POST", "/v1/models/rollback", b""),
         ):
             code, output = await ran(tmp_path, fakes, *arguments)
             assert code == 0, output
@@ -73,6 +74,22 @@ async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> 
         assert code == 1
         assert "not done at i1, i2; repeat the command" in output
         assert [fake.asked("/v1/catalog/reload") for fake in fakes] == [1, fan_out.TRIES, 0]
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+async def test_a_rollback_that_may_have_been_done_is_not_repeated(tmp_path: Path) -> None:
+    """A second one would undo the first."""
+    fakes = [Fake("i0"), Fake("i1")]
+    for fake in fakes:
+        await fake.start()
+    fakes[1].status = 500
+    try:
+        code, output = await ran(tmp_path, fakes, "rollback", "models")
+        assert code == 1
+        assert "not done at i1; call those instances themselves" in output
+        assert [fake.asked("/v1/models/rollback") for fake in fakes] == [1, 1]
     finally:
         for fake in fakes:
             await fake.stop()

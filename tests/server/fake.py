@@ -119,6 +119,9 @@ class FakeService:
     async def reload_models(self) -> list[ModelInfo]:
         return self.models()
 
+    async def rollback_models(self) -> list[ModelInfo]:
+        return self.models()
+
     @property
     def catalogue(self) -> CatalogueAdmin:
         raise NotFound("a fake has no catalogue")

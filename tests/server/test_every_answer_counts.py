@@ -6,6 +6,7 @@ HAProxy's own answers are in its metrics (`tests/route/test_routing.py`).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, serving_fake
 from tests.server.grpc.rig import serving_rpc
 from tests.server.oip.inputs import inputs_of, json_body
+from tests.serving import until
 from tests.sources import ROOT
 
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: str(kind.name))
@@ -182,6 +184,25 @@ async def test_an_erasure_has_no_time_limit_that_could_excuse_it() -> None:
         async with client.delete(EXAMPLES["erase"].path, headers=headers) as answer:
             assert answer.status == kind.status
         assert counts.added() == expected(kind.status)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_a_client_that_gives_up_after_the_objective_was_failed(is_late: bool) -> None:
+    """Else an instance that answers nothing would look perfect: all its clients give up."""
+    kind = KINDS["signal" if is_late else "ingest"]  # the least patient, and one of a second
+    service = fake()
+    service.waits = asyncio.Event()
+    async with serving_fake(service) as (client, metrics):
+        counts = Counts(metrics, kind)
+        path = EXAMPLES[kind.name].path
+        request = client.request(kind.method, path, **asked(kind, path))
+        waiting = asyncio.ensure_future(request._coro)
+        await service.waits.wait()
+        await asyncio.sleep(2 * KINDS["signal"].objective_s)
+        waiting.cancel()
+        await until(lambda: metrics.requests.in_flight._value.get() == 0)
+        failed: dict[str, float] = {Result.FAILED.value: 1} if is_late else {}
+        assert counts.added() == {"499": 1, **failed}
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)

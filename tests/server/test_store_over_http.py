@@ -20,7 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from redis import asyncio as redis
 
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events
 from tests.fault_proxy import FaultProxy, Mode
 from tests.history_store.redis_server import redis_path
@@ -65,7 +67,10 @@ async def on_redis(folder: Path, **features: Any) -> AsyncIterator[tuple[Any, Fa
 @pytest.mark.parametrize("mode", ["hang", "late"])
 async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) -> None:
     """Half of the ranks need a Redis that hangs, or is 300 ms late."""
-    async with on_redis(tmp_path, read_timeout_s=0.1, retry_s=2.0) as (client, proxy):
+    async with on_redis(tmp_path, read_timeout_s=0.1, timeout_s=0.2, retry_s=2.0) as (
+        client,
+        proxy,
+    ):
         for number in range(4):
             await post(
                 client,
@@ -97,6 +102,84 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
         async with asyncio.timeout(20):
             while (await rank(client, "known0"))[1]["history"]["source"] != "store":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+async def test_a_slow_store_is_waited_for_where_nothing_is_known(tmp_path: Path) -> None:
+    """A store that takes 12 times its limit: 200 from the store, as the request has the time.
+
+    Who is known is answered from what was known, and the next time from what the store said late.
+    """
+    async with on_redis(tmp_path, read_timeout_s=0.025) as (client, proxy):
+        for number in range(12):
+            body = {"user_id": f"u{number}", "events": columns(events(20, seed=number))}
+            assert (await post(client, "/v1/events", body))[0] == 200
+        proxy.set("late", late_s=0.3)
+        answers = await asyncio.gather(*(rank(client, f"u{number}") for number in range(12)))
+        assert {(status, body["history"]["source"]) for status, body in answers} == {(200, "store")}
+        text = await (await client.get("/metrics")).text()
+        assert 'npu_gr_store_breaker_open{lane="reads",store="redis"} 0.0' in text
+        body = {"user_id": "u0", "events": columns(events(5, seed=77))}
+        assert (await post(client, "/v1/events", body))[0] == 200
+        status, known = await rank(client, "u0")
+        assert (status, known["history"]["source"]) == (200, "last_known")
+        assert known["history"]["fault"] == "store_slow"
+        assert known["history"]["num_tokens"] == 20
+        async with asyncio.timeout(20):
+            while (await rank(client, "u0"))[1]["history"]["num_tokens"] != 25:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_the_wait_ends_before_the_time_limit_of_the_request(tmp_path: Path) -> None:
+    async with on_redis(tmp_path, read_timeout_s=0.025, timeout_s=30.0) as (client, proxy):
+        proxy.set("hang")
+        body = {"user_id": "new", "candidates": CANDIDATES}
+        brief = {"X-Request-Timeout-Ms": "500"}
+        async with client.post("/v1/rank", json=body, headers=brief) as answer:
+            assert answer.status == 503  # and not 504: there was time left for an answer
+            assert "did not answer within" in (await answer.json())["detail"]
+
+
+async def test_a_start_without_redis_is_degraded_until_it_is_there(tmp_path: Path) -> None:
+    section = {"kind": "redis", "url": f"unix://{tmp_path}/redis.sock", "retry_s": 0.05}
+    async with serving(tmp_path, history_store=section) as (client, _):
+        assert (await client.get("/readyz")).status == 200
+        text = await (await client.get("/metrics")).text()
+        for lane in ("reads", "writes"):
+            assert f'npu_gr_store_breaker_open{{lane="{lane}",store="redis"}} 1.0' in text
+        assert (await rank(client, "own", events(20)))[0] == 200
+        status, body = await rank(client, "new")
+        assert status == 503
+        assert "the history store does not answer" in body["detail"]
+        with redis_path(tmp_path):
+            appended = {"user_id": "u", "events": columns(events(20))}
+            async with asyncio.timeout(20):
+                while (await post(client, "/v1/events", appended))[0] != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            async with asyncio.timeout(20):
+                while (await rank(client, "u"))[0] != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert (await rank(client, "u"))[1]["history"]["source"] == "store"
+
+
+async def test_a_start_without_redis_is_an_error_where_a_failure_is(tmp_path: Path) -> None:
+    section = {"kind": "redis", "url": f"unix://{tmp_path}/redis.sock", "on_failure": "fail"}
+    with pytest.raises(ConfigError, match=r"history_store\.url: no answer from "):
+        async with serving(tmp_path, history_store=section):
+            pass
+
+
+async def test_a_store_of_other_actions_that_comes_later_makes_it_unready(tmp_path: Path) -> None:
+    section = {"kind": "redis", "url": f"unix://{tmp_path}/redis.sock", "retry_s": 0.05}
+    async with serving(tmp_path, history_store=section) as (client, _):
+        assert (await client.get("/readyz")).status == 200
+        with redis_path(tmp_path) as path:
+            async with redis.from_url(f"unix://{path}") as other:
+                await other.rpush("npu_gr:actions", "view", "buy")
+            async with asyncio.timeout(20):
+                while (await client.get("/readyz")).status == 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            detail = (await (await client.get("/readyz")).json())["detail"]
+            assert "filled with other actions" in detail
 
 
 async def test_users_of_whom_nothing_is_known(tmp_path: Path) -> None:

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from npu_gr.core import settings
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.memory import HostMemory
+from npu_gr.model.weights import load, save
 from npu_gr.relay.config import calibration_path
 from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
+from npu_gr.service.memory import check_sizes
 from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, read, shown
 from tests.certificates import Authority
 from tests.decoders import SIZES, hf_model
@@ -111,6 +116,76 @@ def test_what_a_start_rejects_is_reported(
     found = examined(tmp_path, **sections)
     assert found[key].state is OpenedState.BROKEN
     assert words in found[key].words
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        (
+            {"kv_cache": {"hbm_bytes": 8 << 30}},
+            "kv_cache.hbm_bytes",
+            "8.0 GiB, but this process can have 4.0 GiB (the limit of its control group)",
+        ),
+        ({"kv_cache": {"dram_bytes": 5 << 30}}, "kv_cache.dram_bytes", "5.0 GiB, but"),
+        ({"service": {"known_prefix_bytes": 9 << 30}}, "service.known_prefix_bytes", "9.0 GiB"),
+        ({"server": {"max_receiving_bytes": 9 << 30}}, "server.max_receiving_bytes", "9.0 GiB"),
+        (
+            {"kv_cache": {"hbm_bytes": 3 << 30, "dram_bytes": 2 << 30}},
+            "kv_cache.hbm_bytes",
+            "with kv_cache.dram_bytes, checkpoint 5.0 GiB, but this process can have 4.0 GiB",
+        ),
+        ({"threads": 4096}, "threads", "4096, but this process can use "),
+    ],
+)
+def test_sizes_that_the_machine_does_not_have_are_reported(
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    key: str,
+    words: str,
+) -> None:
+    group = HostMemory(4 << 30, "the limit of its control group")
+    monkeypatch.setattr("npu_gr.service.memory.total_memory", lambda: group)
+    found = examined(tmp_path, **sections)
+    assert found[key].state is OpenedState.BROKEN
+    assert words in found[key].words
+    config = make_config(tmp_path, **sections)
+    assert is_well(examine(config, is_here=False))
+    if key != "threads":
+        with pytest.raises(ConfigError, match=rf"^{key}: "):
+            check_sizes(config)
+
+
+def test_memory_of_a_device_is_not_that_of_the_machine(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "npu_gr.service.memory.total_memory", lambda: HostMemory(4 << 30, "the machine")
+    )
+    assert is_well(
+        list(examined(tmp_path, backend="cuda", kv_cache={"hbm_bytes": 8 << 30}).values())
+    )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_reported(
+    tmp_path: Path, checkpoint: Path, number: float
+) -> None:
+    found = load(checkpoint)
+    with torch.no_grad():
+        next(found.model.parameters())[0, 0] = number
+    save(found, checkpoint)
+    words = examined(tmp_path)["checkpoint"].words
+    assert "1 of " in words
+    assert "not finite, the first is" in words
+    generator = hf_model(model_type="qwen3")
+    with torch.no_grad():
+        next(generator.parameters())[0, 0] = number
+    generator.save_pretrained(tmp_path / "sid")
+    (tmp_path / "c.jsonl").write_text('{"item_id": 1, "sid": [0, 1]}\n')
+    found_words = examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].words
+    assert "NaN or infinity" in found_words
 
 
 def test_weights_that_are_not_the_manifests_are_reported(tmp_path: Path, checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
+from npu_gr.core.memory import size_text
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.kv_cache.pages import KVLayout
@@ -69,13 +70,19 @@ def open_tiers(
         seed: Seed of the jitter of the DRAM tier's TTLs.
 
     Raises:
-        ConfigError: `hbm_bytes` holds fewer than `least_pages` pages.
+        ConfigError: `hbm_bytes` holds fewer than `least_pages` pages, or the device has less.
     """
     pages = config.hbm_bytes // layout.page_bytes
     if pages < least_pages:
         raise ConfigError(
             f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} "
             f"bytes, the least is {least_pages}"
+        )
+    free = None if backend is None else backend.free_bytes()
+    if free is not None and config.hbm_bytes > free:
+        raise ConfigError(
+            f"{section}.hbm_bytes: {size_text(config.hbm_bytes)}, but the device has "
+            f"{size_text(free)} next to the weights"
         )
     arena = _arena(layout, pages, backend)
     pool = PrefixPool(arena, config.hbm_bytes, t_life_s, clock)

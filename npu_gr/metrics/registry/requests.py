@@ -25,6 +25,7 @@ from npu_gr.core.logs import exemplar
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
 from npu_gr.metrics.slo import (
+    ABANDONED,
     Counts,
     Objective,
     Promise,
@@ -38,7 +39,6 @@ from npu_gr.metrics.slo import (
 EVALUATED = "slo_requests_total"
 HTTP_STAGE = "http"  # value of the label `stage` for reading, parsing and writing HTTP
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
-ABANDONED = 499  # status of a request whose client disconnected, as nginx logs it
 
 
 class AdmissionResult(StrEnum):
@@ -233,7 +233,7 @@ class RequestMetrics:
             self._rejections[kind, rejection].inc()
         if stages_s:
             self._stage_s[kind, HTTP_STAGE].observe(max(took_s - sum(stages_s.values()), 0.0))
-        is_counted = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
+        is_counted = admission is not AdmissionResult.OVER_RATE
         result = evaluate(status, took_s, threshold_s, has_s) if is_counted else None
         if result is not None:
             self._results[kind, result].inc()

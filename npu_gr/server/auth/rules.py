@@ -71,6 +71,7 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("POST", "/debug/record"): _ADMIN,
     ("DELETE", "/debug/record"): _ADMIN,
     ("POST", "/v1/models/reload"): _ADMIN,
+    ("POST", "/v1/models/rollback"): _ADMIN,
     ("POST", "/v1/catalog/items"): _ADMIN,
     ("POST", "/v1/catalog/reload"): _ADMIN,
     ("POST", "/v1/catalog/rollback"): _ADMIN,

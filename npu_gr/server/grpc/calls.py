@@ -27,9 +27,10 @@ from npu_gr.core.errors import (
     Rejection,
 )
 from npu_gr.core.kinds import Scope
+from npu_gr.metrics.slo import ABANDONED
 from npu_gr.server import http
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.middleware import ABANDONED, RequestLifecycle
+from npu_gr.server.middleware import RequestLifecycle
 
 log = logging.getLogger(__name__)
 

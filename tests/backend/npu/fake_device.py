@@ -152,6 +152,14 @@ class FakeRuntime:
         self.calls.append(("synchronize", -1))
         self.host_waited("synchronize", merged(*(stream.clock for stream in self.streams)))
 
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 1 << 36, 1 << 36
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 0
+
+    memory_reserved = memory_allocated
+
     def is_available(self) -> bool:
         return self.count > 0
 
