@@ -133,11 +133,16 @@ async def test_another_catalogue_takes_the_changes_along(folder: Path, tmp_path:
         assert await offered(client) == want
         assert log.exists()
         assert await post(client, CHANGE, withdraw=[ITEMS[4]])
-    async with serving(folder, **new) as (client, _):
+        await post(client, "/v1/models/rollback")
+        assert await offered(client) == want - {ITEMS[4], 902}
+        await post(client, "/v1/models/rollback")
         assert await offered(client) == want - {ITEMS[4]}
-    # the former log is free for another process
+        await post(client, CHANGE, withdraw=[ITEMS[5]])
+    async with serving(folder, **new) as (client, _):
+        assert await offered(client) == want - {ITEMS[4], ITEMS[5]}
+    # the former log is free for another process, and has what was changed until then
     async with serving(folder, **old) as (client, _):
-        assert ITEMS[4] in await offered(client)
+        assert await offered(client) == want - {ITEMS[4], 902}
 
 
 async def test_a_change_that_cannot_be_kept_is_not_made(folder: Path, tmp_path: Path) -> None:
