@@ -25,7 +25,7 @@ from npu_gr.core.text_format import quoted
 
 # numpy's kind of a column -> the allowed types of a value to search for. Compared with type(),
 # since isinstance(True, int) holds.
-_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "f": (int, float), "U": (str,)}
+TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "f": (int, float), "U": (str,)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +157,7 @@ def attribute_in(
         )
     column = attributes[name]
     for value in values:
-        if type(value) not in _TYPES[column.dtype.kind]:
+        if type(value) not in TYPES[column.dtype.kind]:
             raise Unprocessable(
                 f"filter: {quoted(value)} is not of the type of attribute {quoted(name)}"
             )

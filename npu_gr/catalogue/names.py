@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import ActionNames, is_hashed, item_ids
+from npu_gr.core.names import ActionNames, is_hashed, item_ids, names_of_numbers
 
 FILE = "names.safetensors"
 ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
@@ -213,7 +213,7 @@ def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
 
     An id that no table has is its own name.
     """
-    names: list[str | int] = ids.tolist()
+    names = names_of_numbers(ids)
     # An id that is not hashed is its own name, whatever the tables have.
     left = np.flatnonzero(is_hashed(ids))
     for table in tables:

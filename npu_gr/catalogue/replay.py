@@ -23,8 +23,9 @@ import numpy as np
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.centroids import Centroids, SidMaker
 from npu_gr.catalogue.change_log import Changes
-from npu_gr.catalogue.records import Items, Record, as_items
-from npu_gr.catalogue.versions import Snapshot, add, check_columns, name, withdraw
+from npu_gr.catalogue.new_items import completed
+from npu_gr.catalogue.records import Record, as_items
+from npu_gr.catalogue.versions import Snapshot, add, name, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.served import NewItem
@@ -37,13 +38,31 @@ class Replayed(NamedTuple):
     dropped: dict[str, str]  # name of the item -> reason
 
 
+def complete(
+    snapshot: Snapshot, new: Sequence[NewItem], centroids: Centroids | None
+) -> tuple[NewItem, ...]:
+    """Give new items the semantic IDs and columns that they lack, as `SidMaker` and `completed`.
+
+    Raises:
+        CatalogueError: one cannot be completed; the message has the field.
+    """
+    sids = SidMaker(snapshot.trie, centroids).all_of(new)
+    whole = [replace(one, sid=sid) for one, sid in zip(new, sids, strict=True)]
+    records = completed(snapshot, [_record(one) for one in whole])
+    return tuple(
+        replace(one, has_made_sid=not given.sid, order=record.order, attributes=record.attributes)
+        for one, given, record in zip(whole, new, records, strict=True)
+    )
+
+
 def with_items(snapshot: Snapshot, new: Sequence[NewItem]) -> Snapshot:
     """Add items, with their names and titles, and remove withdrawn ones, as `versions.add`.
 
     Raises:
         CatalogueError: as `versions.add` and `records.as_items`.
     """
-    added = replace(add(snapshot, _records(new)), names=snapshot.names)
+    items = as_items([_record(one) for one in new], lambda row: f"record {row + 1}")
+    added = replace(add(snapshot, items), names=snapshot.names)
     named = [one for one in new if one.name or one.title]
     return name(added, [_name(one) for one in named], [one.title for one in named])
 
@@ -86,11 +105,10 @@ def _carried(
         try:
             if new.has_made_sid and centroids:
                 new = replace(new, sid=maker.make(row, new.features))
-            items = _records([new])
+            (record,) = completed(file, [_record(new)])
+            items = as_items([record], lambda _: "it")
             build_trie(items.sids, items.item_ids, trie.codebooks, items.order)
-            if trie.num_items:
-                check_columns(file, items)
-            added[new.item_id] = new
+            added[new.item_id] = replace(new, order=record.order, attributes=record.attributes)
         except DataError as error:
             dropped[_name(new)] = str(error)
             del added[new.item_id]
@@ -101,11 +119,8 @@ def _carried(
     )
 
 
-def _records(new: Sequence[NewItem]) -> Items:
-    records = [
-        Record(one.item_id, list(one.sid), one.order, one.attributes, one.features) for one in new
-    ]
-    return as_items(records, lambda row: f"record {row + 1}")
+def _record(new: NewItem) -> Record:
+    return Record(new.item_id, list(new.sid), new.order, new.attributes, new.features)
 
 
 def _name(new: NewItem) -> str:

@@ -201,7 +201,7 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
         raise CatalogueError(
             f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}"
         )
-    check_columns(snapshot, items)
+    _check_columns(snapshot, items)
     base = snapshot if available.all() else _restricted(snapshot, available)
     more = make_snapshot(items, trie.codebooks)
     merged, before = insert(base.trie, base.order, more.trie, more.order)
@@ -240,12 +240,7 @@ def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Sna
     return replace(snapshot, names=table)
 
 
-def check_columns(snapshot: Snapshot, items: Items) -> None:
-    """Check that items have the columns of a version, of the same types.
-
-    Raises:
-        CatalogueError: they differ.
-    """
+def _check_columns(snapshot: Snapshot, items: Items) -> None:
     if (items.order is None) != (
         snapshot.order is None
     ) or items.attributes.keys() != snapshot.attributes.keys():

@@ -96,7 +96,7 @@ def replay() -> None:
 def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> None:
     """Replay a query LOG open loop; latency counts from the intended time of each request.
 
-    Ctrl-C ends the run and prints the report.
+    Ctrl-C ends the run and prints the report. The exit code is 1 if a run got only errors.
     """
     from rich.console import Console
 
@@ -129,6 +129,10 @@ def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> Non
         click.echo(study.to_json())
     else:
         Console(width=max(110, Console().width)).print(study.render())
+    if failed := [run for run in study.runs if run.has_failed]:
+        errors = ", ".join(f"{count} x {error}" for error, count in failed[0].errors.items())
+        click.echo(f"error: nothing was answered: {errors}", err=True)
+        sys.exit(1)
 
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:

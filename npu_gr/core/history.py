@@ -176,6 +176,7 @@ class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # of the newest events, including unknown items; the `base` of a later delta
     fingerprint: str
     num_tokens: int  # read by the model
+    read_events: int = 0  # read by the model: fewer than there are if the answer is degraded
     cut_tokens: int = 0  # events older than the model's window
     unknown_items: int = 0  # events in the window with an item unknown to the model, skipped
     # user.name or event.name: features of the model that the history lacks
@@ -192,6 +193,7 @@ class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             "features_source": of_user.source.value if of_user and of_user.fault else None,
             "features_fault": of_user.fault.value if of_user and of_user.fault else None,
             "history_tokens": self.num_tokens,
+            "read_events": self.read_events,
             "sorted_events": sorted_events or None,
             "history_source": source.value if fault else None,
             "history_fault": fault.value if fault else None,

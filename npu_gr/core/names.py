@@ -3,7 +3,7 @@
 The int64 id of an item is a function of its name:
 
     "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
-    42, "42"       42: a whole number is its own id
+    42, "42"       42: a whole number below 2^62 is its own id; a larger one counts as its text
 
 Therefore no process needs a table to read names, a retrained model finds the histories of its
 predecessor, and models of different data agree. Only answers need a table (`catalogue/names.py`),
@@ -31,6 +31,9 @@ from npu_gr.core.history import OnUnsorted
 from npu_gr.core.text_format import cut
 
 FIRST_HASHED = 2**62  # smaller ids are numbers
+# Larger numbers are answered as texts: JavaScript and many JSON parsers would round them, and so
+# name another item.
+MAX_JSON_NUMBER = 2**53 - 1
 MAX_NAME_BYTES = 512  # of an item name in UTF-8
 _NUMBER = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 
@@ -39,14 +42,13 @@ def item_id(name: str | int) -> int:
     """Return the id of one name.
 
     Raises:
-        ValueError: the name is empty or too long, or a number that is negative or over 2^62 - 1.
+        ValueError: the name is empty or too long, or a negative number.
     """
-    if isinstance(name, int) or _NUMBER.fullmatch(name):
-        number = int(name)
-        if 0 <= number < FIRST_HASHED:
-            return number
-        if isinstance(name, int):
-            raise ValueError(f"{name} is not an item id: a number must be 0 to 2^62 - 1")
+    if isinstance(name, int) and name < 0:
+        raise ValueError(f"{name} is not an item id: a number must not be negative")
+    name = str(name)
+    if _NUMBER.fullmatch(name) and (number := int(name)) < FIRST_HASHED:
+        return number
     raw = name.encode()
     if not 0 < len(raw) <= MAX_NAME_BYTES:
         raise ValueError(
@@ -63,13 +65,14 @@ def item_ids(names: Sequence[str | int]) -> I64:
     """
     try:
         return _of_numbers(names)
-    except TypeError:  # not only numbers
+    except (TypeError, OverflowError, ValueError):  # not only numbers that are their own ids
         pass
-    except (OverflowError, ValueError):
-        _raise_first(names)
     try:
         if set(map(type, names)) == {str}:
             return _of_texts(names)
+        names = [
+            str(name) if isinstance(name, int) and name >= FIRST_HASHED else name for name in names
+        ]
         is_text = np.fromiter((isinstance(name, str) for name in names), np.bool_, len(names))
         ids = np.empty(len(names), np.int64)
         ids[is_text] = _of_texts([name for name in names if isinstance(name, str)])
@@ -119,6 +122,18 @@ def _raise_first(names: Sequence[str | int]) -> NoReturn:
         except ValueError as error:
             raise ValueError(f"index {place}: {error}") from None
     raise AssertionError("one of the names is invalid")
+
+
+def names_of_numbers(ids: I64) -> list[str | int]:
+    """Return each id as the name of its item: [n] -> n numbers, or texts over `MAX_JSON_NUMBER`.
+
+    A hashed id stays a number, since it is no name.
+    """
+    names: list[str | int] = ids.tolist()
+    if len(ids) and largest(ids) > MAX_JSON_NUMBER:
+        for place in np.flatnonzero((ids > MAX_JSON_NUMBER) & ~is_hashed(ids)).tolist():
+            names[place] = str(names[place])
+    return names
 
 
 def is_hashed(ids: I64) -> npt.NDArray[np.bool_]:

@@ -52,6 +52,11 @@ class LeasedAnswer(Answer, Protocol):
         """Why it was not an HBM hit."""
         ...
 
+    @property
+    def history(self) -> HistoryReport:
+        """How the history was read."""
+        ...
+
 
 # sources of a cascade
 SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
@@ -226,6 +231,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     model_version: str | None = None
 
 
+class LimitedBy(StrEnum):
+    """What ended a list of items before the requested number; "" for a complete list."""
+
+    NONE = ""
+    CATALOGUE = "catalogue"  # it has no more items
+    # the others are denied, seen, withdrawn, without the attributes, or unknown and dropped
+    FILTER = "filter"
+    BEAM = "beam"  # the beam search ended at no more of them; a wider beam finds more
+    INDEX = "index"  # the approximate index found no more
+    SOURCES = "sources"  # the sources of a recommend found no more
+    LIMIT = "limit"  # a configured or requested number of candidates, or of items of a source
+
+    @property
+    def status(self) -> str:
+        """The field `status` of an answer."""
+        return "exhausted" if self else "complete"
+
+
 class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Items, best first, and how they were found. n = items, L = codes of a semantic ID."""
 
@@ -233,7 +256,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     catalogue_version: str
     outcome: Outcome
     reason: Reason
-    status: str  # complete | exhausted: fewer than asked
+    limited_by: LimitedBy  # why there are fewer items than requested
     item_ids: I64  # [n]
     sids: npt.NDArray[np.int32]  # [n, L]
     scores: F32  # [n] log-probabilities
@@ -254,6 +277,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
             **self.history.log_fields(),
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
+            "limited_by": self.limited_by.value or None,
         }
 
 
@@ -318,6 +342,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     # [n] the first source with the item; `hook` if the hook added it
     origins: tuple[str, ...]
     num_candidates: int  # candidates of the rank
+    limited_by: LimitedBy  # why there are fewer items than requested
     stages: tuple[StageReport, ...]
     history: HistoryReport
     # source -> number of items unknown to the ranker
@@ -353,6 +378,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
             **self.history.log_fields(),
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
+            "limited_by": self.limited_by.value or None,
             "num_candidates": self.num_candidates,
             "num_unknown": self.num_unknown or None,
             "degraded": degraded or None,
@@ -386,7 +412,7 @@ class MatchAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
 
     vectors_version: str
     basis: Basis
-    status: str  # complete | exhausted: fewer than asked
+    limited_by: LimitedBy  # why there are fewer items than requested
     item_ids: I64  # [n]
     scores: F32  # [n] comparable within a basis only
     stages_s: dict[str, float] = field(default_factory=dict)
@@ -400,6 +426,7 @@ class MatchAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq
             "vectors_version": self.vectors_version,
             "basis": self.basis.value,
             "num_items": len(self.item_ids),
+            "limited_by": self.limited_by.value or None,
         }
 
 

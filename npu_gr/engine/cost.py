@@ -14,6 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# A truncated pass reads at least so many tokens, or as many as make a pass without a history longer
+# by this ratio: leaving them out would save hardly any time, and without a history all users would
+# get the same scores. The warm-up measures hardly shorter passes.
+LEAST_TOKENS = 32
+FREE_RATIO = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -37,10 +43,11 @@ class CostModel:
         return self.pass_s(num_tokens, 0, num_candidates)
 
     def safe_tokens(self, num_tokens: int, num_candidates: int, budget_s: float) -> int:
-        """Return the largest n <= num_tokens with full_s(n, c) <= budget_s, or 0."""
+        """Return how many of `num_tokens` to read: as many as fit the budget, but never none."""
+        budget_s = max(budget_s, (1 + FREE_RATIO) * self.full_s(0, num_candidates))
         if self.full_s(num_tokens, num_candidates) <= budget_s:
             return num_tokens
-        low = 0
+        low = min(num_tokens, LEAST_TOKENS)
         high = num_tokens
         while high - low > 1:
             middle = (low + high) // 2

@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,13 +43,6 @@ from npu_gr.model.history_tokenizer import window_start
 SPLIT_FROM_TOKENS = 192
 
 
-class GenerateStatus(StrEnum):
-    """Whether the answer has as many items as the request asked for."""
-
-    COMPLETE = "complete"
-    EXHAUSTED = "exhausted"  # the catalogue, the filter or the beam has no more items
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedItems:
     """The items of an answer as parallel arrays, best first. n = items."""
@@ -59,7 +51,7 @@ class GeneratedItems:
     sids: I32  # [n, L]
     # [n] log-probability of the item's semantic ID; items with the same one have equal scores
     scores: F32
-    status: GenerateStatus
+    is_cut: bool  # whether allowed items are missing that the beams did not reach
 
 
 class Frame(NamedTuple):
@@ -107,6 +99,10 @@ class Prompt:
                 known = f"{known}/{num_tokens}"
             self._fingerprints[num_tokens] = known
         return known
+
+    def num_items(self, num_levels: int) -> int:
+        """Return the number of items, each of `num_levels` tokens."""
+        return max(len(self) - sum(map(len, self.frame)), 0) // num_levels
 
     def newest(self, num_tokens: int, num_levels: int) -> Prompt:
         """Return the prompt of the newest items that fit, at least one.
@@ -337,15 +333,20 @@ def _generated(wanted: ItemSearch, found: BeamResult) -> GeneratedItems:
         found.leaves, allowed=None if wanted.allow is None else wanted.allow.allowed
     )
     item_ids = items.item_ids[: wanted.num_items]
+    is_cut = len(item_ids) < wanted.num_items and len(item_ids) < _num_allowed(wanted)
     of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[: wanted.num_items]
     return GeneratedItems(
         item_ids=item_ids,
         sids=wanted.trie.sid_of(found.leaves)[of_leaf],
         scores=found.scores[of_leaf],
-        status=GenerateStatus.COMPLETE
-        if len(item_ids) == wanted.num_items
-        else GenerateStatus.EXHAUSTED,
+        is_cut=is_cut,
     )
+
+
+def _num_allowed(wanted: ItemSearch) -> int:
+    if wanted.allow is None:
+        return wanted.trie.num_items
+    return int(np.count_nonzero(wanted.allow.allowed))
 
 
 def _slabs(parts: Sequence[PromptKV], num_tokens: int) -> LayerSlabs:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, UserKey
-from npu_gr.core.request import OrderName, SourceName
+from npu_gr.core.request import LimitedBy, OrderName, SourceName, StageReport
 from npu_gr.core.settings import Count, Ratio, Seconds
 
 FUSION = 60  # the constant of reciprocal rank fusion
@@ -203,6 +203,23 @@ def fused_order(scores: F32) -> I64:
     ranked[best_first(scores)] = retrieved
     order: I64 = np.argsort(-1.0 / (FUSION + retrieved) - 1.0 / (FUSION + ranked), kind="stable")
     return order
+
+
+def why_short(
+    *, is_full: bool, asked: Mapping[str, int], reports: Sequence[StageReport], excludes: bool
+) -> LimitedBy:
+    """Say why a cascade has fewer items than requested.
+
+    Args:
+        is_full: It has as many as candidates are allowed.
+        asked: Source -> number of items that it was asked for.
+        reports: Reports of the stages; a source that found all it was asked for may have more.
+        excludes: Whether items were denied, seen, withdrawn, unknown and dropped, or left to a
+            hook.
+    """
+    if is_full or any(0 < asked.get(one.stage, 0) <= one.num_items for one in reports):
+        return LimitedBy.LIMIT
+    return LimitedBy.FILTER if excludes else LimitedBy.SOURCES
 
 
 class HookContext(NamedTuple):

@@ -40,6 +40,7 @@ from npu_gr.core.history import HistoryRef
 from npu_gr.core.kinds import RANK
 from npu_gr.core.lifetime import deadline
 from npu_gr.core.request import (
+    LimitedBy,
     RankAnswer,
     RankRequest,
     Reason,
@@ -63,6 +64,7 @@ from npu_gr.handlers.cascade_plan import (
     interleave,
     is_in,
     split,
+    why_short,
 )
 from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
@@ -197,19 +199,30 @@ class CascadeRun:
         if len(unknown):
             items = np.concatenate([items, unknown])[: self._request.num_items]
             scores = np.concatenate([scores, np.full(len(items) - len(scores), np.nan, np.float32)])
+        limited_by = LimitedBy.NONE
+        if len(items) < self._request.num_items:
+            excluded = len(self._denied.ids) + len(self._ranking.items.withdrawn)
+            limited_by = why_short(
+                is_full=len(items) >= self.max_candidates,
+                asked={name: source.num_items for name, source in self._sources.items()},
+                reports=self._reports,
+                excludes=bool(excluded or self._parts.hook)
+                or (self._drops_unknown and bool(self._unknown)),
+            )
         return RecommendAnswer(
             model_version=self._ranking.version,
             verdict=verdict,
             outcome=ranked.outcome if ranked else None,
             reason=ranked.reason if ranked else Reason.NONE,
             order=self._order if ranked else "retrieval",
+            limited_by=limited_by,
             item_ids=items,
             scores=scores,
             origins=tuple([origins[item] for item in items.tolist()]),
             num_candidates=len(known),
             unknown=self._unknown,
             stages=tuple(self._reports),
-            history=self._tokens.report,
+            history=ranked.history if ranked else self._shared_encoder.read.report,
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
             missing_features=ranked.missing_features if ranked else (),
             stages_s={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import xxhash
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Normalise
-from npu_gr.core.settings import Bytes, Count, Positive
+from npu_gr.core.settings import Bytes, Count, Positive, SomeBytes
 
 Token = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -57,7 +58,9 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     user_tokens: UserTokens | None = None  # the user's token after those, if any
     # tokens after the items; required for a T5, usually [1], and empty for decoders
     tokens_after: tuple[Token, ...] | None = None
-    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
+    max_beams: Count = 512  # widest beam of a request
+    # device memory for the keys, values and logits of `max_beams` beams, per stream
+    beam_bytes: SomeBytes = 1_073_741_824
     beam_width: Count = 128  # default of requests
     # default of requests: the set of tokens over which the model was trained
     normalise: Normalise = "vocabulary"
@@ -117,6 +120,31 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "tokens that its training put after the items: [1] with T5's tokenizer, [] for "
                 "none"
             )
+
+    def check_beams(
+        self, folder: str, kv_shape: tuple[int, int, int], vocab_size: int, element_bytes: int
+    ) -> int:
+        """Return the number of beams for which `beam_bytes` has room.
+
+        Args:
+            folder: Folder of the checkpoint, for messages.
+            kv_shape: Layers, KV heads and width of a head of the model.
+            vocab_size: Vocabulary size of the model.
+            element_bytes: Bytes of an element of keys, values and logits.
+
+        Raises:
+            ConfigError: it has no room for `max_beams`.
+        """
+        num_slots = len(self.codes) - 1  # the last code of a beam is never read
+        each = element_bytes * (2 * num_slots * math.prod(kv_shape) + vocab_size)
+        room = self.beam_bytes // each
+        if self.max_beams > room:
+            raise ConfigError(
+                f"generate.max_beams: {self.max_beams} beams of {folder} take "
+                f"{self.max_beams * each} bytes, but generate.beam_bytes {self.beam_bytes} has "
+                f"room for {room}"
+            )
+        return room
 
     def __post_init__(self) -> None:
         if not self.codes:

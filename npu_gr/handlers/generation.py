@@ -21,7 +21,7 @@ from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.lifetime import InUse
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import GenerateAnswer, GenerateRequest, Verdict
+from npu_gr.core.request import GenerateAnswer, GenerateRequest, LimitedBy, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.beam_search import SearchOptions
@@ -196,18 +196,23 @@ class Generation:
                 done = await self.engine.generate(
                     work, call.deadline_at, call.arrived_at, call.tenant
                 )
+        limited_by = LimitedBy.NONE
+        if (num_found := len(done.value.item_ids)) < request.num_items:
+            rest = LimitedBy.FILTER if num_found < snapshot.num_items else LimitedBy.CATALOGUE
+            limited_by = LimitedBy.BEAM if done.value.is_cut else rest
         return GenerateAnswer(
             model_version=self.version,
             catalogue_version=snapshot.version,
             outcome=lease.outcome,
             reason=lease.reason,
-            status=done.value.status.value,
+            limited_by=limited_by,
             item_ids=done.value.item_ids,
             sids=done.value.sids,
             scores=done.value.scores,
             history=HistoryReport(
                 fingerprint=history.fingerprint,
                 num_tokens=len(prompt),
+                read_events=prompt.num_items(snapshot.trie.num_levels),
                 cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
                 unknown_items=prompt.unknown_items,
             ),

@@ -23,7 +23,7 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.lifetime import Published
-from npu_gr.core.request import MatchAnswer, MatchRequest
+from npu_gr.core.request import LimitedBy, MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import NOTHING, Demand, JobResult
@@ -234,10 +234,16 @@ class MatchJob:
             history[-self.config.max_history_events :],
         )
         done = await self._search(version, query, call)
+        limited_by = LimitedBy.NONE
+        if (num_found := len(done.value.items)) < request.num_items:
+            num_items = len(vectors.item_ids)
+            rest = LimitedBy.FILTER if num_found < num_items else LimitedBy.CATALOGUE
+            is_cut = num_found < query.num_allowed(num_items)
+            limited_by = LimitedBy.INDEX if is_cut else rest
         answer = MatchAnswer(
             vectors_version=vectors.version,
             basis=query.basis,
-            status="complete" if len(done.value.items) == request.num_items else "exhausted",
+            limited_by=limited_by,
             item_ids=vectors.item_ids[done.value.items],
             scores=done.value.scores.astype(np.float32, copy=False),
             stages_s={"history": history_s, "queue": done.queue_s, "device": done.device_s},

@@ -266,7 +266,6 @@ class Ranking:
         rows, known = self._candidates(request.candidates, rejects)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         late = self.late.of_rank(request, tokens, rows, known, shown_at)
-        work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=late)
         taken: AbstractAsyncContextManager[Lease] = (
             self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.suspended)
             if lease is None
@@ -274,6 +273,10 @@ class Ranking:
         )
         async with taken as lease:
             lease_s = time.monotonic() - began_at
+            if (read := self.read_by(tokens, lease)) is not tokens:
+                tokens = read
+                late = self.late.of_rank(request, tokens, rows, known, shown_at)
+            work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=late)
             lease, scored = await self._tried(
                 lambda leased: self.engine.rank(
                     leased, call.deadline_at, call.arrived_at, call.tenant
@@ -284,6 +287,19 @@ class Ranking:
         return self._answer(
             request, work, lease, scored, known, {"history": history_s, "lease": lease_s}
         )
+
+    def read_by(self, tokens: Tokens, lease: Lease) -> Tokens:
+        """Return what a pass with this lease reads: all tokens, or the newest if it is degraded.
+
+        A degraded pass reads whole events, one at least, and its report says how many.
+        """
+        if not lease.first_token:
+            return tokens
+        left = len(tokens) - lease.first_token - tokens.num_user
+        num_events = max(left // self._tokens_per_event, min(tokens.report.read_events, 1))
+        num_tokens = tokens.num_user + num_events * self._tokens_per_event
+        report = replace(tokens.report, num_tokens=num_tokens, read_events=num_events)
+        return replace(tokens.newest(num_tokens), report=report)
 
     def ranked_ahead(
         self, request: RankRequest, rows: I64, tokens: Tokens, lease: Lease, found: NextItems
@@ -305,6 +321,7 @@ class Ranking:
         if rows.tobytes() != found.candidates.tobytes():
             return None
         assert request.timestamp is not None
+        tokens = self.read_by(tokens, lease)
         work = RankPass(tokens, 0, found.candidates, request.timestamp, features=found.features)
         return self._answer(request, work, lease, found.scores, None, {})
 
@@ -364,7 +381,9 @@ class Ranking:
             lambda work: self.engine.find(
                 FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at, call.tenant
             ),
-            RankPass(tokens, 0, NOTHING, shown_at, features=LateFeatures(features)),
+            RankPass(
+                self.read_by(tokens, lease), 0, NOTHING, shown_at, features=LateFeatures(features)
+            ),
             lease,
         )
 
@@ -372,13 +391,8 @@ class Ranking:
         self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease
     ) -> tuple[Lease, T]:
         """Run a pass; if the device fails with a prefix, repeat it without the prefix."""
-        leased = work.leasing(lease.cached, lease.keep)
-        if lease.first_token:  # degraded
-            leased = replace(
-                leased, tokens=work.tokens.newest(len(work.tokens) - lease.first_token)
-            )
         try:
-            return lease, await run(leased)
+            return lease, await run(work.leasing(lease.cached, lease.keep))
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
@@ -465,11 +479,12 @@ class SelfCheck:
 
 
 def _top(request: RankRequest, logits: F32, known: Known) -> I64 | None:
-    """Return the best candidates by the first task; ties in the order of the request."""
+    """Return the best candidates by the first task, each once; ties in the order of the request."""
     if request.top_k is None:
         return None
-    best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
-    top: I64 = (request.candidates if known is None else request.candidates[known])[best]
+    ids = request.candidates if known is None else request.candidates[known]
+    best = ids[np.argsort(-logits[:, 0], kind="stable")]
+    top: I64 = best[np.sort(np.unique(best, return_index=True)[1])[: request.top_k]]
     return top
 
 

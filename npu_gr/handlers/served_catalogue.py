@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from npu_gr.catalogue.centroids import Centroids, SidMaker
+from npu_gr.catalogue.centroids import Centroids
 from npu_gr.catalogue.change_log import NO_CHANGES, ChangeLog, Changes, log_path
 from npu_gr.catalogue.filters import (
     Filter,
@@ -33,7 +33,7 @@ from npu_gr.catalogue.filters import (
 )
 from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import read_items
-from npu_gr.catalogue.replay import replay, with_items
+from npu_gr.catalogue.replay import complete, replay, with_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot, restore, withdraw
 from npu_gr.core.arrays import I64
@@ -262,14 +262,7 @@ class ServedCatalogue:
             with self._catalogue.pin() as snapshot:
                 served = snapshot
                 if change.add:
-                    sids = SidMaker(snapshot.trie, self._centroids).all_of(change.add)
-                    whole = replace(
-                        change,
-                        add=tuple(
-                            new if new.sid else replace(new, sid=sid, has_made_sid=True)
-                            for new, sid in zip(change.add, sids, strict=True)
-                        ),
-                    )
+                    whole = replace(change, add=complete(snapshot, change.add, self._centroids))
                     made.update(
                         (new.name or str(new.item_id), new.sid)
                         for new in whole.add

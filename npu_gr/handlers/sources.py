@@ -32,7 +32,13 @@ from npu_gr.core.feature_schema.columns import NO_COLUMNS
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.request import GenerateRequest, MatchRequest, RankAnswer, RankRequest
+from npu_gr.core.request import (
+    GenerateRequest,
+    MatchRequest,
+    Outcome,
+    RankAnswer,
+    RankRequest,
+)
 from npu_gr.engine.rank_engine import NextItems, PrefetchedScores
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import Denied, is_in
@@ -81,6 +87,7 @@ class SharedEncoderUse:
         self._lease: Lease | None = None  # for the second pass
         self._ahead: PrefetchedScores | None = None
         self._found: NextItems | None = None
+        self.read = tokens  # what `find` read: fewer tokens if its lease is degraded
         self._ids: I64 | None = None  # ids of the found items, by this vocabulary
         self._vocabulary = self._of_tokens = ranking.vocabulary
 
@@ -116,7 +123,7 @@ class SharedEncoderUse:
             None if merge is None else merged,
             self._max_candidates,
             least,
-            lambda rows: ranking.late.of_candidates(NO_COLUMNS, self._tokens, rows, self._shown_at),
+            lambda rows: ranking.late.of_candidates(NO_COLUMNS, self.read, rows, self._shown_at),
         )
 
     def found_late(self) -> I64 | None:
@@ -143,6 +150,7 @@ class SharedEncoderUse:
         ranking = self._ranking
         self._vocabulary = ranking.vocabulary
         lease = await self._leased(1, call.deadline_at)
+        self.read = ranking.read_by(self._tokens, lease)
         try:
             hidden = self._hidden(denied)
             used, found = await ranking.find(
@@ -215,7 +223,8 @@ class SharedEncoderUse:
             call: Start and deadline of this stage.
 
         Returns:
-            The answer, with the prefix outcome of the first pass.
+            The answer, with the prefix outcome of the first pass. It is degraded if one of both is,
+            and names the fewer events that one of them read.
         """
         first, found = self._first, self._found
         vector = None if found is None else found.vector
@@ -223,6 +232,10 @@ class SharedEncoderUse:
             request, self._tokens, call, lease=self._lease, vector=vector
         )
         if first is None:
+            return ranked
+        reports = (self.read.report, ranked.history)
+        ranked = replace(ranked, history=min(reports, key=lambda report: report.read_events))
+        if ranked.outcome is Outcome.DEGRADED:
             return ranked
         cached = first.cached.num_tokens if first.cached else 0
         return replace(ranked, outcome=first.outcome, reason=first.reason, prefix_tokens=cached)

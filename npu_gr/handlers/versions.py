@@ -18,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from npu_gr.core.errors import NotFound, StoreFailed, Unprocessable
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import HistoryReport, OnUnsorted
 from npu_gr.core.lifetime import Published
-from npu_gr.core.names import ActionNames, is_hashed
+from npu_gr.core.names import ActionNames, is_hashed, names_of_numbers
 from npu_gr.core.request import (
     GenerateAnswer,
     GenerateRequest,
@@ -321,7 +321,7 @@ class ServedNames:
     def items(self, ids: I64) -> list[str | int]:
         """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         if not is_hashed(ids).any():
-            return cast("list[str | int]", ids.tolist())
+            return names_of_numbers(ids)
         return names_of(self._tables(), ids)
 
     def titles(self, ids: I64) -> list[str | None]:
@@ -402,7 +402,10 @@ class SignalJob(_ModelJob):
             else:
                 events = history.events
                 report = HistoryReport(
-                    fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin
+                    fingerprint=history.fingerprint,
+                    num_tokens=len(events),
+                    read_events=len(events),
+                    origin=events.origin,
                 )
             self._histories.remember(request.user, request.history, history)
             if generation is not None:

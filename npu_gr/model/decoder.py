@@ -220,6 +220,11 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.head_dim % 2:
             raise ValueError(f"head_dim: RoPE turns pairs, {self.head_dim} is odd")
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of a token's KV."""
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
     def angles(self, first: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Compute cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32."""
         frequencies = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, device)
@@ -317,7 +322,7 @@ class Decoder(GenerativeModel):
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        return self.config.kv_shape
 
     def longest_prompt(self, num_levels: int) -> int:
         """Return the longest prompt, in tokens.

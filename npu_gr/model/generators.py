@@ -11,6 +11,7 @@ import torch
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model import hf, hf_files, hf_t5
 from npu_gr.model.decoder import Decoder
+from npu_gr.model.generative import KVShape
 from npu_gr.model.t5 import T5
 
 
@@ -19,6 +20,7 @@ class Examined(NamedTuple):
 
     vocab_size: int
     is_divisible: bool  # see `GenerativeModel`
+    kv_shape: KVShape
 
 
 def load(folder: Path, dtype: torch.dtype) -> Decoder | T5:
@@ -29,8 +31,10 @@ def load(folder: Path, dtype: torch.dtype) -> Decoder | T5:
 def examine(folder: Path) -> Examined:
     """Check a generator's checkpoint without loading it; see `hf_files.examine`."""
     if _is_t5(folder):
-        return Examined(hf_files.examine(folder, hf_t5.FORMAT).vocab_size, T5.is_divisible)
-    return Examined(hf_files.examine(folder, hf.FORMAT).vocab_size, Decoder.is_divisible)
+        t5 = hf_files.examine(folder, hf_t5.FORMAT)
+        return Examined(t5.vocab_size, T5.is_divisible, t5.kv_shape)
+    decoder = hf_files.examine(folder, hf.FORMAT)
+    return Examined(decoder.vocab_size, Decoder.is_divisible, decoder.kv_shape)
 
 
 def _is_t5(folder: Path) -> bool:

@@ -164,7 +164,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         return self._of(own, user)
 
     def newest(self, num_tokens: int) -> Tokens:
-        """Return the user's and the newest events' tokens: `num_tokens`, at least one event's."""
+        """Return the user's tokens and the newest ones of events, `num_tokens` together."""
         return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
 
     def _of(self, own: slice, user: Encoded | None) -> Tokens:
@@ -322,6 +322,7 @@ def tokenize(
     report = HistoryReport(
         fingerprint=name,
         num_tokens=len(rows) + features.num_user_tokens,
+        read_events=len(rows) // tokens_per_event,
         cut_tokens=first_index + cut,
         unknown_items=unknown,
         missing_features=missing,

@@ -86,6 +86,11 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}"
             )
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of a token's KV in the decoder."""
+        return KVShape(self.num_decoder_layers, self.num_heads, self.head_dim)
+
     def buckets_before(self, distances: I64) -> I64:
         """Compute the decoder's buckets of distances >= 0 from key to query; keeps the shape."""
         return _bucket(distances, self.num_buckets, self.max_distance)
@@ -203,7 +208,7 @@ class T5(GenerativeModel):
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.config.num_decoder_layers, self.config.num_heads, self.config.head_dim)
+        return self.config.kv_shape
 
     def longest_prompt(self, num_levels: int) -> int:
         """Return our own limit, in tokens: the model has none, its distances are unbounded."""

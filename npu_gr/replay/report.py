@@ -77,6 +77,12 @@ class Report:
         return self.num_within_slo / self.num_ranks if self.num_ranks else float("nan")
 
     @property
+    def has_failed(self) -> bool:
+        """Whether no request with scores was answered; without these, no request at all."""
+        answered = self.outcomes.values() if self.num_ranks else (r.count for r in self.latencies)
+        return bool(self.errors) and not sum(answered)
+
+    @property
     def was_late(self) -> bool:
         """Whether the load generator sent late, so that latencies include its delays."""
         return self.lag_ms.get("p99", 0.0) > LATE_S * 1e3

@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 from aiohttp import web
@@ -33,6 +34,7 @@ _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 TIMEOUT_MS = "X-Request-Timeout-Ms"
+_QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")  # weight of a media type in `Accept`
 _MS_HEADERS = (TIMEOUT_MS, "x-envoy-expected-rq-timeout-ms")
 BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
@@ -76,8 +78,26 @@ def budget_s(
 
 
 def accepted_media(request: web.Request) -> str:
-    """Choose msgpack where the client's `Accept` begins with it, else JSON."""
-    return MSGPACK if request.headers.get("Accept", "").startswith(MSGPACK) else JSON
+    """Choose msgpack where the client's `Accept` prefers it, else JSON (RFC 9110, section 12.5.1).
+
+    Of two with the same quality the one that is named first counts.
+    """
+    return _preferred(", ".join(request.headers.getall("Accept", ())))
+
+
+@lru_cache(128)
+def _preferred(accept: str) -> str:
+    ranges: dict[str, tuple[float, int]] = {}  # media range -> (quality, - its place)
+    for place, part in enumerate(accept.split(",")):
+        media, *parameters = (text.strip().lower() for text in part.split(";"))
+        quality = next((text[2:] for text in parameters if text.startswith("q=")), "1")
+        ranges.setdefault(media, (float(quality) if _QUALITY.fullmatch(quality) else 0.0, -place))
+
+    def preference(media: str) -> tuple[float, int]:
+        names = (media, "application/*", "*/*")  # the most specific one counts
+        return next((ranges[name] for name in names if name in ranges), (0.0, 0))
+
+    return MSGPACK if preference(MSGPACK) > max(preference(JSON), (0.0, 0)) else JSON
 
 
 def struct_response(request: web.Request, body: msgspec.Struct, status: int = 200) -> web.Response:

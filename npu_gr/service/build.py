@@ -394,6 +394,9 @@ def _generative(
     section.check_model(
         section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible
     )
+    section.check_beams(
+        section.checkpoint, model.kv_shape, model.config.vocab_size, model.dtype.itemsize
+    )
     return model.to(backend.device).eval()
 
 

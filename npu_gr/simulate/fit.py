@@ -234,7 +234,7 @@ def fit_device(
     Raises:
         DataError: There are fewer than 50 ranks.
     """
-    # a degraded rank computed less than its response states
+    # a degraded rank of an older version computed less than its response states
     ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]
     if len(ranks) < _LEAST_RANKS:
         raise DataError(

@@ -142,7 +142,7 @@ def _of_instance(config: Config) -> Iterator[Opened]:
         folder = Path(config.checkpoint)
         yield _tried("checkpoint", lambda: _ranker(folder, config))
     if config.generate is not None:
-        yield from _generator(config.generate)
+        yield from _generator(config.generate, 2 if config.dtype == "bfloat16" else 4)
     if config.match is not None:
         yield from _vectors(config.match)
     if (recommend := config.recommend) is not None:
@@ -254,7 +254,7 @@ def _ranker(folder: Path, config: Config) -> str:
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items; {spare}"
 
 
-def _generator(section: GenerateConfig) -> Iterator[Opened]:
+def _generator(section: GenerateConfig, element_bytes: int) -> Iterator[Opened]:
     folder = Path(section.checkpoint)
 
     def model() -> str:
@@ -262,7 +262,14 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
 
         found = generators.examine(folder)
         section.check_model(section.checkpoint, found.vocab_size, is_divisible=found.is_divisible)
-        return f"{folder}: version {hf_files.version(folder)}, {found.vocab_size} tokens"
+        beams = section.check_beams(
+            section.checkpoint, found.kv_shape, found.vocab_size, element_bytes
+        )
+        version = hf_files.version(folder)
+        return (
+            f"{folder}: version {version}, {found.vocab_size} tokens; room for {beams} beams, "
+            f"max_beams is {section.max_beams}"
+        )
 
     def catalogue() -> str:
         items = read_items(Path(section.catalogue))

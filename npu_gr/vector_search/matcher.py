@@ -145,6 +145,12 @@ class MatchQuery:
     # rows of source items for `Folding.vector`
     source_history: I64 = field(default_factory=lambda: NO_ITEMS)
 
+    def num_allowed(self, num_items: int) -> int:
+        """Count the items, of `num_items`, that may be found."""
+        if self.allowed is None:
+            return num_items - len(self.hidden)
+        return len(np.setdiff1d(self.allowed, self.hidden, assume_unique=True))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchedItems:

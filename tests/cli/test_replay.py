@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from npu_gr.replay.compare import read_answers
 from npu_gr.replay.files import write
@@ -73,6 +74,17 @@ async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     (report,) = json.loads(out)["runs"]
     assert (report["interrupted"], report["num_ranks"]) == (True, 1)
+
+
+async def test_a_run_that_got_only_errors_fails(tmp_path: Path) -> None:
+    async def reject(_fake: Fake, body: dict[str, Any]) -> web.Response | None:
+        return web.Response(status=422) if body["kind"] == "rank" else None
+
+    async with service(reject) as fake:
+        code, out, err = await run(log(tmp_path), "--url", fake.url, "--signal-lead-ms", "5")
+    assert (code, "signal" in fake.kinds()) == (1, True)
+    assert "error: nothing was answered: 30 x rank 422" in err
+    assert "rank 422" in out
 
 
 @pytest.mark.parametrize(

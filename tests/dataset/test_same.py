@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.core.names import item_ids
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
 from npu_gr.dataset.cells import MISSING
 from npu_gr.dataset.write import _by_second, _grouped, _is_again
@@ -70,6 +72,21 @@ def test_a_format_changes_nothing(
         assert prepared.manifest["duplicates"]["rows"] == len(events) - len(set(events))
         digests.add(prepared.manifest["digest"])
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_a_long_number_is_the_item_of_its_text(name: str, tmp_path: Path) -> None:
+    numbers = [42, 2**53 + 1, 1234567890123456789, 7301234567890123457]
+    events: list[Any] = [
+        ("ann", number, 1_700_000_000 + place, "view") for place, number in enumerate(numbers)
+    ]
+    source = WRITERS[name](tmp_path / name, [Event(*event) for event in events])
+    dataset = prepare(source, tmp_path / "data", PrepareOptions(event="event_type")).dataset
+    items = dataset.interactions().items
+    assert (
+        items.tolist() == item_ids(list(map(str, numbers))).tolist() == item_ids(numbers).tolist()
+    )
+    assert list(map(str, dataset.names.names(items))) == list(map(str, numbers))
 
 
 @settings(max_examples=40, deadline=None)

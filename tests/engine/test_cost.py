@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.engine.cost import CostModel, fit
+from npu_gr.engine.cost import FREE_RATIO, LEAST_TOKENS, CostModel, fit
 
 PLANTED = CostModel(1e-3, 2e-5, 3e-9, 1e-6, 4e-9)
 
@@ -28,10 +28,11 @@ def test_costs_never_fall(seconds: list[float]) -> None:
 
 
 @given(n=st.integers(0, 5000), c=st.integers(0, 600), budget_s=st.floats(-0.1, 0.3))
-def test_safe_tokens_fit_and_are_the_most(n: int, c: int, budget_s: float) -> None:
+def test_safe_tokens_fit_and_are_the_most_but_never_none(n: int, c: int, budget_s: float) -> None:
     safe = PLANTED.safe_tokens(n, c, budget_s)
-    assert 0 <= safe <= n
-    if safe > 0:
+    assert min(n, LEAST_TOKENS) <= safe <= n
+    budget_s = max(budget_s, (1 + FREE_RATIO) * PLANTED.full_s(0, c))
+    if safe > LEAST_TOKENS:
         assert PLANTED.full_s(safe, c) <= budget_s
     if safe < n:
         assert PLANTED.full_s(safe + 1, c) > budget_s

@@ -24,7 +24,6 @@ from npu_gr.engine.generate_engine import (
     GeneratedItems,
     GenerateEngine,
     GeneratePass,
-    GenerateStatus,
     Generator,
     Prompt,
     PromptKV,
@@ -108,7 +107,7 @@ def test_a_prompt_encoded_before_or_in_parts_gives_what_a_cold_one_gives() -> No
         assert np.array_equal(got.item_ids, cold.item_ids)
         np.testing.assert_allclose(got.scores, cold.scores, rtol=1e-6)
     assert (np.diff(cold.scores) <= 0).all()
-    assert cold.status is GenerateStatus.COMPLETE
+    assert not cold.is_cut
     assert np.array_equal(trie.sid_of(trie.find(cold.item_ids)), cold.sids)
 
 
@@ -121,7 +120,7 @@ def test_items_of_one_semantic_id_come_together() -> None:
     at = got.item_ids.tolist().index(4)
     assert got.item_ids[at + 1] == 9
     assert got.scores[at] == got.scores[at + 1]
-    assert got.status is GenerateStatus.EXHAUSTED
+    assert not got.is_cut  # there are no others
 
 
 def test_a_filter_leaves_what_it_allows() -> None:
@@ -129,13 +128,9 @@ def test_a_filter_leaves_what_it_allows() -> None:
     wanted = np.array([7, 14, 21, 700])
     got = run(made(), trie, [0, 7], allow=allow_items(trie, wanted))
     assert sorted(got.item_ids.tolist()) == [7, 14, 21]
-    assert got.status is GenerateStatus.EXHAUSTED
+    assert not got.is_cut
     nothing = run(made(), trie, [0, 7], allow=allow_items(trie, np.array([1])))
-    assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (
-        0,
-        (0, 3),
-        GenerateStatus.EXHAUSTED,
-    )
+    assert (len(nothing.item_ids), nothing.sids.shape, nothing.is_cut) == (0, (0, 3), False)
 
 
 def test_what_does_not_fit_is_rejected() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise, zip_longest
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.request import LimitedBy, StageReport, StageResult
 from npu_gr.handlers.cascade_plan import (
     RecommendConfig,
     best_first,
@@ -17,6 +19,7 @@ from npu_gr.handlers.cascade_plan import (
     interleave,
     is_in,
     split,
+    why_short,
 )
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)
@@ -95,3 +98,27 @@ def test_the_stages_share_one_deadline(
     assert kept_s >= min(rank_s, share * rank_deadline_at) - 1e-9  # and no less than both
     if not hook:
         assert retrieve_s == hook_deadline_at
+
+
+@pytest.mark.parametrize(
+    ("is_full", "found", "excludes", "limited_by"),
+    [
+        (True, {"match": 3}, False, LimitedBy.LIMIT),
+        (False, {"match": 10, "generate": 2}, True, LimitedBy.LIMIT),
+        (False, {"match": 9, "generate": 2}, True, LimitedBy.FILTER),
+        (False, {"match": 9, "rank": 50}, False, LimitedBy.SOURCES),
+        (False, {"shared_encoder": 0}, False, LimitedBy.SOURCES),  # asked for nothing
+        (False, {}, False, LimitedBy.SOURCES),
+    ],
+)
+def test_why_a_cascade_is_short(
+    is_full: bool, found: dict[str, int], excludes: bool, limited_by: LimitedBy
+) -> None:
+    reports = [
+        StageReport(
+            stage=stage, result=StageResult.OK, began_s=0.0, took_s=0.0, num_items=num_items
+        )
+        for stage, num_items in found.items()
+    ]
+    asked = {"match": 10, "generate": 5, "shared_encoder": 0}
+    assert why_short(is_full=is_full, asked=asked, reports=reports, excludes=excludes) is limited_by

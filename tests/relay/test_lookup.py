@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason, Verdict
-from npu_gr.engine.cost import CostModel
+from npu_gr.engine.cost import LEAST_TOKENS, CostModel
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
@@ -151,6 +151,8 @@ async def test_what_a_rank_has_time_for() -> None:
         assert time(9.0).patience_s == 0.0
         assert time(10.5).first_token == 0
         assert time(10.05).first_token == 60  # 40 ms for 40 tokens
+        assert time(9.0).first_token == 100 - LEAST_TOKENS  # late, and still not none
+        assert time(9.0, num_tokens=LEAST_TOKENS).first_token == 0
         assert time(10.05, num_tokens=0).first_token == 0
         assert time(10.05).is_enough_from(61)
         assert not time(10.05).is_enough_from(50)

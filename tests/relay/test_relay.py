@@ -276,10 +276,10 @@ async def test_what_does_not_fit_the_budget_is_truncated() -> None:
     async with bench() as b:
         b.engine.cost = CostModel(0.0, 1.0, 0.0, 0.0, 0.0)  # a second a token
         history = tokens(100)
-        lease, scores = await b.rank(history, budget_s=30.5)
+        lease, scores = await b.rank(history, budget_s=40.5)
         assert (lease.outcome, lease.reason) == (Outcome.DEGRADED, Reason.NO_SIGNAL)
-        assert lease.first_token == 70
-        newest = tokenized(history.events[70:])
+        assert lease.first_token == 60
+        newest = tokenized(history.events[60:])
         assert same(scores, await b.cold(newest))
         assert b.pool.free_bytes == b.pool.budget_bytes
 

@@ -189,6 +189,8 @@ async def test_without_an_instance_the_answer_is_503_and_the_router_is_not_ready
         await until(is_down)
         status, _, headers = await s.post("rank")
         assert (status, headers["Retry-After"]) == (503, "1")
+        async with s.http.head(f"{s.url}/healthz") as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
         async with s.http.get(f"{s.url}/healthz") as answer:
             assert answer.status == 200
 

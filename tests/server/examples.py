@@ -18,6 +18,7 @@ from npu_gr.core.request import (
     EventsAnswer,
     GenerateAnswer,
     IngestAnswer,
+    LimitedBy,
     MatchAnswer,
     Outcome,
     RankAnswer,
@@ -32,7 +33,9 @@ from npu_gr.core.request import (
 USER = UserKey("t", "somebody")
 NAMED = {"user_id": USER.user, "tenant": USER.tenant}
 HISTORY = {"items": [7, 8], "actions": ["1", 2], "timestamps": [100, 200]}
-REPORT = HistoryReport(fingerprint="f" * 32, num_tokens=2, cut_tokens=1, unknown_items=3)
+REPORT = HistoryReport(
+    fingerprint="f" * 32, num_tokens=2, read_events=2, cut_tokens=1, unknown_items=3
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ EXAMPLES: dict[str, Example] = {
             "verdict": "preinfer",
             "model_version": "m",
             "history_tokens": 2,
+            "read_events": 2,
             "stages_s": {"history": 0.001, "decide": 0.0001},
         },
     ),
@@ -86,6 +90,7 @@ EXAMPLES: dict[str, Example] = {
             "reason": "no_signal",
             "model_version": "m",
             "history_tokens": 2,
+            "read_events": 2,
             "prefix_tokens": 0,
             "num_items": 3,
             "stages_s": {"history": 0.001, "lease": 0.0, "queue": 0.0, "device": 0.002},
@@ -100,7 +105,7 @@ EXAMPLES: dict[str, Example] = {
             catalogue_version="c",
             outcome=Outcome.HBM_HIT,
             reason=Reason.NONE,
-            status="complete",
+            limited_by=LimitedBy.NONE,
             item_ids=np.array([5, 6]),
             sids=np.array([[0, 1], [1, 0]], np.int32),
             scores=np.array([-1.0, -2.0], np.float32),
@@ -113,6 +118,7 @@ EXAMPLES: dict[str, Example] = {
             "model_version": "m",
             "catalogue_version": "c",
             "history_tokens": 2,
+            "read_events": 2,
             "prefix_tokens": 2,
             "num_items": 2,
             "stages_s": {"history": 0.001, "lease": 0.0, "queue": 0.0, "device": 0.002},
@@ -125,7 +131,7 @@ EXAMPLES: dict[str, Example] = {
         answer=MatchAnswer(
             vectors_version="v",
             basis=Basis.TARGET,
-            status="exhausted",
+            limited_by=LimitedBy.FILTER,
             item_ids=np.array([9]),
             scores=np.array([0.5], np.float32),
             stages_s={"queue": 0.001, "device": 0.002},
@@ -134,6 +140,7 @@ EXAMPLES: dict[str, Example] = {
             "vectors_version": "v",
             "basis": "target",
             "num_items": 1,
+            "limited_by": "filter",
             "stages_s": {"queue": 0.001, "device": 0.002},
         },
     ),
@@ -146,6 +153,7 @@ EXAMPLES: dict[str, Example] = {
             outcome=None,
             reason=Reason.NONE,
             order="retrieval",
+            limited_by=LimitedBy.LIMIT,
             item_ids=np.array([5]),
             scores=np.array([np.nan], np.float32),
             origins=("generate",),
@@ -166,8 +174,10 @@ EXAMPLES: dict[str, Example] = {
             "verdict": "skip_load",
             "model_version": "m",
             "history_tokens": 2,
+            "read_events": 2,
             "prefix_tokens": 0,
             "num_items": 1,
+            "limited_by": "limit",
             "num_candidates": 4,
             "degraded": ["rank out_of_time"],
             "stages_s": {"history": 0.001, "retrieve": 0.1, "preprocess": 0.0, "rank": 0.2},

@@ -118,7 +118,10 @@ async def test_an_answer_names_a_base_for_the_next_request(tmp_path: Path) -> No
         assert 'npu_gr_kv_budget_bytes{tier="generate_dram"}' in text
 
 
-async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: Path) -> None:
+async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_gr.engine.cost.LEAST_TOKENS", 4)
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         last = {name: values[-2:] for name, values in HISTORY.items()}
         want = await generate(client, history=last, user_id="v")
@@ -126,9 +129,12 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
         service.versions.generator().engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)
         got = await generate(client)
         assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
+        assert got["history"]["read_events"] == 2
         assert got["items"] == want["items"]
         service.versions.generator().engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
         assert (await generate(client))["history"]["num_tokens"] == 3
+        async with client.get("/metrics") as response:
+            assert 'degraded_read_events_count{kind="generate"} 2.0' in await response.text()
 
 
 async def test_a_signal_encodes_the_prompt(tmp_path: Path) -> None:
@@ -148,7 +154,7 @@ async def test_filters_hold_before_the_search(tmp_path: Path) -> None:
     async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
         some = await generate(client, allow_items=[5, 6, 7, 999], num_items=10)
         assert sorted(some["items"]) == [5, 6, 7]
-        assert some["status"] == "exhausted"
+        assert (some["status"], some["limited_by"]) == ("exhausted", "filter")
         best = (await generate(client, num_items=3))["items"]
         without = await generate(client, deny_items=best, num_items=3)
         assert not set(best) & set(without["items"])
@@ -157,6 +163,47 @@ async def test_filters_hold_before_the_search(tmp_path: Path) -> None:
         assert all(item % 5 in (1, 2) and item % 3 == 0 for item in stock["items"])
         nothing = await generate(client, attributes={"kind": ["z"]})
         assert (nothing["items"], nothing["sids"], nothing["status"]) == ([], [], "exhausted")
+        assert nothing["limited_by"] == "filter"
+
+
+async def test_an_answer_says_what_ended_its_list(tmp_path: Path) -> None:
+    one_each = "".join(
+        json.dumps({"item_id": item, "sid": [item // 8, item % 8, 0]}) + "\n" for item in range(40)
+    )
+    (tmp_path / "items.jsonl").write_text(one_each)
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+
+        async def ended(num_items: int, **body: Any) -> tuple[str, str, int]:
+            answer = await generate(client, num_items=num_items, **body)
+            return answer["status"], answer["limited_by"], len(answer["items"])
+
+        every = {"exclude_seen": False}
+        assert await ended(40, **every) == ("complete", "", 40)
+        assert await ended(41, **every) == ("exhausted", "catalogue", 40)
+        assert await ended(41) == ("exhausted", "filter", 34)  # without the six seen ones
+        assert await ended(41, deny_items=[999], **every) == ("exhausted", "catalogue", 40)
+        allowed = {"allow_items": [1, 9, 17], **every}
+        assert await ended(3, beam_width=1, **allowed) == ("exhausted", "beam", 1)
+        assert await ended(4, beam_width=3, **allowed) == ("exhausted", "filter", 3)
+        assert await ended(10_000, beam_width=20, **every) == ("exhausted", "beam", 20)
+        async with client.post("/v1/catalog/items", json={"withdraw": [0]}) as response:
+            assert response.status == 200
+        assert await ended(41, **every) == ("exhausted", "catalogue", 39)
+        async with client.get("/metrics") as response:
+            text = await response.text()
+        for limit, count in (("catalogue", 3), ("filter", 2), ("beam", 2)):
+            assert f'npu_gr_generate_exhausted_total{{limited_by="{limit}"}} {count}.0' in text
+
+
+async def test_memory_bounds_the_beams(tmp_path: Path) -> None:
+    wide = section(tmp_path, max_beams=3000)
+    async with serving(tmp_path, checkpoint=None, generate=wide) as (client, _):
+        answer = await generate(client, num_items=2000, beam_width=2500)
+        assert (len(answer["items"]), answer["limited_by"]) == (194, "filter")
+    small = {**wide, "beam_bytes": 100_000}
+    with pytest.raises(ConfigError, match=r"max_beams: 3000 beams of .*, but generate\.beam_bytes"):
+        async with serving(tmp_path, checkpoint=None, generate=small):
+            pass
 
 
 async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
@@ -223,8 +270,17 @@ async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
                 "catalogue: SIDs of 1 codes, those of the catalogue have 3",
             ),
             (
-                {"add": [{"item_id": 901, "sid": [0, 0, 0]}]},
-                "catalogue: columns none, those of the catalogue are",
+                {"add": [{"item_id": 901, "sid": [0, 0, 0], "features": {"kind": "a"}}]},
+                "catalogue: add[0].attributes.stock: is missing; give it, or one value of the "
+                "feature 'stock'",
+            ),
+            (
+                {"add": [new | {"item_id": 901, "attributes": {"kind": "z", "stock": "many"}}]},
+                "catalogue: add[0].attributes.stock: 'many' is not of the type",
+            ),
+            (
+                {"add": [new | {"item_id": 901, "attributes": {"colour": "red"}}]},
+                "catalogue: add[0].attributes.colour: the items of the catalogue have kind, stock",
             ),
             ({"withdraw": [12345]}, "catalogue: record 1: item 12345 is not in the catalogue"),
             ({"withdraw": [-1]}, "withdraw[0]: Expected `int` >= 0"),
@@ -267,7 +323,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
     ("change", "status", "detail"),
     [
         ({"beam_width": 65}, 422, "beam_width: 65, the limit is 64"),
-        ({"beam_width": 5000}, 422, "beam_width: Expected `int` <= 1024"),
+        ({"beam_width": 5000}, 422, "beam_width: 5000, the limit is 64"),
         ({"num_items": 0}, 422, "num_items: Expected `int` >= 1"),
         ({"temperature": 0.0}, 422, "temperature: Expected `float` >= 0.001"),
         ({"normalise": "all"}, 422, "normalise: Invalid enum value 'all'"),

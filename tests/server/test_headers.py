@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
-from npu_gr.server.http import budget_s
+from npu_gr.server.http import accepted_media, budget_s
+from npu_gr.server.schemas.media import JSON, MSGPACK
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,35 @@ def test_what_cannot_be_read(value: str) -> None:
 def test_what_is_spent(headers: dict[str, str]) -> None:
     with pytest.raises(DeadlineExceeded):
         budget_s(headers, 1.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("accept", "media"),
+    [
+        ([], JSON),
+        ([""], JSON),
+        (["*/*"], JSON),
+        (["text/html"], JSON),
+        (["application/msgpack"], MSGPACK),
+        (["Application/MsgPack ; q=1.0"], MSGPACK),
+        (["application/msgpack, */*;q=0.1"], MSGPACK),
+        (["application/msgpack, application/json"], MSGPACK),
+        (["application/json, application/msgpack"], JSON),
+        (["application/json;q=0.5, application/msgpack"], MSGPACK),
+        (["application/json;q=0.5", "application/msgpack;q=0.7"], MSGPACK),
+        (["application/json;q=0, */*"], MSGPACK),
+        (["application/json;q=0"], JSON),
+        (["application/msgpack;q=0"], JSON),
+        (["application/msgpack;q=0.0, text/html"], JSON),
+        (["application/msgpack;q=0.5, application/json"], JSON),
+        (["application/msgpack;q=0.5, application/*"], JSON),
+        (["application/msgpack;q=x"], JSON),
+        (["application/msgpack;q=nan"], JSON),
+        (["application/msgpacked"], JSON),
+        (["application/json;q=0.5, , "], JSON),
+    ],
+    ids=str,
+)
+def test_accept_is_read_by_quality(accept: list[str], media: str) -> None:
+    headers = CIMultiDict([("Accept", text) for text in accept])
+    assert accepted_media(make_mocked_request("GET", "/", headers=headers)) == media

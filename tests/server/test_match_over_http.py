@@ -126,7 +126,7 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
 async def test_filters_and_exhaustion(tmp_path: Path) -> None:
     async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         every = await match(client, num_items=100)
-        assert every["status"] == "exhausted"
+        assert (every["status"], every["limited_by"]) == ("exhausted", "filter")
         # of 40: without three that the user had, and a near-duplicate of one of them
         assert len(every["items"]) == 36
         denied = await match(client, num_items=5, deny_items=every["items"][:3])
@@ -134,7 +134,11 @@ async def test_filters_and_exhaustion(tmp_path: Path) -> None:
         allowed = await match(client, num_items=5, allow_items=[*every["items"][-2:], 1])
         assert allowed["items"] == every["items"][-2:]
         nothing = await match(client, allow_items=[])
-        assert (nothing["items"], nothing["status"]) == ([], "exhausted")
+        assert (nothing["items"], nothing["limited_by"]) == ([], "filter")
+        whole = await match(client, user_id="a stranger", num_items=100)
+        assert (len(whole["items"]), whole["limited_by"]) == (40, "catalogue")
+        enough = await match(client, user_id="a stranger", num_items=40)
+        assert (enough["status"], enough["limited_by"]) == ("complete", "")
 
 
 async def test_msgpack_carries_raw_columns(tmp_path: Path) -> None:

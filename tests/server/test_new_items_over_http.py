@@ -283,6 +283,37 @@ async def test_the_shared_encoder_finds_new_items_and_no_withdrawn_ones(
         assert None not in fitted["scores"]
 
 
+async def test_a_new_item_gets_the_columns_of_the_other_items(folder: Path, tmp_path: Path) -> None:
+    """As `train all` makes them: an order score, and an attribute for each single feature."""
+    made = sections(folder, tmp_path)
+    path = tmp_path / "items.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for place, row in enumerate(rows):
+        row |= {"order": place + 1.0, "attributes": {"genre": "war", "year": "1998"}}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = {"item_id": "SKU-0043", "sid": SIDS[0].tolist(), "title": "Boots"}
+    async with serving(folder, **made) as (client, _):
+
+        async def change(status: int = 200, **more: Any) -> dict[str, Any]:
+            return await post(client, "/v1/catalog/items", status, add=[new | more])
+
+        missing = await change(422, features={"genre": "war"})
+        assert missing["detail"].startswith("catalogue: add[0].attributes.year: is missing")
+        several = await change(
+            422, features={"genre": ["war", "drama"]}, attributes={"year": "2000"}
+        )
+        assert several["detail"].startswith("catalogue: add[0].attributes.genre: is missing")
+        await change(features={"genre": ["drama"]}, attributes={"year": "2000"})
+        drama = {"attributes": {"genre": ["drama"]}}
+        asked_for = asked(SEEN, num_items=5, **drama)
+        del asked_for["timestamp"]
+        answer = await post(client, "/v1/generate", **asked_for)
+        assert (answer["items"], answer["limited_by"]) == (["SKU-0043"], "filter")
+        asked_for |= {"attributes": {}, "allow_items": [ITEMS[0], "SKU-0043"], "num_items": 2}
+        both = await post(client, "/v1/generate", exclude_seen=False, **asked_for)
+        assert both["items"] == [ITEMS[0], "SKU-0043"]  # one semantic ID, the new item last
+
+
 async def test_an_item_with_other_features_has_another_row(folder: Path, tmp_path: Path) -> None:
     other = {900: (SIDS[7].tolist(), ["war", "comedy"])}
     seen = [*SEEN, 900]

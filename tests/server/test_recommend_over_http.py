@@ -240,6 +240,21 @@ async def test_the_order_may_be_that_of_both_stages(folder: Path) -> None:
         assert answer["items"] != ranked["top"]
 
 
+async def test_a_short_answer_says_why(folder: Path) -> None:
+    async with serving(folder, **section(folder, max_candidates=20)) as (client, _):
+
+        async def ended(**body: Any) -> tuple[str, str, int]:
+            answer = await recommend(client, **body)
+            return answer["status"], answer["limited_by"], len(answer["items"])
+
+        assert await ended(num_items=20) == ("complete", "", 20)
+        assert await ended(num_items=600) == ("exhausted", "limit", 20)
+        assert await ended(num_items=9, num_candidates=5) == ("exhausted", "limit", 5)
+    few = section(folder, max_candidates=100, sources={"generate": 30})
+    async with serving(folder, **few) as (client, _):
+        assert await ended(num_items=50) == ("exhausted", "limit", 30)  # what it is asked for
+
+
 async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> None:
     async def fails(*_: object) -> None:
         raise DeviceError("it broke")

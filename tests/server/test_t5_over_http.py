@@ -90,7 +90,9 @@ async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path:
         assert other["scores"] != cold["scores"]
 
 
-async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path) -> None:
+async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path, checkpoint=None, generate=section(tmp_path, user_tokens=None)) as (
         client,
         service,
@@ -113,6 +115,7 @@ async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path
         assert (await client.delete("/v1/users/s")).status == 204
         last = {name: values[-2:] for name, values in whole.items()}
         short = await generate(client, history=last, user_id="w", exclude_seen=False)
+        monkeypatch.setattr("npu_gr.engine.cost.LEAST_TOKENS", 4)
         # 3 s a token, of 30 s
         service.versions.generator().engine.cost = CostModel(0.0, 3.0, 0.0, 0.0, 0.0)
         cut = await generate(client, user_id="s", history=whole, exclude_seen=False)

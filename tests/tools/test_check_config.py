@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,16 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     assert found["generate.checkpoint"].state is OpenedState.OK, found
     assert found["generate.catalogue"].words.endswith("2 items")
     assert found["generate.change_log"].words.endswith("c.jsonl.changes: no changes yet")
+    room = re.search(r"room for (\d+) beams, max_beams is 512", found["generate.checkpoint"].words)
+    assert room, found
+    most = int(room[1])
+    found = examined(tmp_path, **generating(tmp_path, max_beams=most))
+    assert found["generate.checkpoint"].state is OpenedState.OK, found
+    found = examined(tmp_path, **generating(tmp_path, max_beams=most + 1))
+    assert found["generate.checkpoint"].state is OpenedState.BROKEN
+    assert f"generate.beam_bytes 1073741824 has room for {most}" in (
+        found["generate.checkpoint"].words
+    )
     found = examined(tmp_path, **generating(tmp_path, codes=[4, 2]))
     assert found["generate.catalogue"].state is OpenedState.BROKEN
     found = examined(tmp_path, **generating(tmp_path, codes=[4, vocab_size]))

@@ -7,7 +7,14 @@ from functools import partial
 from typing import Protocol
 
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.request import GenerateAnswer, MatchAnswer, RecommendAnswer, StageResult, Verdict
+from npu_gr.core.request import (
+    GenerateAnswer,
+    LimitedBy,
+    MatchAnswer,
+    RecommendAnswer,
+    StageResult,
+    Verdict,
+)
 from npu_gr.core.served import CatalogueInfo
 from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, POWERS, WAIT_S, Families, children
 
@@ -31,9 +38,13 @@ class GenerateMetrics:
 
     def __init__(self, make: Families) -> None:
         self._generated = make.counter("generated_items_total", "Items that generates returned.")
-        self._exhausted = make.counter(
-            "generate_exhausted_total", "Generates that returned fewer items than requested."
+        exhausted = make.counter(
+            "generate_exhausted_total",
+            "Generates that returned fewer items than requested, by what ended the list.",
+            ("limited_by",),
         )
+        limits = (LimitedBy.CATALOGUE, LimitedBy.FILTER, LimitedBy.BEAM)
+        self._exhausted = {limit: exhausted.labels(limit.value) for limit in limits}
         self._beams = make.histogram("generate_beam_width", "Beam width of a search.", POWERS[:11])
         self._version = make.gauge(
             "catalogue_info", "1 for the version of the served catalogue.", ("version",)
@@ -53,7 +64,8 @@ class GenerateMetrics:
     def answered(self, answer: GenerateAnswer) -> None:
         """Count the items of a generate."""
         self._generated.inc(len(answer.item_ids))
-        self._exhausted.inc(answer.status == "exhausted")
+        if answer.limited_by:
+            self._exhausted[answer.limited_by].inc()
 
     def searched(self, width: int) -> None:
         """Count a search of that many beams."""

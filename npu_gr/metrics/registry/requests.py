@@ -143,6 +143,13 @@ class RequestMetrics:
             if kind.leases_prefix
         }
         self._outcomes = {name: children(family) for name, family in self._outcome_families.items()}
+        degraded = make.histogram(
+            "degraded_read_events",
+            "Newest events of the history that a degraded request read.",
+            (8, 16, 32, 64, 128, 256, 512, 1024),
+            ("kind",),
+        )
+        self._degraded_events = {kind: degraded.labels(kind) for kind in self._outcomes}
         self._promise(make)
 
     def _durations(self, make: Families, kind: Kind[Any, Any]) -> Callable[[str], Histogram]:
@@ -283,6 +290,8 @@ class RequestMetrics:
         if outcomes is not None:
             leased = cast("LeasedAnswer", answer)
             outcomes(leased.label_value, leased.reason).inc()
+            if leased.label_value == Outcome.DEGRADED:
+                self._degraded_events[kind.name].observe(leased.history.read_events)
 
     def over(self, kind: str, window_s: float) -> Counts:
         """Return the results of the last `window_s` seconds."""

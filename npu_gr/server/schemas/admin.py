@@ -28,7 +28,8 @@ FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUE
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A new item of the catalogue, with the same fields as in its file.
 
-    `order` and `attributes` are needed if the other items have them. `features` are the item
+    `attributes` are those of the other items; an absent one is the value of the feature of the same
+    name. Without `order` the item comes last of those with its semantic ID. `features` are the item
     features that the ranker was trained on; without `sid` the semantic ID is computed from them.
     """
 

@@ -19,7 +19,7 @@ from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
+from npu_gr.core.names import MAX_NAME_BYTES, Names, item_ids
 from npu_gr.core.text_format import quoted
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas import bulk
@@ -104,10 +104,10 @@ class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# name of an item; a whole number is its own id
+# name of an item; a whole number counts as its text
 Item = (
     Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
-    | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
+    | Annotated[int, msgspec.Meta(ge=0)]
 )
 Action = (
     Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
@@ -204,6 +204,9 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     fault: str  # fault of the history store: store_unavailable | store_slow | ...; "" = none
     # events that were sent after newer ones and were sorted (`service.unsorted_history`)
     sorted_events: int
+    # events that the model read for this answer: the newest ones, if the outcome is degraded;
+    # absent in answers of older versions
+    read_events: int | msgspec.UnsetType = msgspec.UNSET
     # source | remembered | last_known | nothing
     features_source: str | msgspec.UnsetType = msgspec.UNSET
     # fault of the feature source; "" = none
@@ -401,6 +404,7 @@ def render_history(report: HistoryReport) -> HistoryOut:
         source=report.origin.source.value,
         fault=report.origin.fault or "",
         sorted_events=report.origin.sorted_events,
+        read_events=report.read_events,
         features_source=msgspec.UNSET if of_user is None else of_user.source.value,
         features_fault=msgspec.UNSET if of_user is None else of_user.fault or "",
     )

@@ -34,7 +34,8 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     """Generate the best next items for a user by semantic-ID beam search."""
 
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
-    beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: as configured
+    # at most `generate.max_beams`; absent: as configured
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     normalise: Normalise | None = None  # absent: as configured
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
@@ -56,7 +57,8 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
     catalogue_version: str
     outcome: str
     reason: str
-    status: str
+    status: str  # complete | exhausted: fewer items than requested
+    limited_by: str = ""  # catalogue | filter | beam: what ended an exhausted list
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     sids: list[int] | bytes
@@ -100,7 +102,8 @@ def render(
         catalogue_version=answer.catalogue_version,
         outcome=answer.outcome.value,
         reason=answer.reason.value,
-        status=answer.status,
+        status=answer.limited_by.status,
+        limited_by=answer.limited_by.value,
         items=render_items(answer.item_ids, response_fields.names, is_raw),
         titles=response_fields.titles(answer.item_ids),
         sids=render_column(answer.sids, "<i4", is_raw),

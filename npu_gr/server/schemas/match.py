@@ -48,7 +48,8 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     vectors_version: str
     basis: str  # target | folded | source | popularity; scores are comparable within one
-    status: str  # complete | exhausted: fewer than requested
+    status: str  # complete | exhausted: fewer items than requested
+    limited_by: str = ""  # catalogue | filter | index: what ended an exhausted list
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float] | bytes
@@ -86,7 +87,8 @@ def render(
         request_id=request_id,
         vectors_version=answer.vectors_version,
         basis=answer.basis.value,
-        status=answer.status,
+        status=answer.limited_by.status,
+        limited_by=answer.limited_by.value,
         items=render_items(answer.item_ids, response_fields.names, is_raw),
         titles=response_fields.titles(answer.item_ids),
         scores=render_column(answer.scores, "<f4", is_raw),

@@ -80,6 +80,8 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str | None
     reason: str
     order: str  # order of the items: blended, rank, fused or retrieval
+    status: str = "complete"  # or exhausted: fewer items than requested
+    limited_by: str = ""  # limit | filter | sources: what ended an exhausted list
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
@@ -135,6 +137,8 @@ def render(
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
         order=answer.order,
+        status=answer.limited_by.status,
+        limited_by=answer.limited_by.value,
         items=render_items(answer.item_ids, response_fields.names, is_raw),
         titles=response_fields.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
