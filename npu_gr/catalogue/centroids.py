@@ -28,6 +28,7 @@ from npu_gr.catalogue.records import Features
 from npu_gr.catalogue.trie import Trie
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import CatalogueError, DataError
+from npu_gr.core.feature_schema.values import name_of, plain_name
 from npu_gr.core.served import NewItem
 
 FILE = "centroids.safetensors"
@@ -87,8 +88,9 @@ class Centroids:
         place = len(made) - self._num_coded
         for feature in self.features:
             given = features.get(feature.name, [])
-            texts = {str(value) for value in (given if isinstance(given, list) else [given])}
-            known = [at for at, value in enumerate(feature.values) if value in texts]
+            values = given if isinstance(given, list) else [given]
+            names = {name_of(value, feature.values) for value in values}
+            known = [at for at, value in enumerate(feature.values) if plain_name(value) in names]
             if known:
                 made[place + np.array(known)] = len(known) ** -0.5
             place += len(feature.values)

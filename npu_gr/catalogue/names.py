@@ -225,6 +225,23 @@ def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
     return names
 
 
+def collisions(names: Sequence[str], ids: I64, tables: Sequence[ItemNames]) -> dict[str, str]:
+    """Return the names whose id is that of another name, and that name.
+
+    Args:
+        names: Names to check; "" = the id is the name.
+        ids: Their ids.
+        tables: Names that count as earlier than those to check.
+    """
+    owners: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, item, known in zip(names, ids.tolist(), names_of(tables, ids), strict=True):
+        owner = known if isinstance(known, str) else owners.setdefault(item, name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
 def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:
     """Return the title of each id by the first table that has one, or None: [n] -> n titles."""
     titles: list[str | None] = [None] * len(ids)

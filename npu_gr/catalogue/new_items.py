@@ -50,7 +50,7 @@ def _attribute(record: Record, name: str, column: Column, field: str) -> bool | 
     if value is None:
         feature = record.features.get(name, [])
         values = feature if isinstance(feature, list) else [feature]
-        if len(values) != 1:
+        if len(values) != 1 or values[0] is None:
             raise CatalogueError(
                 f"{field}: is missing; give it, or one value of the feature {quoted(name)}"
             )

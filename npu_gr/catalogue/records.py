@@ -34,13 +34,13 @@ import numpy.typing as npt
 from npu_gr.catalogue.trie import I32, Mask
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.feature_schema.values import FeatureValue
 from npu_gr.core.lines import read_lines
 from npu_gr.core.names import item_id
 from npu_gr.core.text_format import quoted
 
 # bool, int64, float64 or str; each text takes 4 bytes a letter of the longest one
 Column = npt.NDArray[Any]
-FeatureValue = str | int | float
 Features = Mapping[str, FeatureValue | list[FeatureValue]]  # features of one item, by name
 Place = Callable[[int], str]  # row -> "<file>, line <n>" or similar, for a message
 

@@ -115,11 +115,12 @@ def train_all(
     the same command continues after an interruption. The served models are replaced at the end.
     Then DATA is loaded into the history store, as npu-gr load does.
     """
+    from npu_gr.tools.served_quality import served_hit_ratio
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
 
     try:
-        train_site(data, out, overrides, threads, wide_console(), preset)
+        train_site(data, out, overrides, threads, wide_console(), preset, served_hit_ratio)
     except KeyboardInterrupt:
         click.echo(
             "\ninterrupted: finished models are kept; repeat the command to continue. "

@@ -5,10 +5,11 @@ The int64 id of an item is a function of its name:
     "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
     42, "42"       42: a whole number below 2^62 is its own id; a larger one counts as its text
 
-Therefore no process needs a table to read names, a retrained model finds the histories of its
-predecessor, and models of different data agree. Only answers need a table (`catalogue/names.py`),
-since a hash cannot be inverted. With ten million names the probability that two share an id is 1 in
-100,000; making a table rejects such a pair.
+Blanks around a name do not count. Therefore no process needs a table to read names, a retrained
+model finds the histories of its predecessor, and models of different data agree. Only answers need
+a table (`catalogue/names.py`), since a hash cannot be inverted. With ten million names the
+probability that two share an id by accident is 1 in 100,000. Two such names can be computed at
+once, so `prepare` and a change of the catalogue reject the later one.
 
 Models and stores hold the index of an action in the model's list of action names.
 """
@@ -27,6 +28,7 @@ import xxhash
 
 from npu_gr.core.arrays import I16, I64, largest
 from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import OnUnsorted
 from npu_gr.core.text_format import cut
 
@@ -46,7 +48,7 @@ def item_id(name: str | int) -> int:
     """
     if isinstance(name, int) and name < 0:
         raise ValueError(f"{name} is not an item id: a number must not be negative")
-    name = str(name)
+    name = str(name).strip(BLANKS)
     if _NUMBER.fullmatch(name) and (number := int(name)) < FIRST_HASHED:
         return number
     raw = name.encode()
@@ -102,6 +104,7 @@ def _of_numbers(names: Sequence[Any]) -> I64:
 
 def _of_texts(names: Sequence[Any]) -> I64:
     """Compute `item_id` of many texts, fast, since it runs on the event loop."""
+    names = [name.strip(BLANKS) for name in names]
     raw = list(map(str.encode, names))
     lengths = list(map(len, raw))
     if not 0 < min(lengths, default=1) <= max(lengths, default=1) <= MAX_NAME_BYTES:
@@ -122,6 +125,14 @@ def _raise_first(names: Sequence[str | int]) -> NoReturn:
         except ValueError as error:
             raise ValueError(f"index {place}: {error}") from None
     raise AssertionError("one of the names is invalid")
+
+
+def repeated(ids: I64) -> list[int]:
+    """List the places whose id an earlier place has, ascending."""
+    is_again = np.ones(len(ids), np.bool_)
+    is_again[np.unique(ids, return_index=True)[1]] = False
+    places: list[int] = np.flatnonzero(is_again).tolist()
+    return places
 
 
 def names_of_numbers(ids: I64) -> list[str | int]:

@@ -3,7 +3,7 @@
 Heap: glibc maps and unmaps every block above 32 MiB, so each large temporary of torch pays for its
 page faults again, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, and 9 ms
 from the heap. With the settings here, blocks up to nearly 64 MiB stay in the heap of a thread;
-larger ones belong in pools.
+larger ones belong in pools. `trim_heap` gives back what a load took.
 
 Garbage collector: a collection stops all threads, so the objects of imports are frozen. On an
 instance imports leave 207,000 objects, and a full collection takes 95 to 126 ms of CPU; with those
@@ -68,6 +68,15 @@ def set_up_process() -> bool:
     except AttributeError:
         return False
     return all([mallopt(_M_MMAP_THRESHOLD, _MOST), mallopt(_M_TRIM_THRESHOLD, _MOST)])
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system: after a load, copies of weights stay in the heap.
+
+    Only with glibc. It takes milliseconds for each GB, so call it in a thread.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.values import FeatureValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,7 +22,7 @@ class NewItem:
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
     # item features of the ranker, by name
-    features: dict[str, str | int | float | list[str | int | float]] = field(default_factory=dict)
+    features: dict[str, FeatureValue | list[FeatureValue]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +58,8 @@ class CatalogueInfo:
     # semantic IDs that the change created, by item name
     sids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     durable: bool = False  # whether changes survive a restart
+    # new items that the change left out, by name, and why
+    rejected: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,8 @@ class _Build:
             [one.column for one in table.features] if table else [],
         )
         log.load(con, self._rejects, lambda ratio: on_stage("reading", ratio))
+        if table is not None and self._item_rejects is not None:
+            table.take_rejects(log.item_names(), self._item_rejects)
         actions = log.actions(old)
         counts = write_events(
             folder,
@@ -211,7 +213,7 @@ class _Build:
         return manifest
 
     def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
-        if self._item_source is None or self._item_rejects is None:
+        if self._item_source is None:
             return None
         options = self._options
         named_columns = {
@@ -225,7 +227,6 @@ class _Build:
             named_columns,
             self._log.columns.item.name,
             options.features,
-            self._item_rejects,
             lambda ratio: on_stage("items", ratio),
         )
 
@@ -315,8 +316,9 @@ class _Build:
             ],
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
-            "left_out": self._log.num_left_out,
+            "filtered": self._log.num_left_out,
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
+            "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
             "notes": list(notes),
@@ -393,7 +395,10 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
-    if num := manifest["left_out"]:
+    if num := manifest["trimmed"]:
+        what = "blanks around a user, an item or an event, which do not count"
+        yield f"{counted(num, 'row')} with {what}"
+    if num := manifest["filtered"]:
         yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])

@@ -10,10 +10,11 @@ from datetime import date
 from decimal import Decimal
 from typing import Any, Literal
 
-import numpy as np
 import orjson
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.feature_schema import values
+from npu_gr.core.feature_schema.values import BLANKS, BOOLEANS, MAX_NUMBER, MISSING, number_of
 
 try:
     import duckdb
@@ -26,9 +27,7 @@ except ImportError as error:
 __all__ = ["duckdb", "pa", "pc", "pq"]
 
 Cells = Literal["list", "blanks", "bars", "number", "text"]
-MISSING = frozenset({"", "NULL", "null", "None", "none", "NaN", "nan", "\\N"})
-"""Texts that tools write for a missing value."""
-NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+NUMBER = rf"^\s*{values.NUMBER}\s*$"
 MAX_CELL_CHARS = 4096  # the rest of a longer text is ignored; no name or value is that long
 JOINT = "\x1f"  # separates the values of a list
 _LONGEST_MISSING = max(map(len, MISSING))
@@ -82,13 +81,13 @@ def has_point(array: Any) -> bool:
     return bool(len(texts)) and bool(pc.all(is_whole).as_py())
 
 
-def number_of(cell: Any) -> float | None:
-    """Read a cell as a finite number; None if it is not one."""
+def finite_number(cell: Any) -> float | None:
+    """Read a cell as a number; None if it is missing, too large for float32, or not one."""
     try:
-        number = float(cell)
-    except (TypeError, ValueError):
+        number = number_of(cell)
+    except TypeError:
         return None
-    return number if np.isfinite(number) else None
+    return number if abs(number) <= MAX_NUMBER else None
 
 
 def values_of(cell: Any, cells: Cells) -> list[str]:
@@ -100,9 +99,10 @@ def values_of(cell: Any, cells: Cells) -> list[str]:
     elif cells == "blanks":
         parts = plain_text(cell).split(" ")
     elif cells == "bars":
-        parts = [part.strip() for part in plain_text(cell).split("|")]
+        parts = plain_text(cell).split("|")
     else:
         parts = [plain_text(cell)]
+    parts = [part.strip(BLANKS) for part in parts]
     return list(dict.fromkeys(part for part in parts if part not in MISSING))
 
 
@@ -175,18 +175,30 @@ def text_sql(column: str, kind: str) -> str:
 
 
 def name_sql(column: str, kind: str, *, with_point: bool = False) -> str:
-    """Convert names to texts, null where one is missing.
+    """Convert names to texts without blanks around them, null where one is missing.
 
     Args:
         with_point: Whether whole numbers are written as 42.0.
     """
-    text = text_sql(column, kind)
+    text = _trimmed_sql(text_sql(column, kind), kind)
     if with_point:
         text = f"regexp_replace({text}, '{_WHOLE_WITH_POINT}', '\\1')"
     return (
         f"CASE WHEN length({text}) > {_LONGEST_MISSING} OR NOT {_is_missing_text(text)} THEN "
         f"{text} END"
     )
+
+
+def has_blanks_sql(column: str, kind: str) -> str:
+    """Whether `name_sql` removes blanks around a name."""
+    text = text_sql(column, kind)
+    trimmed = _trimmed_sql(text, kind)
+    return "FALSE" if trimmed is text else f"coalesce({trimmed} <> {text}, FALSE)"
+
+
+def _trimmed_sql(text: str, kind: str) -> str:
+    has_texts = kind == "VARCHAR" or is_list_type(kind)
+    return f"trim({text}, {literal(BLANKS)})" if has_texts else text
 
 
 def _is_missing_text(text: str) -> str:
@@ -197,18 +209,32 @@ def _is_missing_text(text: str) -> str:
     return f"regexp_full_match({text}, '{_MISSING_PATTERN}')"
 
 
-def number_sql(column: str, kind: str) -> str:
-    """Convert cells to DOUBLE, null where they are not finite numbers."""
+def number_sql(column: str, kind: str, *, has_booleans: bool = False) -> str:
+    """Convert cells to DOUBLE, null where they are not numbers that float32 can hold.
+
+    Args:
+        has_booleans: Whether booleans are 1 and 0.
+    """
     if kind == "VARCHAR":
-        number = (
-            f"CASE WHEN regexp_matches({column}, '{NUMBER}') THEN TRY_CAST(trim({column}) AS "
-            "DOUBLE) END"
+        text = _trimmed_sql(column, kind)
+        booleans = "".join(
+            f" WHEN {text} = {literal(name)} THEN {number}" for name, number in BOOLEANS.items()
         )
-    elif kind in _FLOATS or kind in _INTEGERS or kind.startswith("DECIMAL"):
+        number = (
+            f"CASE WHEN regexp_full_match({text}, {literal(values.NUMBER)}) THEN "
+            f"TRY_CAST({text} AS DOUBLE){booleans if has_booleans else ''} END"
+        )
+    elif (
+        kind in _FLOATS
+        or kind in _INTEGERS
+        or kind.startswith("DECIMAL")
+        or (kind == "BOOLEAN" and has_booleans)
+    ):
         number = f"CAST({column} AS DOUBLE)"
     else:
         return "CAST(NULL AS DOUBLE)"
-    return f"CASE WHEN isfinite({number}) THEN {number} END"
+    # NaN is over every number in DuckDB
+    return f"CASE WHEN abs({number}) <= {MAX_NUMBER} THEN {number} END"
 
 
 def is_missing_sql(column: str, kind: str) -> str:
@@ -223,7 +249,8 @@ def is_integer_type(kind: str) -> bool:
 
 def values_sql(column: str) -> str:
     """Join the distinct values of a list in their order; '' if it has none."""
-    texts = f"CAST({column} AS VARCHAR[])"
+    trimmed = _trimmed_sql("text", "VARCHAR")
+    texts = f"list_transform(CAST({column} AS VARCHAR[]), lambda text: {trimmed})"
     is_once = f"NOT {_is_missing_text('text')} AND list_position({texts}, text) = place"
     once = f"list_filter({texts}, lambda text, place: {is_once})"
     return f"coalesce(array_to_string({once}, '{JOINT}'), '')"

@@ -35,6 +35,7 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
+from npu_gr.core.feature_schema.values import name_of
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.cells import pa, pc, pq
 from npu_gr.history_store.interactions import (
@@ -200,7 +201,17 @@ def _values(name: str, ids: list[int], column: Any) -> ItemValues:
             item: [] if at is None else [at]
             for item, at in zip(ids, encoded.indices.to_pylist(), strict=True)
         }
-    return ItemValues(name, encoded.dictionary.to_pylist(), of_item)
+    # spellings of one name are one value, as for the service
+    known: dict[str | None, int] = {}
+    texts: list[str] = encoded.dictionary.to_pylist()
+    place_of = [known.setdefault(name_of(text), len(known)) for text in texts]
+    if len(known) < len(texts):
+        values = [texts[place_of.index(place)] for place in range(len(known))]
+        merged = {
+            item: [*dict.fromkeys(place_of[at] for at in one)] for item, one in of_item.items()
+        }
+        return ItemValues(name, values, merged)
+    return ItemValues(name, texts, of_item)
 
 
 def _feature_column(

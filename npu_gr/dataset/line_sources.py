@@ -43,6 +43,7 @@ from npu_gr.dataset.lines import (
 from npu_gr.dataset.rejects import CODES, SKIPPED, UNSURE, RejectReason
 
 SAMPLE_ROWS = 10_000  # from which columns and times are guessed
+SAMPLE_BYTES = 16 << 20  # of these rows; fewer rows, if they are longer
 LINE_BYTES = 1 << 20  # the longest line that DuckDB reads; Python reads longer ones
 MAX_COLUMNS = 1000  # of JSON objects, whose keys may be ids
 _DELIMITERS = ",;\t|"
@@ -219,13 +220,14 @@ class DelimitedSource(LineSource):
             for path in self.paths
         )
         cells: list[list[str]] = []
-        num_rejected = 0
+        num_rejected = num_bytes = 0
         for row in rows:
             if row.cells is None:
                 num_rejected += 1
             else:
                 cells.append(row.cells)
-            if len(cells) == SAMPLE_ROWS:
+                num_bytes += len(row.text)
+            if len(cells) == SAMPLE_ROWS or num_bytes > SAMPLE_BYTES:
                 break
         if not cells:
             if not num_rejected and self.first_number > 1:
@@ -300,12 +302,8 @@ class JsonLinesSource(LineSource):
     format = "one JSON object per line"
 
     def _read_sample(self) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
-        for line in chain.from_iterable(chain.from_iterable(map(read_lines, self.paths))):
-            if (row := json_object(line.removeprefix(b"\xef\xbb\xbf"))) is not None:
-                rows.append(flat(row))
-            if len(rows) == SAMPLE_ROWS:
-                break
+        lines = chain.from_iterable(chain.from_iterable(map(read_lines, self.paths)))
+        rows = sampled_objects(line.removeprefix(b"\xef\xbb\xbf") for line in lines)
         if not rows:
             raise DataError(f"{self.name}: no line is a JSON object")
         return json_columns(rows)
@@ -343,6 +341,19 @@ def reject_twice(names: Sequence[str], where: str) -> None:
 def file_sql(path: Path) -> str:
     """Quote a path as an SQL literal, with the characters of patterns escaped."""
     return literal(re.sub(r"([*?\[])", r"[\1]", str(path)))
+
+
+def sampled_objects(texts: Iterator[bytes | str]) -> list[dict[str, Any]]:
+    """Read the first JSON objects as flat rows; texts that are no object are left out."""
+    rows: list[dict[str, Any]] = []
+    num_bytes = 0
+    for text in texts:
+        if (row := json_object(text)) is not None:
+            rows.append(dict(islice(flat(row).items(), MAX_COLUMNS)))
+            num_bytes += len(text)
+        if len(rows) == SAMPLE_ROWS or num_bytes > SAMPLE_BYTES:
+            break
+    return rows
 
 
 def json_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

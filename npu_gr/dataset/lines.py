@@ -30,8 +30,8 @@ OnProgress = Callable[[float], None]
 BLOCK_BYTES = 4 << 20
 # most lines that one row may span; a quote that stays open longer is a stray one
 MAX_ROW_LINES = 100
-MAX_LINE_BYTES = 64 << 20
-MAX_MEMBER_BYTES = 64 << 20  # of one user with the items, in a nested file
+MAX_LINE_BYTES = 8 << 20
+MAX_MEMBER_BYTES = 4 << 20  # of one user with the items, in a nested file
 BATCH_EVENTS = 50_000  # of a nested file
 NESTED = ("user_id", "item_id", "place")  # columns of a nested file
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -335,10 +335,11 @@ def nested_batches(path: Path, on_progress: OnProgress) -> Iterator[Any]:
     """
     rows: list[tuple[str, Any, int]] = []
     for user, items in _members(path, on_progress):
-        rows += [(user, item, place) for place, item in enumerate(items)]
-        if len(rows) >= BATCH_EVENTS:
-            yield _nested_batch(rows)
-            rows = []
+        for place, item in enumerate(items):
+            rows.append((user, item, place))
+            if len(rows) == BATCH_EVENTS:
+                yield _nested_batch(rows)
+                rows = []
     if rows:
         yield _nested_batch(rows)
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import MAX_NAME_BYTES, item_ids
+from npu_gr.core.names import MAX_NAME_BYTES, item_ids, repeated
 from npu_gr.core.text_format import quoted
 from npu_gr.dataset.actions import (
     Actions,
@@ -25,6 +25,7 @@ from npu_gr.dataset.actions import (
 from npu_gr.dataset.cells import (
     JOINT,
     Cells,
+    has_blanks_sql,
     has_point,
     is_list_type,
     is_missing_sql,
@@ -123,7 +124,7 @@ class LogFeature:
     def sql(self, column: str, kind: str) -> str:
         """Return the SQL that reads cells of a DuckDB type."""
         if self.cells == "number":
-            return number_sql(column, kind)
+            return number_sql(column, kind, has_booleans=True)
         if self.cells == "list" and is_list_type(kind):
             return name_sql(values_sql(column), "VARCHAR")
         return name_sql(column, kind)
@@ -230,6 +231,7 @@ class Log:
         self.num_left_out = 0  # rows, by conditions
         self._con: Any = None
         self.num_rows = 0  # without the rejected ones
+        self.num_trimmed = 0  # of these, with blanks around a user, an item or an event
         self.feature_values: list[Any] = []  # of each feature, by code; None for numbers
 
     def load(self, con: Any, rejects: Rejects, show: OnProgress) -> None:
@@ -242,15 +244,21 @@ class Log:
         self._con = con
         table = SourceTable(con, "log", self._source, self._names, self._wrap)
         table.load(show)
+        self._give_codes("items", "item")
+        names = self.item_names()
+        if again := repeated(item_ids(names)):
+            table.reject("item", [names[place] for place in again], RejectReason.SAME_ID)
+            con.execute("DROP TABLE items")
+            self._give_codes("items", "item")
+            names = self.item_names()
         table.take_rejects(rejects)
-        ((self.num_rows,),) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchall()
-        ((self.num_left_out,),) = con.execute(
-            f"SELECT count(*) FROM log WHERE reason = {LEFT_OUT}"
+        ((self.num_rows, self.num_trimmed, self.num_left_out),) = con.execute(
+            "SELECT count(*) FILTER (WHERE reason = 0), "
+            "count(*) FILTER (WHERE reason = 0 AND has_blanks), "
+            f"count(*) FILTER (WHERE reason = {LEFT_OUT}) FROM log"
         ).fetchall()
         self._check_rejected(rejects)
         self._give_codes("users", "user")
-        self._give_codes("items", "item")
-        names = self._texts("items")
         con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": item_ids(names)}))
         con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
         con.unregister("ids")
@@ -352,6 +360,7 @@ class Log:
         cell = {name: f"c{place}" for place, name in enumerate(self._names)}
         found: dict[str, str] = {}  # column -> SQL of the cells
         reasons: list[str] = []
+        has_blanks: list[str] = []
         for role, column in (
             ("user", columns.user),
             ("item", columns.item),
@@ -360,6 +369,7 @@ class Log:
             if column is not None:
                 with_point = role != "event" and has_point(self._source.sample[column.name])
                 found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
+                has_blanks.append(has_blanks_sql(cell[column.name], kinds[column.name]))
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
         # in a log without times, `sorted_rows` makes the time of the row number
@@ -385,6 +395,7 @@ class Log:
             reasons.append(f"WHEN value IS NULL THEN {CODES[RejectReason.NO_NUMBER]}")
         for place, one in enumerate(self.features):
             found[f"f{place}"] = one.sql(cell[one.name], kinds[one.name])
+        found["has_blanks"] = " OR ".join(has_blanks)
         if self.title is not None:
             text = name_sql(cell[self.title.name], kinds[self.title.name])
             found["title"] = f"left({text}, {MAX_TITLE_CHARS})"
@@ -403,7 +414,11 @@ class Log:
             "user",
             "item",
             "time_us",
-            *(name for name in found if name in ("event", "value", "title") or name[0] == "f"),
+            *(
+                name
+                for name in found
+                if name in ("event", "value", "title", "has_blanks") or name[0] == "f"
+            ),
         ]
         # the event of a rejected row says which types are lost
         is_short = f" OR length(event) <= {MAX_EVENT_CHARS}"

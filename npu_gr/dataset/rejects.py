@@ -36,6 +36,7 @@ class RejectReason(StrEnum):
     EARLY = "time: before 1970, or 0"
     LATE = "time: after 2099"
     NO_NUMBER = "value: not a number"
+    SAME_ID = "item: another name with the id of an earlier item"
 
 
 CODES = {reason: code for code, reason in enumerate(RejectReason, 1)}

@@ -15,7 +15,15 @@ from typing import Any
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.text_format import quoted
-from npu_gr.dataset.cells import as_text, is_list_type, literal, number_of, number_sql, pc, text_sql
+from npu_gr.dataset.cells import (
+    as_text,
+    finite_number,
+    is_list_type,
+    literal,
+    number_sql,
+    pc,
+    text_sql,
+)
 
 NONE = "none"  # as a condition: every row is used
 _IN = re.compile(
@@ -48,7 +56,7 @@ class Condition:
         number = "CAST(NULL AS DOUBLE)" if is_list_type(kind) else number_sql(cell, kind)
         if self.operator in ("=", "!="):
             is_one = [f"{text} = {literal(value)}" for value in self.values]
-            numbers = (number_of(value) for value in self.values)
+            numbers = (finite_number(value) for value in self.values)
             is_one += [f"{number} = {one!r}" for one in numbers if one is not None]
             if kind == "BOOLEAN":
                 is_one += [
@@ -58,7 +66,7 @@ class Condition:
                 ]
             found = f"coalesce({' OR '.join(is_one)}, FALSE)"
             return f"(NOT {found})" if self.operator == "!=" else f"({found})"
-        return f"coalesce({number} {self.operator} {number_of(self.values[0])!r}, FALSE)"
+        return f"coalesce({number} {self.operator} {finite_number(self.values[0])!r}, FALSE)"
 
 
 def parse(text: str, option: str, columns: Mapping[str, Any]) -> Condition:
@@ -86,7 +94,7 @@ def parse(text: str, option: str, columns: Mapping[str, Any]) -> Condition:
         raise DataError(
             f"{option}: there is no column {quoted(condition.name)}; there are {listed}"
         )
-    if condition.operator[0] in "<>" and number_of(condition.values[0]) is None:
+    if condition.operator[0] in "<>" and finite_number(condition.values[0]) is None:
         raise DataError(f"{option} {quoted(text)}: {condition.operator} compares with a number")
     return condition
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import MAX_NAME_BYTES
+from npu_gr.core.names import MAX_NAME_BYTES, item_ids, repeated
 from npu_gr.core.text_format import counted, quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
-from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_text, values_of
+from npu_gr.dataset.cells import Cells, finite_number, has_point, name_sql, plain_text, values_of
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
@@ -66,11 +66,29 @@ class ItemTable:
 
     key: Column
     title: Column | None
+    source: SourceTable
     num_again: int = 0  # rows whose item has an earlier row
     rows: dict[str, int] = field(default_factory=dict)  # name -> index in the lists below
     titles: list[str] = field(default_factory=list)
     features: list[ItemColumn] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # column -> why
+
+    def take_rejects(self, logged: Sequence[str], rejects: Rejects) -> None:
+        """Pass the rejected rows on, and reject names with the id of an earlier item.
+
+        Args:
+            logged: Names of the log's items, which count as earlier.
+            rejects: Receives the rows.
+        """
+        of_log = set(logged)
+        others = [name for name in self.rows if name not in of_log]
+        again = repeated(item_ids([*logged, *others]))
+        names = [others[place - len(logged)] for place in again]
+        for name in names:
+            del self.rows[name]
+        if names:
+            self.source.reject("name", names, RejectReason.SAME_ID)
+        self.source.take_rejects(rejects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +118,9 @@ def read_items(
     named: dict[str, str],
     log_item: str,
     wanted: Sequence[str] | None,
-    rejects: Rejects,
     show: OnProgress,
 ) -> ItemTable:
-    """Read a file of items; it must fit in memory.
+    """Read a file of items; it must fit in memory. Its rejected rows stay in it.
 
     Args:
         con: Connection of DuckDB.
@@ -111,7 +128,6 @@ def read_items(
         named: "item" and "title" -> name of a column; missing roles are guessed.
         log_item: Name of the item column in the log.
         wanted: Columns that become features; None for all suitable ones.
-        rejects: Receives the rows without an item.
         show: Callback for the progress.
 
     Raises:
@@ -129,10 +145,11 @@ def read_items(
             )
         others = list(dict.fromkeys(wanted))
     kinds = {name: cells_of(name, sample[name], source.types) for name in others}
-    table = ItemTable(key=key, title=title)
     cells: dict[str, list[Any]] = {name: [] for name in others}
     columns = list(dict.fromkeys([key.name, *([title.name] if title else []), *others]))
-    for name, row in _rows(con, "items_file", source, columns, rejects, show):
+    loaded = _loaded(con, "items_file", source, columns, show)
+    table = ItemTable(key=key, title=title, source=loaded)
+    for name, row in _rows(con, "items_file", columns):
         at = table.rows.setdefault(name, len(table.rows))
         if at == len(table.titles):
             table.titles.append("")
@@ -200,7 +217,8 @@ def read_users(
     table = UserTable(key=key)
     cells: dict[str, list[Any]] = {name: [] for name in others}
     columns = list(dict.fromkeys([key.name, *others]))
-    for user, row in _rows(con, "users_file", source, columns, rejects, show):
+    _loaded(con, "users_file", source, columns, show).take_rejects(rejects)
+    for user, row in _rows(con, "users_file", columns):
         table.num_again += user in table.rows
         at = table.rows.setdefault(user, len(table.rows))
         for name, column in cells.items():
@@ -253,10 +271,10 @@ def notes_of(
     )
 
 
-def _rows(
-    con: Any, view: str, source: Source, columns: Sequence[str], rejects: Rejects, show: OnProgress
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the usable rows of a side file: the name (first column) and the cells by column."""
+def _loaded(
+    con: Any, view: str, source: Source, columns: Sequence[str], show: OnProgress
+) -> SourceTable:
+    """Load a side file; its first column has the names."""
     kinds = source.kinds(columns)
     key = name_sql("c0", kinds[0], with_point=has_point(source.sample[columns[0]]))
     if view == "items_file":
@@ -281,7 +299,11 @@ def _rows(
 
     table = SourceTable(con, view, source, columns, wrap)
     table.load(show)
-    table.take_rejects(rejects)
+    return table
+
+
+def _rows(con: Any, view: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the usable rows of a side file: the name, and the cells by column."""
     wanted = ", ".join(f"c{place}" for place in range(len(columns)))
     for batch in con.sql(
         f"SELECT name, {wanted} FROM {view} WHERE reason = 0 ORDER BY n"
@@ -294,7 +316,7 @@ def _rows(
 def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
     """Make a feature of a column, or return the reason why not."""
     if kind == "number":
-        numbers = [number_of(cell) for cell in cells]
+        numbers = [finite_number(cell) for cell in cells]
         distinct = {number for number in numbers if number is not None}
         has_fraction = any(number != int(number) for number in distinct)
         if len(distinct) > _MIN_DISTINCT and (
@@ -340,7 +362,7 @@ def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
 
 def _value(cell: Any, cells: Cells) -> float | str | list[str] | None:
     if cells == "number":
-        return number_of(cell)
+        return finite_number(cell)
     values = values_of(cell, cells)
     if cells == "text":
         return values[0] if values else None

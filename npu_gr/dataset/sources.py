@@ -36,12 +36,12 @@ from npu_gr.dataset.line_sources import (
     json_sql,
     mended_json,
     reject_twice,
+    sampled_objects,
 )
 from npu_gr.dataset.lines import (
     NESTED,
     PACKED,
     OnProgress,
-    flat,
     ignore_progress,
     json_object,
     nested_batches,
@@ -50,6 +50,7 @@ from npu_gr.dataset.lines import (
 from npu_gr.dataset.rejects import MAX_ROW_CHARS
 from npu_gr.dataset.unfold import find_list, unfolded
 
+SAMPLE_CELLS = 400_000  # of a sample; fewer rows, if they have more columns
 OTHERS = "; name other columns with --user, --item, --time ..."
 FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic")
 _OF_SUFFIX = {
@@ -85,16 +86,11 @@ class JsonListSource(Source):
     format = "a list of JSON objects"
 
     def _read_sample(self) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
         with in_memory(self.memory_mb) as con, duckdb_errors(self.name, self.memory_mb):
-            for path in self.paths:
-                found = con.sql(
-                    f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}"
-                ).fetchall()
-                rows += [flat(row) for (text,) in found if (row := json_object(text)) is not None]
+            rows = sampled_objects(text for path in self.paths for (text,) in _texts(con, path))
         if not rows:
             raise DataError(f"{self.name}: not a list of JSON objects")
-        return json_columns(rows[:SAMPLE_ROWS])
+        return json_columns(rows)
 
     def relations(
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
@@ -185,7 +181,8 @@ class TableSource(Source):
         with in_memory(self.memory_mb) as con, duckdb_errors(self.name, self.memory_mb, OTHERS):
             for path in self.paths:
                 for relation in self.relations(con, path, columns, ignore_progress):
-                    sql = f"SELECT * EXCLUDE state FROM ({relation.sql}) LIMIT {SAMPLE_ROWS}"
+                    num_rows = max(1, min(SAMPLE_ROWS, SAMPLE_CELLS // len(columns)))
+                    sql = f"SELECT * EXCLUDE state FROM ({relation.sql}) LIMIT {num_rows}"
                     described = con.sql(f"DESCRIBE {sql}").fetchall()
                     self._kinds = {
                         name: kind for name, (_, kind, *_) in zip(columns, described, strict=True)
@@ -368,6 +365,12 @@ def _leaves(field: Any, prefix: str = "", sql: str = "") -> Iterator[tuple[str, 
         yield from chain.from_iterable(_leaves(inner, f"{name}.", sql) for inner in field.type)
     else:
         yield name, sql, field.type
+
+
+def _texts(con: Any, path: Path) -> Iterator[tuple[str]]:
+    """Yield the texts of the first objects of a list."""
+    found = con.execute(f"SELECT CAST(json AS VARCHAR) FROM {_objects(path)} LIMIT {SAMPLE_ROWS}")
+    yield from iter(found.fetchone, None)
 
 
 def _objects(path: Path) -> str:

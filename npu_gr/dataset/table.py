@@ -13,7 +13,15 @@ from npu_gr.dataset.cells import duckdb, is_list_type, pa
 from npu_gr.dataset.engine import duckdb_errors, raise_if_full
 from npu_gr.dataset.line_sources import Mended, Source
 from npu_gr.dataset.lines import OnProgress, json_column
-from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, RejectedRow, Rejects
+from npu_gr.dataset.rejects import (
+    CODES,
+    MAX_ROW_CHARS,
+    MAX_WRITTEN,
+    UNSURE,
+    RejectedRow,
+    RejectReason,
+    Rejects,
+)
 
 MENDED_ROWS = 20_000  # per insert
 _POLL_S = 0.2
@@ -45,6 +53,7 @@ class SourceTable:
         self._columns = columns
         self._wrap = wrap
         self._starts: list[int] = []  # index of the first row of each file
+        self._tables = [f"{name}_rows"]
 
     def load(self, show: OnProgress) -> None:
         """Read all files.
@@ -64,12 +73,24 @@ class SourceTable:
         show(1.0)
         rows = f"SELECT rowid AS n, * FROM {name}_rows"
         if num_mended:
+            self._tables.append(f"{name}_mended")
             con.execute(f"DELETE FROM {name}_rows WHERE rowid IN (SELECT n FROM {name}_gone)")
             rows += (
                 f" UNION ALL SELECT p.n, m.* FROM {name}_mended m JOIN {name}_places p ON "
                 "m.rowid = p.rowid"
             )
         con.execute(f"CREATE VIEW {name} AS {rows}")
+
+    def reject(self, column: str, names: Sequence[str], reason: RejectReason) -> None:
+        """Reject the rows that have one of the names in a column."""
+        con = self._con
+        con.register("rejected", pa.table({"name": pa.array(names, pa.string())}))
+        for table in self._tables:
+            con.execute(
+                f"UPDATE {table} SET reason = {CODES[reason]}, line = left({column}, "
+                f"{MAX_ROW_CHARS}) WHERE reason = 0 AND {column} IN (SELECT name FROM rejected)"
+            )
+        con.unregister("rejected")
 
     def take_rejects(self, rejects: Rejects) -> None:
         """Pass the rejected rows on."""

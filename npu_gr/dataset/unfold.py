@@ -7,15 +7,17 @@ takes the place of the list, and its keys count where the row has none of that n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from npu_gr.dataset.cells import MISSING, pa
+from npu_gr.core.feature_schema.values import MISSING
+from npu_gr.dataset.cells import pa
 from npu_gr.dataset.columns import is_item_name
-from npu_gr.dataset.lines import flat, json_object, read_chunks
+from npu_gr.dataset.lines import flat, json_object, read_lines
 
 
 def find_list(columns: Mapping[str, Any]) -> str:
@@ -50,7 +52,7 @@ def unfolded(path: Path, name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / f"{path.name.split('.')[0]}.jsonl"
     with found.open("wb") as file:
-        for line in _lines(path):
+        for line in chain.from_iterable(read_lines(path)):
             row = json_object(line.decode(errors="replace"))
             parts = None if row is None else _parts(row, name)
             if parts is None:
@@ -58,15 +60,6 @@ def unfolded(path: Path, name: str, folder: Path) -> Path:
                 continue
             file.writelines(orjson.dumps(part) + b"\n" for part in parts)
     return found
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    rest = b""
-    for chunk in read_chunks(path):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
 
 
 def _parts(row: dict[str, Any], name: str) -> list[dict[str, Any]] | None:

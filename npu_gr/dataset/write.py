@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
@@ -156,7 +155,6 @@ def write_items(
         titles_of_log: Titles by name, which count where there is no items' file.
 
     Raises:
-        DataError: two names share an id.
         OSError: the file cannot be written.
     """
     listed = table.rows if table else {}
@@ -167,10 +165,10 @@ def write_items(
         titles_of_log.get(name, "") if table is None or row is None else table.titles[row]
         for name, row in zip(names, rows, strict=True)
     ]
-    ids = ItemNames.make(names, titles).ids  # rejects two names with the same id
-    by_id = np.argsort(item_ids(names), kind="stable").tolist()
+    ids = item_ids(names)
+    by_id = np.argsort(ids).tolist()
     columns: dict[str, Any] = {
-        "id": pa.array(ids),
+        "id": pa.array(ids[by_id]),
         "name": pa.array([names[place] for place in by_id], pa.string()),
         "title": pa.array([titles[place] for place in by_id], pa.string()),
     }

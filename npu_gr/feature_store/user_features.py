@@ -28,7 +28,7 @@ import numpy as np
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
 from npu_gr.core.feature_schema.columns import OneRow, Value
-from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.encode import as_column, has_value
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
 from npu_gr.core.logs import ThrottledLog
@@ -398,11 +398,10 @@ def as_row(reads: Mapping[str, Feature], given: Mapping[str, Any]) -> tuple[OneR
             ]
             if too_long := [one for one in texts if len(one) > MAX_TEXT]:
                 raise ValueError(f"{name}: {len(too_long[0])} characters, the limit is {MAX_TEXT}")
-            as_column(feature, [value], 1)
+            if has_value(as_column(feature, [value], 1)):
+                row[name] = value
         except (ValueError, TypeError) as error:
             bad = cut(str(error), 200)
-        else:
-            row[name] = value
     return row, bad
 
 

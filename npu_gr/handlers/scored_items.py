@@ -36,6 +36,7 @@ from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError, ConfigError, Unavailable
 from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
+from npu_gr.core.feature_schema.values import name_of, plain_name
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
@@ -89,7 +90,7 @@ class ScoredItems:
         self.num_unscored = 0  # items of the catalogue without a row
         self._num_untrained = 0  # items of the catalogue that are not trained
         self._value_ids = [
-            {value: place for place, value in enumerate(f.values)}
+            {plain_name(value): place for place, value in reversed([*enumerate(f.values)])}
             for f in self._config.item_features
         ]
         sample = np.random.default_rng(0).permutation(len(vocabulary.ids))[:SAMPLED_ITEMS]
@@ -237,7 +238,8 @@ class ScoredItems:
                         f"item {item}: feature {quoted(f.name)}: {len(values)} values, the limit "
                         f"is {f.max_values}"
                     )
-                known = [ids[value] for value in map(str, values) if value in ids][: f.max_values]
+                names = (name_of(value, f.values) for value in values)
+                known = [*dict.fromkeys(ids[name] for name in names if name in ids)][: f.max_values]
                 table[row, : len(known)] = known
             found.append(table)
         return found

@@ -31,7 +31,7 @@ from npu_gr.catalogue.filters import (
     attribute_in,
     deny_items,
 )
-from npu_gr.catalogue.names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames, collisions
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.replay import complete, replay, with_items
 from npu_gr.catalogue.trie import Codebooks
@@ -248,7 +248,7 @@ class ServedCatalogue:
         """Serve a version with items added, withdrawn and restored, and keep the change in the log.
 
         An item without a semantic ID gets one by the centroids in the folder of the file; it is in
-        the result.
+        the result. So are new items whose id is that of another name; they are left out.
 
         Raises:
             DataError: an item is invalid; the current version stays. Also after errors of `before`.
@@ -256,13 +256,19 @@ class ServedCatalogue:
         """
         made: dict[str, tuple[int, ...]] = {}
         whole = change
+        rejected: dict[str, str] = {}
 
         def changed() -> Snapshot:
             nonlocal whole
             with self._catalogue.pin() as snapshot:
-                served = snapshot
-                if change.add:
-                    whole = replace(change, add=complete(snapshot, change.add, self._centroids))
+                ids = np.array([new.item_id for new in change.add], np.int64)
+                others = collisions(
+                    [new.name for new in change.add], ids, [snapshot.names, self._names]
+                )
+                rejected.update((one, f"has the id of {other!r}") for one, other in others.items())
+                items = [new for new in change.add if new.name not in others]
+                whole = replace(change, add=complete(snapshot, items, self._centroids))
+                if items:
                     made.update(
                         (new.name or str(new.item_id), new.sid)
                         for new in whole.add
@@ -281,7 +287,8 @@ class ServedCatalogue:
             if self._log is not None and snapshot.changes is not self.changes:
                 self._log.append(whole, snapshot.changes)
 
-        return replace(await self._publish(changed, before, write, is_strict=True), sids=made)
+        info = await self._publish(changed, before, write, is_strict=True)
+        return replace(info, sids=made, rejected=rejected)
 
     async def _publish(
         self,

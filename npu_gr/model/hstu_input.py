@@ -226,18 +226,22 @@ class ItemVectors:
         Args:
             num_spare: Number of rows for new items, behind those of the trained ones.
         """
+        weight, config = self._model.item.weight, self._model.config
         with torch.inference_mode():
-            rows = torch.arange(
-                self._model.config.num_items + self._model.config.has_next,
-                device=self._model.item.weight.device,
-            )
-            parts = [self.embed(part) for part in rows.split(65536)]
-            if num_spare:
-                next_row = [parts[-1][-1:]] if self._model.config.has_next else []
-                parts[-1] = parts[-1][:-1] if self._model.config.has_next else parts[-1]
-                parts += [parts[0].new_zeros(num_spare, self._model.config.dim), *next_row]
-            self.table = torch.cat(parts)
+            table = weight.new_zeros(config.num_items + num_spare + config.has_next, config.dim)
+            rows = torch.arange(config.num_items, device=weight.device)
+            for part in rows.split(65536):
+                table[part[0] : part[-1] + 1] = self.embed(part)
+            if config.has_next:
+                table[-1] = self._model.next_item
+            self.table = table
             self._num_spare = num_spare
+
+    def drop_residuals(self) -> None:
+        """Free the residual rows: the frozen table holds what serving reads of them."""
+        assert self.table is not None
+        weight = self._model.item.weight
+        self._model.item.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), False)
 
     def thaw(self) -> None:
         """Discard the table, because the weights have changed."""

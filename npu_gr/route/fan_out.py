@@ -27,7 +27,7 @@ from npu_gr.core.kinds import ERASE
 from npu_gr.core.logs import random_id
 from npu_gr.core.tls import client_context
 from npu_gr.route.config import InstanceConfig, RouterConfig, joined
-from npu_gr.route.haproxy import certified
+from npu_gr.route.haproxy import LOAD_S, certified
 from npu_gr.server.http import from_error, problem
 
 TRIES = 3
@@ -57,6 +57,11 @@ class Change(NamedTuple):
     def is_erasure(self) -> bool:
         """Whether it erases a user; all other changes go to the admin addresses."""
         return self.method == ERASE.method
+
+    @property
+    def loads(self) -> bool:
+        """Whether instances load models, catalogue or vectors for it."""
+        return self.target.endswith(("/reload", "/rollback"))
 
     @property
     def is_repeatable(self) -> bool:
@@ -109,7 +114,7 @@ async def ask_all(
         calls: How to call the instances.
         instances: All instances.
         change: Request to send.
-        timeout_s: Time limit of one try at one instance.
+        timeout_s: Time limit of one try at one instance; `LOAD_S` if it loads something.
 
     Returns:
         Name of the instance -> its last answer.
@@ -121,7 +126,7 @@ async def ask_all(
             return answer
         for attempt in range(TRIES):
             await asyncio.sleep(attempt * PAUSE_S)
-            answer = await _ask(calls, one, change, timeout_s)
+            answer = await _ask(calls, one, change, LOAD_S if change.loads else timeout_s)
             if 0 < answer.status < 500:
                 break
             if not change.is_repeatable and (answer.status or answer.text != UNREACHABLE):

@@ -47,6 +47,9 @@ _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
 # routes that the router itself answers
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+# Time limit of one try of a reload or rollback, which may load large models. A client that gives up
+# earlier would cancel it.
+LOAD_S = 600.0
 # marks answers of an instance, as opposed to HAProxy's own
 _ANSWERED = "  http-response set-var(txn.answered) bool(true)"
 _TAGGED = f"""{_ANSWERED}
@@ -54,6 +57,7 @@ _TAGGED = f"""{_ANSWERED}
   http-response del-header X-NpuGr-Placement"""
 _EVERYWHERE = f"""backend everywhere  # erasures and catalogue changes, sent to every instance
   retries 0
+  http-request set-timeout server {LOAD_S + 10:.0f}s if {{ path_end /reload /rollback }}
 {_ANSWERED}
   server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
 """

@@ -24,7 +24,7 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
 from npu_gr.server.middleware import CALL, RequestLifecycle
 from npu_gr.server.schemas import CODECS, bulk
-from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts
+from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts, check_user
 from npu_gr.server.schemas.media import decode, skim
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
@@ -158,6 +158,8 @@ def parse_body(
     response_fields = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
     body = of_tenant(body, lifecycle.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
+    if codec.body is not None:
+        check_user(body.user)
     return codec.parse(body, lifecycle.config, response_fields.names), response_fields
 
 

@@ -22,6 +22,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreFault
 from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
+from npu_gr.core.process import trim_heap
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.feature_store.user_features import UserFeatures, open_source
@@ -185,6 +186,7 @@ async def opened(
                 metrics=metrics.reloads,
             )
             service.on_reload, service.on_rollback = reload, reload.roll_back
+        await asyncio.to_thread(trim_heap)
         service.set_ready()
         stack.callback(service.set_ready, "stopping")
         recorder = (

@@ -292,6 +292,7 @@ def _placed(folder: Path, config: Config, backend: Backend) -> Checkpoint:
     check_weights(checkpoint.model, f"checkpoint {folder}")
     model = checkpoint.model.to(backend.device).eval()
     model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
+    model.items.drop_residuals()
     backend.synchronize()  # before a device thread reads it in another stream
     return checkpoint
 

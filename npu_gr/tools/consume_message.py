@@ -11,6 +11,7 @@ import msgspec
 import orjson
 
 from npu_gr.core.feature_schema.columns import as_columns
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.names import item_id, value_name
 from npu_gr.core.text_format import cut, quoted
@@ -70,7 +71,7 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
             raise Poison(f"no {role}" if found is None else f"{role}: {quoted(found)} is no {role}")
         return found
 
-    user, item = str(cell("user", str | int)), cell("item", str | int)
+    user, item = str(cell("user", str | int)).strip(BLANKS), cell("item", str | int)
     event, at = cell("event", str | int | float | None), cell("time", str | int | float | None)
     if not 0 < len(user) <= MAX_NAME:
         raise Poison(f"user: {len(user)} characters, must be 1 to {MAX_NAME}")

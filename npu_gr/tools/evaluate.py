@@ -31,7 +31,7 @@ from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
-from npu_gr.train.cascade import MISSED, NextEventCase, hides_seen, raw_column, repeat_ratio, why
+from npu_gr.train.cascade import MISSED, NextEventCase, raw_column, repeat_ratio, why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
 
 TOP = 10  # items that count as recommended
@@ -168,7 +168,7 @@ async def evaluate(
         ranks: dict[str, list[float]] = {way: [] for way in (*parts, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
-        exclude_seen = hides_seen(cases)
+        exclude_seen = bool(section.get("exclude_seen", True))
 
         async def one(case: NextEventCase) -> None:
             async with waiting:
@@ -177,7 +177,7 @@ async def evaluate(
                 allowed = [item for item in catalogue if item not in seen]
                 at: dict[str, Any] = {"timestamp": case.happened_at}
                 asked: dict[str, dict[str, Any]] = {
-                    "recommend": {**at, "num_items": TOP, "exclude_seen": exclude_seen},
+                    "recommend": {**at, "num_items": TOP},
                     **{way: _source_alone(way, size, case, hidden) for way, size in parts.items()},
                     "rank": {**at, "candidates": raw_column(allowed), "top_k": TOP},
                 }

@@ -96,6 +96,7 @@ class CascadeChoice(NamedTuple):
     rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
     hurts: list[str]  # a sentence for each stage that makes the configured cascade worse
     num_users: int  # users who chose; as many, or one fewer, evaluated
+    hr_of_all: float = 0.0  # HR@10 of the way for both halves
 
     def lines(self) -> list[str]:
         """Explain the choice, a line each."""
@@ -155,7 +156,8 @@ def choose_way(
         )
         for way, own in evaluated.items()
     ]
-    return CascadeChoice(best, rows, list(_hurting(places, configured)), int(chooses.sum()))
+    hurts = list(_hurting(places, configured))
+    return CascadeChoice(best, rows, hurts, int(chooses.sum()), hit_ratio(places[best], TOP))
 
 
 def why(name: str, ours: F64, part: str, theirs: F64) -> str:

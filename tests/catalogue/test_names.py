@@ -22,12 +22,14 @@ from npu_gr.catalogue.names import (
     titles_of,
 )
 from npu_gr.core.errors import DataError
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.names import item_ids
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+NAME = TEXT.map(lambda name: name.strip(BLANKS)).filter(bool)
 
 
-@given(st.lists(st.tuples(TEXT, TEXT), unique_by=lambda pair: pair[0], max_size=30))
+@given(st.lists(st.tuples(NAME, TEXT), unique_by=lambda pair: pair[0], max_size=30))
 def test_what_went_in_comes_out(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
 ) -> None:
@@ -57,6 +59,19 @@ def test_two_names_of_one_id_are_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tables, "item_ids", lambda names: np.zeros(len(names), np.int64))
     with pytest.raises(DataError, match="'a' and 'b' have the same id"):
         ItemNames.make(["a", "b"])
+
+
+def test_a_name_with_the_id_of_another_one_is_found() -> None:
+    """The first pair of names has one id: the lower 62 bits of their hashes are equal."""
+    ids = item_ids(["SKU-2A4E", "~2qx<o0+", "b"])
+    table = ItemNames.make(["SKU-2A4E"])
+    assert tables.collisions(["SKU-2A4E", "~2qx<o0+", "b"], ids, [EMPTY, table]) == {
+        "~2qx<o0+": "SKU-2A4E"
+    }
+    assert tables.collisions(["~2qx<o0+", "SKU-2A4E", "b"], ids, [EMPTY]) == {
+        "SKU-2A4E": "~2qx<o0+"
+    }
+    assert tables.collisions(["", "a"], item_ids([7, "a"]), [table]) == {}
 
 
 def test_no_file_is_no_table(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.names import (
     FIRST_HASHED,
     MAX_NAME_BYTES,
@@ -30,10 +31,16 @@ def test_a_plain_number_is_its_own_id_as_text_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SKU-1", "007", "+1", "1.0", "-3", "٣", str(FIRST_HASHED), str(10**18 * 9), " 1"]
+    "name", ["SKU-1", "007", "+1", "1.0", "-3", "٣", str(FIRST_HASHED), str(10**18 * 9), "1 2"]
 )
 def test_another_spelling_is_hashed(name: str) -> None:
     assert FIRST_HASHED <= item_id(name) < 2**63
+
+
+@pytest.mark.parametrize("name", [" a", "a ", "\ta\n", "\xa0a", 7, " 7", "7\r\n"])
+def test_blanks_around_a_name_do_not_count(name: str | int) -> None:
+    plain = str(name).strip(BLANKS)
+    assert item_id(name) == item_id(plain) == item_ids(["x", name])[1]
 
 
 def test_the_hash_never_changes() -> None:
@@ -43,8 +50,10 @@ def test_the_hash_never_changes() -> None:
 
 @given(
     st.lists(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
-        unique=True,
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
+            lambda name: name.strip(BLANKS)
+        ),
+        unique_by=lambda name: name.strip(BLANKS),
         max_size=50,
     )
 )
@@ -58,6 +67,7 @@ def test_names_that_differ_have_ids_that_differ(names: list[str]) -> None:
     ("name", "why"),
     [
         ("", "0 bytes"),
+        (" \t", "0 bytes"),
         (-1, "-1 is not an item id"),
         ("é" * MAX_NAME_BYTES, "1024 bytes"),
     ],
@@ -77,7 +87,9 @@ SPELLINGS = st.one_of(
     st.integers(0, FIRST_HASHED - 1),
     st.integers(0, 10**20),
     st.integers(0, 10**20).map(str).filter(lambda text: int(text) < 2**70),
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
+        lambda name: name.strip(BLANKS)
+    ),
     st.sampled_from(
         ["007", "٣", "a\0b", '"', ",", "1e5", "+1", " 1", str(FIRST_HASHED - 1), str(FIRST_HASHED)]
     ),

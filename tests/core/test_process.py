@@ -55,3 +55,30 @@ def test_variables_are_set_where_nobody_has(given: dict[str, str]) -> None:
         given.get("PER_STREAM_QUEUE", "1"),
         "0",
     ]
+
+
+TRIM = """
+from npu_gr.core.process import set_up_process, trim_heap
+assert set_up_process()
+import numpy as np
+
+def mb():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmRSS")]
+    return int(line.split()[1]) // 1024
+
+before = mb()
+blocks = [np.ones(1 << 20, np.uint8) for _ in range(200)]
+last = np.ones(1 << 16, np.uint8)  # above them, so that the heap cannot shrink
+del blocks
+freed = mb()
+trim_heap()
+print(freed - before, mb() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_freed_memory_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, text=True, check=True)
+    kept, left = map(int, done.stdout.split())
+    assert kept > 150
+    assert left < 20

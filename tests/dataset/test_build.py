@@ -12,7 +12,8 @@ import zstandard
 
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
-from tests.dataset.logs import EVENTS, WRITERS, table, write_csv
+from npu_gr.dataset.build import summary
+from tests.dataset.logs import EVENTS, WRITERS, Event, table, write_csv
 
 
 def named(folder: Path) -> list[tuple[str, str, int, str]]:
@@ -47,6 +48,37 @@ def test_every_format_says_the_same(name: str, tmp_path: Path) -> None:
         2,
         0,
     )
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.tsv", "log.jsonl", "log.json", "log.parquet"])
+def test_blanks_around_names_do_not_count(name: str, tmp_path: Path) -> None:
+    spelled = [
+        event._replace(
+            user=f"{event.user} " if at == 1 else event.user,
+            item=f"\xa0{event.item}" if at in (1, 2) else event.item,
+            event=f" {event.event}" if at == 4 else event.event,
+        )
+        for at, event in enumerate(EVENTS)
+    ]
+    items = pa.table({"item_id": [f" {EVENTS[0].item}\t", " "], "title": ["Lamp", "none"]})
+    prepared = prepare(
+        WRITERS[name](tmp_path / name, [*spelled, Event(" ", " x", 1_700_000_000, "view")]),
+        tmp_path / "data",
+        items=items,
+    )
+    assert named(tmp_path / "data") == [tuple(EVENTS[at]) for at in (0, 4, 1, 2, 3)]
+    assert prepared.manifest["trimmed"] == 3
+    assert "3 rows with blanks around a user, an item or an event" in summary(
+        prepared.manifest, tmp_path
+    )
+    assert prepared.manifest["rejected"] == {"no user": {"rows": 1, "first": first_row(name) + 5}}
+    assert prepared.manifest["rejected_items"] == {"no item": {"rows": 1, "first": 2}}
+    assert prepared.manifest["items"]["with_title"] == 1
+
+
+def first_row(name: str) -> int:
+    """The number of the first row: a header is a line."""
+    return 2 if name.endswith("sv") else 1
 
 
 def test_items_have_the_ids_of_their_names(tmp_path: Path) -> None:

@@ -235,11 +235,11 @@ def test_two_features_never_have_one_name(tmp_path: Path) -> None:
 
 def test_a_text_that_describes_is_no_value(tmp_path: Path) -> None:
     log = pa.table(
-        {"user_id": ["a"], "item_id": ["x"], "ts": [100_000_000], "note": ["long " * 200]}
+        {"user_id": ["a"], "item_id": ["x"], "ts": [100_000_000], "note": ["long " * 200 + "."]}
     )
     with pytest.raises(
         DataError,
-        match=r"feature 'note': 'long .* has 1,000 bytes, the limit "
+        match=r"feature 'note': 'long .* has 1,001 bytes, the limit "
         r"is 512",
     ):
         prepare(log, tmp_path / "data", PrepareOptions(event_features=("note",)))

@@ -17,7 +17,8 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
 from npu_gr.dataset.build import summary
-from tests.dataset.logs import EVENTS, table
+from npu_gr.dataset.rejects import RejectReason
+from tests.dataset.logs import EVENTS, Event, table
 
 A, B = "SKU-000007-A", "SKU-000242-C"
 
@@ -156,10 +157,44 @@ def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> Non
     assert prepared.manifest["items"]["without_row"] == 0
 
 
-def test_two_names_with_one_id_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("npu_gr.core.names.xxhash.xxh3_64_intdigest", lambda _raw: 7)
-    with pytest.raises(DataError, match=f"'{B}' and '{A}' have the same id; rename one of them"):
-        prepare(table(EVENTS), tmp_path / "data")
-    assert not (tmp_path / "data").exists()
+PAIR = ("SKU-2A4E", "~2qx<o0+")  # one id, by the lower 62 bits of xxh3-64
+
+
+def test_of_two_names_with_one_id_the_later_ones_rows_are_rejected(tmp_path: Path) -> None:
+    assert item_id(PAIR[0]) == item_id(PAIR[1])
+    events = [Event("u", name, 1_700_000_000 + at, "view") for at, name in enumerate("ab")]
+    events += [
+        Event("u", PAIR[0], 1_700_000_005, "view"),
+        Event("v", PAIR[1], 1_700_000_006, "view"),
+    ]
+    events += [
+        Event("u", PAIR[1], 1_700_000_007, "view"),
+        Event("u", PAIR[0], 1_700_000_001, "view"),
+    ]
+    items = pa.table({"item_id": [PAIR[1], "a", PAIR[0]], "title": ["of him", "of a", "of his"]})
+    prepared = prepare(table(events), tmp_path / "data", items=items)
+    reason = RejectReason.SAME_ID.value
+    assert prepared.manifest["rejected"] == {reason: {"rows": 2, "first": 4}}
+    assert prepared.manifest["rejected_items"] == {reason: {"rows": 1, "first": 1}}
+    assert prepared.num_rejected == 3
+    log = prepared.dataset.interactions()
+    names = prepared.dataset.names
+    assert log.user_names == ["u"]
+    assert names.names(log.items) == ["a", "b", PAIR[0], PAIR[0]]
+    assert names.titles(ItemNames.make([PAIR[0]]).ids) == ["of his"]
+    lines = (tmp_path / "data/rejected.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    assert [(one["row"], one["reason"], one["text"]) for one in written] == [
+        (4, reason, PAIR[1]),
+        (5, reason, PAIR[1]),
+        (1, reason, PAIR[1]),
+    ]
+
+
+def test_a_file_of_items_alone_rejects_the_later_row(tmp_path: Path) -> None:
+    items = pa.table({"item_id": ["c", *PAIR], "title": ["c", "1", "2"]})
+    prepared = with_items(tmp_path, items)
+    assert prepared.manifest["rejected_items"] == {
+        RejectReason.SAME_ID.value: {"rows": 1, "first": 3}
+    }
+    assert prepared.dataset.names.titles(ItemNames.make([PAIR[1]]).ids) == ["1"]

@@ -1,22 +1,40 @@
-"""Memory does not grow with the rows of a log: ten times as many need as much."""
+"""Memory grows neither with the rows of a log nor with what a small file claims to hold."""
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 NUM_USERS = 500
 ROW_BYTES = 32  # of a reader that held all rows, at least
+MB = 1 << 20
+MOST_MB = 400  # DuckDB's 100 MB, and the longest line or member in its forms
 CODE = """
-import resource, sys
+import sys
+from npu_gr.core.errors import DataError
 from npu_gr.dataset import prepare
-print(prepare(sys.argv[1], sys.argv[2]).manifest["events"])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+import npu_gr.dataset.build, duckdb, pyarrow.compute
+
+def peak_kib():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1])
+
+before = peak_kib()
+try:
+    result = prepare(sys.argv[1], sys.argv[2]).manifest["events"]
+except DataError as error:
+    result = -1
+    print(error, file=sys.stderr)
+print(result, before, peak_kib())
 """
 
 
@@ -30,20 +48,95 @@ def write(path: Path, num_rows: int) -> None:
     pq.write_table(pa.table(table), path, row_group_size=1 << 17)
 
 
-def peak_bytes(folder: Path, num_rows: int) -> int:
-    write(folder / "log.parquet", num_rows)
+def run(path: Path) -> tuple[int, int, int]:
+    """Prepare a log: its number of events, and the peaks of memory in bytes before and after."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder / "log.parquet"), str(folder / "data")],
+        [sys.executable, "-c", CODE, str(path), str(path.parent / "data")],
         capture_output=True,
         text=True,
         check=True,
     )
-    num_events, kib = map(int, done.stdout.split())
+    num_events, before, after = map(int, done.stdout.split())
+    return num_events, before * 1024, after * 1024
+
+
+def peak_bytes(folder: Path, num_rows: int) -> int:
+    write(folder / "log.parquet", num_rows)
+    num_events, _, after = run(folder / "log.parquet")
     assert num_events == num_rows
-    return kib * 1024
+    return after
 
 
-def test_ten_times_the_rows_need_no_more_memory(tmp_path: Path) -> None:
-    few, many = 120_000, 1_200_000
+def test_more_rows_than_duckdb_may_hold_need_no_more_memory(tmp_path: Path) -> None:
+    few, many = 1_200_000, 3_000_000
     grown = peak_bytes(tmp_path, many) - peak_bytes(tmp_path, few)
     assert grown < (many - few) * ROW_BYTES * 0.75
+
+
+def repeated(text: str, num: int) -> Any:
+    return pa.DictionaryArray.from_arrays(np.zeros(num, np.int8), [text])
+
+
+def table(path: Path, num: int, **columns: Any) -> Path:
+    known = {
+        "user_id": repeated("u", num),
+        "item_id": repeated("i", num),
+        "timestamp": np.arange(1_600_000_000, 1_600_000_000 + num),
+    }
+    file = path / "log.parquet"
+    pq.write_table(pa.table(known | columns), file, compression="zstd")
+    return file
+
+
+def lists(path: Path) -> Path:
+    values = repeated("a", 30 * MB)
+    offsets = np.linspace(0, len(values), 301).astype(np.int32)
+    return table(path, 300, tags=pa.ListArray.from_arrays(offsets, values))
+
+
+def packed(name: str, head: bytes, body: bytes, times: int, tail: bytes = b"") -> Any:
+    def write_packed(path: Path) -> Path:
+        with gzip.open(path / name, "wb", compresslevel=6) as file:
+            file.write(head)
+            for _ in range(times):
+                file.write(body)
+            file.write(tail)
+        return path / name
+
+    return write_packed
+
+
+CSV = b"user_id,item_id,timestamp,event\n"
+KEYS = b'{"user_id": "u", ' + b", ".join(b'"k%d": 1' % at for at in range(2_000)) + b"}\n"
+HOSTILE: dict[str, Callable[[Path], Path]] = {
+    "cells of a dictionary": lambda path: table(path, 300, item_id=repeated("x" * MB, 300)),
+    "one long cell": lambda path: table(path, 3, item_id=["x" * (200 * MB), "a", "b"]),
+    "long lists": lists,
+    "wide columns": lambda path: table(
+        path, 10_000, **{f"c{at}": repeated("x" * 4000, 10_000) for at in range(100)}
+    ),
+    "a list of nothing": packed("log.json.gz", b"[", b" " * MB, 300, b"1]"),
+    "a list of one object": packed("log.json.gz", b'[{"a": "', b"x" * MB, 300, b'"}]'),
+    "a list of long objects": packed(
+        "log.json.gz", b"[", b'{"user_id": "' + b"x" * MB + b'"},', 100, b"{}]"
+    ),
+    "a user of many items": packed("log.json.gz", b'{"u": [1', b",1" * (MB // 2), 300, b"]}"),
+    "a line": packed("log.csv.gz", CSV, b"x" * MB, 300),
+    "lines of a cell": packed("log.csv.gz", CSV, b"u,i,1600000000," + b"x" * MB + b"\n", 100),
+    "lines of cells": packed("log.csv.gz", CSV, b"," * (MB - 1000) + b"\n", 100),
+    "long lines of cells": packed("log.csv.gz", CSV, b"," * (7 * MB) + b"\n", 20),
+    "open quotes": packed("log.csv.gz", CSV, b'u,i,1600000000,"' + b"x" * MB + b"\n", 100),
+    "a line of JSON": packed("log.jsonl.gz", b'{"user_id": "', b"x" * MB, 300, b'"}'),
+    "lines of keys": packed("log.jsonl.gz", b"", KEYS, 3000),
+    "lines of depth": packed("log.jsonl.gz", b"", b'{"user_id":' * (MB // 12) + b"\n", 300),
+}
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_memory_is_bounded_whatever_a_small_file_claims(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    assert path.stat().st_size < 2 * MB
+    _, before, after = run(path)
+    assert after - before < MOST_MB * MB

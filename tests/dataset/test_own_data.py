@@ -97,7 +97,7 @@ def test_shown_and_not_clicked_is_no_behaviour(tmp_path: Path, ones: tuple[str, 
     assert len(events(tmp_path)) == 6
     manifest = made(tmp_path, text, positive=(f"click={ones[1]}",))
     assert [item for _, item, *_ in events(tmp_path)] == ["A1", "A3", "A5"]
-    assert (manifest["left_out"], manifest["rejected"]) == (3, {})
+    assert (manifest["filtered"], manifest["rejected"]) == (3, {})
     assert len(read_dataset(tmp_path / "out").names) == 3  # nobody clicked the others
 
 

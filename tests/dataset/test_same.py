@@ -11,24 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.core.feature_schema.values import BLANKS, MISSING
 from npu_gr.core.names import item_ids
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
-from npu_gr.dataset.cells import MISSING
 from npu_gr.dataset.write import _by_second, _grouped, _is_again
 from tests.dataset.logs import WRITERS, Event, table
 
 # a column of nothing else is taken for measurements
 FRACTION = re.compile(r".*\.0|[\d_]+[eE][+-]?[\d_]+")
-NAMES = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
-    min_size=1,
-    max_size=12,
-).filter(
-    lambda name: (
-        name not in MISSING
-        and '"' not in name
-        and "\t" not in name
-        and not FRACTION.fullmatch(name)
+NAMES = (
+    st.text(
+        st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]),
+        min_size=1,
+        max_size=12,
+    )
+    .map(lambda name: name.strip(BLANKS))
+    .filter(
+        lambda name: (
+            name not in MISSING
+            and '"' not in name
+            and "\t" not in name
+            and not FRACTION.fullmatch(name)
+        )
     )
 )
 ROWS = st.lists(

@@ -52,6 +52,19 @@ def new_items(count: int = 3, with_values: bool = False) -> NewItems:
     )
 
 
+def test_a_frozen_table_serves_without_the_residual_rows() -> None:
+    model, again = ranker(), ranker()
+    again.items.drop_residuals()
+    assert again.item.weight.numel() == 0
+    assert torch.equal(model.items.vectors(), again.items.vectors())
+    new = new_items()
+    assert torch.equal(model.items.new_vectors(new), again.items.new_vectors(new))
+    rows = torch.arange(300)
+    assert torch.equal(model.items.rows(rows), model.items.embed(rows))
+    with pytest.raises(RuntimeError, match="index"):
+        again.items.embed(rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch.dtype) -> None:
     model = ranker(dtype)

@@ -79,6 +79,23 @@ async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> 
             await fake.stop()
 
 
+async def test_a_reload_may_take_longer_than_a_request(tmp_path: Path) -> None:
+    """A model takes a minute to load, and a client that gives up cancels the reload."""
+    fake = Fake("i0")
+    fake.delay_s = 1.0
+    await fake.start()
+    try:
+        quick = ("--set", "max_budget_s=0.6")
+        code, output = await ran(tmp_path, [fake], "reload", "models", *quick)
+        assert code == 0, output
+        assert fake.asked("/v1/models/reload") == 1
+        code, output = await ran(tmp_path, [fake], "erase", "u", *quick)
+        assert code == 1
+        assert "no answer within 0.2 s" in output
+    finally:
+        await fake.stop()
+
+
 async def test_a_rollback_that_may_have_been_done_is_not_repeated(tmp_path: Path) -> None:
     """A second one would undo the first."""
     fakes = [Fake("i0"), Fake("i1")]

@@ -263,6 +263,17 @@ async def test_a_change_of_the_catalogue_reaches_every_instance_by_the_admin_add
             assert answer.status == 404  # not on the public address
 
 
+async def test_a_reload_and_a_rollback_may_take_longer_than_a_request() -> None:
+    async with site(2, max_budget_s=0.6) as s:
+        s.fakes[1].delay_s = 1.5
+        for what in ("reload", "rollback"):
+            async with s.http.post(f"{s.admin}/v1/models/{what}") as answer:
+                assert (answer.status, sorted(await answer.json())) == (200, ["i0", "i1"])
+        assert [one.asked("/v1/models/rollback") for one in s.fakes] == [1, 1]
+        async with s.http.post(f"{s.admin}/v1/catalog/items", data=b"items") as answer:
+            assert answer.status in (503, 504)
+
+
 async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_instance() -> None:
     async with site(1) as s, aiohttp.ClientSession(skip_auto_headers=("Accept",)) as http:
         wrong = [

@@ -199,19 +199,10 @@ async def test_what_the_store_cannot_keep_is_named(http: tuple[Any, Any]) -> Non
             told = await answer.json()
             assert answer.status == status, told
             assert said in told["detail"], told
-    for lost, said in (
-        (float("nan"), "send null if it is missing"),
-        (float("inf"), "out of the range of float32"),
-    ):
-        body = {
-            "user_id": "bad",
-            "events": {**columns(events(4)), "features": {"e0": [1.0, lost, 2.0, 3.0]}},
-        }
-        packed = msgspec.msgpack.encode(body)
-        async with client.post(
-            "/v1/events", data=packed, headers={"Content-Type": MSGPACK}
-        ) as answer:
-            assert said in (await answer.json())["detail"]
+    given = {**columns(events(4)), "features": {"e0": [1.0, float("inf"), 2.0, 3.0]}}
+    packed = msgspec.msgpack.encode({"user_id": "bad", "events": given})
+    async with client.post("/v1/events", data=packed, headers={"Content-Type": MSGPACK}) as answer:
+        assert "out of the range of float32" in (await answer.json())["detail"]
     async with client.post(
         "/v1/events", json={"user_id": "bad", "events": columns(events(1))}
     ) as answer:

@@ -287,7 +287,15 @@ async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
             ({"remove": [1]}, "unknown field remove"),
         ):
             assert (await change(422, **body))["detail"].startswith(detail)
-        assert (await generate(client, num_items=200))["catalogue_version"] != changed["version"]
+        # two names with one id: the lower 62 bits of their hashes are equal
+        pair = [new | {"item_id": name} for name in ("SKU-2A4E ", "~2qx<o0+")]
+        changed = await change(add=pair)
+        assert changed["num_items"] == 202
+        assert changed["rejected"] == {"~2qx<o0+": "has the id of 'SKU-2A4E'"}
+        assert "SKU-2A4E" in (await generate(client, num_items=202))["items"]
+        again = await change(add=pair[1:], withdraw=["SKU-2A4E"])
+        assert (again["num_items"], again["rejected"]) == (201, changed["rejected"])
+        assert (await generate(client, num_items=202))["catalogue_version"] != changed["version"]
         async with client.post("/v1/catalog/rollback") as response:
             assert (await response.json())["version"] == changed["version"]
 

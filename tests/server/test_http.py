@@ -135,6 +135,8 @@ BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
             413,
             "history.items: 70000 entries, the limit is 65536",
         ),
+        ({"user_id": " u"}, 422, "user_id: has blanks around it; send it without them"),
+        ({"user_id": "u\t"}, 422, "user_id: has blanks around it; send it without them"),
         ({"model_version": "nope"}, 404, "model_version: 'nope' is not served"),
     ],
     ids=lambda value: str(value)[:40],

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npu_gr.core.feature_schema.encode import F32, U64, Encoded, FeatureEncoder, as_column
+from npu_gr.core.feature_schema.encode import (
+    F32,
+    U64,
+    Encoded,
+    FeatureEncoder,
+    as_column,
+    has_value,
+)
 from npu_gr.core.feature_schema.schema import Feature, Of
 
 Value = bool | int | float | str
@@ -128,11 +135,8 @@ def as_columns(
     for name, values in columns.items():
         feature = known(features, name)
         column: Any = as_column(feature, values, num_rows)
-        if feature.kind == "number":
-            if not np.isnan(column).all():
-                numbers[name] = column
-        elif column.any():
-            names[name] = column
+        if has_value(column):
+            (numbers if feature.kind == "number" else names)[name] = column
     return Columns(numbers, names)
 
 

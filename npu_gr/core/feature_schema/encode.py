@@ -1,6 +1,6 @@
 """Encode feature values as rows of an embedding table and numbers, for trainer and service.
 
-    names    -> xxh3-64 of their texts    [n, max_values], 0 = no value    -> rows of the table
+    names    -> xxh3-64 of `name_of`      [n, max_values], 0 = no value    -> rows of the table
     numbers  -> float32                   [n], NaN = missing               -> a row, or an input
 
 `as_column` makes the middle form when a request is parsed, since that needs no vocabulary; rows are
@@ -13,7 +13,6 @@ value, and 1 if it is missing.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,13 +22,14 @@ import numpy.typing as npt
 import xxhash
 
 from npu_gr.core.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.values import BOOLEANS, name_of, number_of, plain_name
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U64 = npt.NDArray[np.uint64]
 
 Values = Sequence[Any] | npt.NDArray[Any]
-"""One feature of n rows. A list: None = missing. An array: NaN = missing."""
+"""One feature of n rows, each as `values.py` reads it."""
 
 Column = F32 | U64
 """One feature of n rows, as `as_column` returns it."""
@@ -154,13 +154,18 @@ class _Coded:
         self._first = first_row
         self._missing = first_row + feature.num_rows - 1
         self._borders = np.array(feature.borders, np.float32)
-        hashes = hash_names([[value] for value in feature.values], 1)[:, 0]
-        self._order = np.argsort(hashes)
-        self._sorted = hashes[self._order]
-        if (self._sorted[1:] == self._sorted[:-1]).any():
-            raise ValueError(
-                f"features.{feature.name}: values: two of them have the same hash; rename one"
-            )
+        rows: dict[str, int] = {}
+        # of values that are spellings of one name, the first counts
+        for spelled in (map(plain_name, feature.values), feature.values):
+            for row, text in enumerate(spelled):
+                rows.setdefault(text, row)
+        # raw columns and stored events of older versions have hashes of other spellings
+        for text, name in BOOLEANS.items():
+            if name in rows:
+                rows.setdefault(text, rows[name])
+        hashes = hash_names([[text] for text in rows], 1)
+        self._sorted, first = np.unique(hashes, return_index=True)
+        self._row_of = np.array([*rows.values()], np.int64)[first]
 
     def fill(self, codes: I32, column: Column | None) -> None:
         """Write codes into [n, max_values] that is filled with padding."""
@@ -187,7 +192,7 @@ class _Coded:
             return self._first + (hashes % np.uint64(self.feature.num_buckets)).astype(np.int64)
         places = np.searchsorted(self._sorted, hashes).clip(max=len(self._sorted) - 1)
         return self._first + np.where(
-            self._sorted[places] == hashes, self._order[places], len(self._order)
+            self._sorted[places] == hashes, self._row_of[places], len(self.feature.values)
         )
 
 
@@ -196,8 +201,8 @@ def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
 
     Args:
         feature: Schema of the feature.
-        values: Numbers of a number feature; else texts or whole numbers (equal to their decimal
-            text), or lists of these. An array of hashes with descending rows is returned as it is.
+        values: Numbers of a number feature; else names, or lists of names. An array of hashes with
+            descending rows is returned as it is.
         num_rows: Required number of rows.
 
     Returns:
@@ -209,6 +214,11 @@ def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
     if len(values) != num_rows:
         raise ValueError(f"{feature.name}: {len(values)} entries, expected {num_rows}")
     return _numbers(feature, values) if feature.kind == "number" else _names(feature, values)
+
+
+def has_value(column: Column) -> bool:
+    """Whether a value of a column of `as_column` is not missing."""
+    return bool((column == column).any() if column.ndim == 1 else column.any())
 
 
 def _numbers(feature: Feature, values: Values) -> F32:
@@ -230,32 +240,20 @@ def _numbers(feature: Feature, values: Values) -> F32:
 
 
 def _numbers_of(feature: Feature, values: Sequence[Any]) -> F32:
-    """Convert a list, in which None is missing and NaN is an error."""
     try:
-        wide = np.frombuffer(array("d", values))  # fails if a value is None
-        lost = np.isnan(wide)
+        wide = np.frombuffer(array("d", values))  # fails if a value is None or a text
     except (TypeError, OverflowError):
+        numbers = []
         for row, value in enumerate(values):
-            if not isinstance(value, int | float | None):
+            try:
+                numbers.append(number_of(value))
+            except TypeError as error:
                 raise ValueError(
-                    f"{feature.name}: row {row} is a {_type(value)}, expected a number"
+                    f"{feature.name}: row {row} is a {error}, expected a number"
                 ) from None
-        given = [None if value is None else _float(value) for value in values]
-        lost = np.array([value is not None and value != value for value in given])
-        wide = np.array([np.nan if value is None else value for value in given])
-    if lost.any():
-        raise ValueError(
-            f"{feature.name}: row {int(lost.argmax())} is NaN; send null if it is missing"
-        )
+        wide = np.array(numbers)
     with np.errstate(over="ignore"):  # too large numbers are found later
         return wide.astype(np.float32)
-
-
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _names(feature: Feature, values: Values) -> U64:
@@ -265,24 +263,19 @@ def _names(feature: Feature, values: Values) -> U64:
             return (
                 values if (values[:, 1:] <= values[:, :-1]).all() else np.sort(values, 1)[:, ::-1]
             )
-        values = [None if value != value else value for value in values.tolist()]
+        values = values.tolist()
     rows: list[list[str]] = []
     for row, value in enumerate(values):
-        several = (
-            []
-            if value is None
-            else list(value)
-            if isinstance(value, list | tuple | set)
-            else [value]
-        )
-        if len(several) > most:
-            raise ValueError(
-                f"{feature.name}: row {row} has {len(several)} values, the limit is {most}"
-            )
+        several = value if isinstance(value, list | tuple | set) else (value,)
         try:
-            rows.append([_text(one) for one in several])
+            found = [name_of(one, feature.values) for one in several]
         except TypeError as error:
             raise ValueError(f"{feature.name}: row {row} is a {error}, expected a name") from None
+        rows.append([name for name in dict.fromkeys(found) if name is not None])
+        if len(rows[-1]) > most:
+            raise ValueError(
+                f"{feature.name}: row {row} has {len(rows[-1])} values, the limit is {most}"
+            )
     return hash_names(rows, most)
 
 
@@ -300,25 +293,6 @@ def hash_names(rows: Sequence[Sequence[str]], width: int) -> U64:
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         hashes[np.arange(width) < lengths[:, None]] = flat
     return np.sort(hashes, 1)[:, ::-1] if width > 1 else hashes
-
-
-def _text(value: Any) -> str:
-    """Return a value as a name; a whole number equals its decimal text."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-        return str(int(value))
-    raise TypeError(_type(value))
-
-
-def _type(value: Any) -> str:
-    return {dict: "map", list: "list", str: "text", float: "fraction"}.get(
-        type(value), type(value).__name__
-    )
 
 
 _SHOWN = 64  # characters of a name in an error

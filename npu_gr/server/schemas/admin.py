@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.names import FIRST_HASHED, item_id
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
 from npu_gr.server.config import ServerConfig
@@ -21,7 +22,7 @@ MOST_ADDED = 10_000  # items of one change; for more, publish a file and reload
 CHANGE_BYTES = 262_144
 
 
-FeatureValue = Annotated[str, msgspec.Meta(max_length=MAX_VALUE)] | int | float
+FeatureValue = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VALUE)] | None
 FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUES)]
 
 
@@ -61,8 +62,8 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The served version of the catalogue, and `previous`, to which a rollback returns.
 
-    `sids` maps the items of a change to their computed semantic IDs. `durable` says whether changes
-    survive a restart.
+    `sids` maps the items of a change to their computed semantic IDs, `rejected` the new items that
+    it left out to the reason. `durable` says whether changes survive a restart.
     """
 
     version: str
@@ -72,6 +73,7 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     previous: str | None
     durable: bool
     sids: dict[str, list[int]] = {}
+    rejected: dict[str, str] = {}
 
 
 class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ def _new_item(place: int, new: NewItemBody) -> NewItem:
         raise Unprocessable(f"add[{place}].item_id: {error}") from None
     return NewItem(
         item_id=found,
-        name=str(new.item_id) if found >= FIRST_HASHED else "",
+        name=str(new.item_id).strip(BLANKS) if found >= FIRST_HASHED else "",
         title=new.title,
         sid=tuple(new.sid or ()),
         order=new.order,

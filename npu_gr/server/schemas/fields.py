@@ -15,8 +15,9 @@ from npu_gr.core.arrays import F32, I16, I64, largest, smallest
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, known
 from npu_gr.core.feature_schema.encode import Values as ColumnValues
-from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.encode import as_column, has_value
 from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
+from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
 from npu_gr.core.names import MAX_NAME_BYTES, Names, item_ids
@@ -155,6 +156,15 @@ Titles = list[str | None] | msgspec.UnsetType
 
 # 7 and "7" are the same user
 UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+def check_user(user: UserKey) -> None:
+    """Raise Unprocessable if blanks are around a user id.
+
+    `prepare` removes them, so it is not the user of the dataset. An erasure takes any id.
+    """
+    if user.user != user.user.strip(BLANKS):
+        raise Unprocessable("user_id: has blanks around it; send it without them")
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -467,15 +477,13 @@ def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: s
     Raises Unprocessable with the feature and the limit.
     """
     try:
-        for name, value in row.items():
-            as_column(known(features, name), [value], 1)
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row.items()
+            if has_value(as_column(known(features, name), [value], 1))
+        }
     except ValueError as error:
         raise Unprocessable(f"{field}.{error}") from None
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in row.items()
-        if value is not None and value != []
-    }
 
 
 def parse_columns(

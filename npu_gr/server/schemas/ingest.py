@@ -22,6 +22,7 @@ from npu_gr.server.schemas.fields import (
     ResponseFields,
     Tenant,
     UserId,
+    check_user,
     stored_events,
 )
 
@@ -83,11 +84,13 @@ def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest
     """Make a request from a body; a user with invalid events gets the error in its place."""
 
     def write(one: UserEvents) -> Write | RequestError:
+        user = UserKey(body.tenant, str(one.user_id))
         try:
+            check_user(user)
             events = stored_events(one.events, config, names)
         except RequestError as error:
             return error
-        return Write(UserKey(body.tenant, str(one.user_id)), events, body.mode, one.idempotency_key)
+        return Write(user, events, body.mode, one.idempotency_key)
 
     return IngestRequest(tenant=body.tenant, writes=tuple(write(one) for one in body.users))
 

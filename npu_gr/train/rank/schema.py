@@ -39,6 +39,7 @@ from npu_gr.core.feature_schema.computed import (
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
 from npu_gr.core.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.values import name_of, number_of
 from npu_gr.history_store.interactions import FeatureColumn, ItemValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.baselines import MatrixFactorisation
@@ -193,9 +194,8 @@ def _of_column(column: FeatureColumn, trained: Bools) -> Feature:
 
 
 def _values(value: str | list[str] | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(dict.fromkeys(value))
+    names = map(name_of, value if isinstance(value, list) else [value])
+    return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def _empty(column: FeatureColumn) -> DataError:
@@ -351,8 +351,8 @@ def _number(values: ItemValues, item: int) -> float | None:
         return values.numbers.get(item)
     names = _names(values, item)
     try:
-        return float(names[0]) if names else None
-    except ValueError:
+        return number_of(names[0]) if names else None
+    except TypeError:
         raise DataError(
             f"features.{values.name}: item {item} has {names[0]!r}, which is not a number"
         ) from None

@@ -35,7 +35,6 @@ from npu_gr.train.cascade import (
     NextEventCase,
     cascade_ways,
     choose_way,
-    hides_seen,
     next_events,
 )
 from npu_gr.train.data import to_train_on
@@ -72,12 +71,17 @@ def choose_for_site(
         ConfigError: the configuration cannot be served.
         NpuGrError: a model failed.
     """
-    known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
-    cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
+    cases = selection_cases(log, most_users)
     if len(cases) < 2 * LEAST_USERS:
         return None
     return asyncio.run(_choose(path, overrides, cases, dict(sources)))
+
+
+def selection_cases(log: Interactions, most_users: int) -> list[NextEventCase]:
+    """Return the last events of users other than those on whom `npu-gr demo` evaluates."""
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
+    return [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
 
 
 async def _choose(
@@ -103,7 +107,7 @@ async def _choose(
         # all requests should be answered, however long it takes
         admission=msgspec.structs.replace(config.admission, enabled=False),
     )
-    exclude_seen = hides_seen(cases)
+    exclude_seen = recommend.exclude_seen
     ways = cascade_ways(list(sources), has_blend=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)

@@ -63,6 +63,8 @@ def configuration(
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
     if not is_evaluated:  # outside of the folder that the next training replaces
         generate["change_log"] = str(site / "catalogue.changes")
+    repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
+    seen = _line("  exclude_seen", cascade.exclude_seen, f"leave out what a user had; {repeats}")
     objectives = SLOConfig()
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
     lines = [
@@ -119,6 +121,7 @@ def configuration(
         "",
         "generate:                         # POST /v1/generate: retrieval by semantic IDs",
         *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
+        seen,
         "",
         "match:                            # POST /v1/match: retrieval by vectors",
         _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
@@ -135,6 +138,7 @@ def configuration(
             cascade.order,
             "blended: by the ranker's fitted score blend; or rank, fused, retrieval",
         ),
+        seen,
     ]
     if not is_evaluated:  # popularity was counted over all events, also the held-out ones
         popular = str(site / "popular.txt")

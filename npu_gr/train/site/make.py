@@ -31,13 +31,14 @@ from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.hf_files import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.config import load
-from npu_gr.train.data import TESTED, Split
+from npu_gr.train.cascade import NextEventCase, hides_seen, next_events, repeat_ratio
+from npu_gr.train.data import TESTED, Split, to_train_on
 from npu_gr.train.generate.publish import publish
 from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
 from npu_gr.train.options import CONFIGURATION, curl, serve
 from npu_gr.train.rank.train import RankerCodes, train_rank
 from npu_gr.train.retrieve import TrainedRetriever, train_retriever
-from npu_gr.train.site.choose import OWN, choose_for_site
+from npu_gr.train.site.choose import OWN, choose_for_site, selection_cases
 from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
     PRESETS,
@@ -71,6 +72,8 @@ from npu_gr.train.site.side_by_side import Training, side_by_side
 from npu_gr.train.steps import TrainingProgress, training_progress
 from npu_gr.vector_search.vectors import save as save_vectors
 
+AskService = Callable[[Path, Sequence[str], Sequence[NextEventCase]], float]
+MOST_DIFFERENCE = 0.01  # of HR@10 as served, and as chosen
 NEW_SERVE = "serve.new.yaml"  # written instead of `serve.yaml` if an operator has changed that
 POPULAR = "popular.txt"
 README = "README.md"
@@ -83,6 +86,7 @@ def train_site(
     num_threads: int,
     console: Console,
     preset: str = "full",
+    ask: AskService | None = None,
 ) -> SiteReport:
     """Train every model of a site, and write its folder. The history store does not change.
 
@@ -93,6 +97,8 @@ def train_site(
         num_threads: Threads of all trainings together.
         console: Terminal for progress and figures.
         preset: Name in `PRESETS` of the options that `overrides` does not set.
+        ask: Starts a service of a configuration with overrides, and returns HR@10 of `recommend`
+            for held-out events; compared with the figure by which the cascade was chosen.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
@@ -110,7 +116,7 @@ def train_site(
                 folder.discard(name)
             raise DataError(f"{data}: was changed during the training; run the command again")
         with heartbeat(console.print, "choosing the sources and the order of recommend"):
-            report = _finish(folder, data, made_by, dataset, options, parts, console)
+            report = _finish(folder, data, made_by, dataset, options, parts, console, ask)
     console.print(report.table())
     for line in report.words():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -196,6 +202,7 @@ def _finish(
     options: SiteOptions,
     parts: dict[PartName, PartReport],
     console: Console,
+    ask: AskService | None,
 ) -> SiteReport:
     """Write all files but the models, and move everything into place."""
     site = folder.place
@@ -207,6 +214,8 @@ def _finish(
     for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
         # check that the configuration loads, before it gets into service
         load(folder.write(name, text))
+    if ask is not None and cascade is not (served.cascade if served else None):
+        cascade = _compared(folder, log, options, cascade, ask)
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)
@@ -255,26 +264,28 @@ def _cascade(
         "generate": options.num_generated,
         "match": options.num_matched,
     }
-    numbers = msgspec.json.encode([list(sources.items()), options.selection_users]).decode()
+    most = [options.selection_users, options.max_candidates]
+    numbers = msgspec.json.encode([list(sources.items()), *most]).decode()
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
     own = {name: sources[name] for name in OWN}
-    usual = SiteCascade(made_from=made_from, sources=own, order="blended")
+    cases = next_events(log, to_train_on(log.users, log.timestamps, "leave-one-out"))
+    usual = SiteCascade(
+        made_from=made_from,
+        sources=own,
+        order="blended",
+        exclude_seen=hides_seen(cases),
+        repeat_ratio=repeat_ratio(cases),
+    )
     path = folder.write(
         EVALUATED_CONFIG,
         configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
     )
-    made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
-    lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
-    overrides = [
-        f"checkpoint={lies['ranker']}",
-        f"generate.checkpoint={lies['generator']}",
-        f"generate.catalogue={lies['generator'] / 'items.jsonl'}",
-        f"match.vectors={lies['vectors']}",
-    ]
     try:
-        choice = choose_for_site(path, overrides, log, sources, options.selection_users)
+        choice = choose_for_site(
+            path, _staged_models(folder), log, sources, options.selection_users
+        )
     except NpuGrError as error:  # the ranker's own sources can be served all the same
         return msgspec.structs.replace(
             usual,
@@ -285,12 +296,53 @@ def _cascade(
         )
     if choice is None:
         return usual
-    return SiteCascade(
-        made_from=made_from,
+    return msgspec.structs.replace(
+        usual,
         sources={name: sources[name] for name in choice.way.sources},
         order=choice.way.order,
         words=tuple(choice.lines()),
+        hr_at_10=choice.hr_of_all,
     )
+
+
+def _staged_models(folder: SiteFolder) -> list[str]:
+    """Return the overrides of a configuration that serve the evaluated models before they move."""
+    made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
+    lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
+    return [
+        f"checkpoint={lies['ranker']}",
+        f"generate.checkpoint={lies['generator']}",
+        f"generate.catalogue={lies['generator'] / 'items.jsonl'}",
+        f"match.vectors={lies['vectors']}",
+    ]
+
+
+def _compared(
+    folder: SiteFolder,
+    log: Interactions,
+    options: SiteOptions,
+    cascade: SiteCascade,
+    ask: AskService,
+) -> SiteCascade:
+    """Serve the evaluated models as configured, and compare their HR@10 with the chosen one.
+
+    Raises:
+        DataError: They differ by more than `MOST_DIFFERENCE`.
+    """
+    if cascade.hr_at_10 is None:
+        return cascade
+    cases = selection_cases(log, options.selection_users)
+    found = ask(folder.staged / EVALUATED_CONFIG, _staged_models(folder), cases)
+    text = (
+        f"recommend over HTTP, as configured: HR@10 {found:.3f} of {len(cases):,} held-out events"
+    )
+    if abs(found - cascade.hr_at_10) > MOST_DIFFERENCE:
+        raise DataError(
+            f"{text}, but it was chosen with {cascade.hr_at_10:.3f}; what is measured is not what "
+            "is served, so the site was not replaced"
+        )
+    words = (*cascade.words, f"{text} (chosen with {cascade.hr_at_10:.3f})")
+    return msgspec.structs.replace(cascade, words=words)
 
 
 def _is_changed(path: Path, was_written: str | None) -> bool:

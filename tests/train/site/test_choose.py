@@ -19,6 +19,7 @@ from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
+from npu_gr.tools.served_quality import served_hit_ratio
 from npu_gr.train.cascade import (
     MISSED,
     TOP,
@@ -86,8 +87,8 @@ def test_every_way_is_evaluated_by_what_the_cascade_answers(
         return choose_way(places, configured)
 
     monkeypatch.setattr(choose, "choose_way", kept)
-    monkeypatch.setattr(choose, "hides_seen", lambda _cases: exclude_seen)
-    choice = choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS)
+    overrides = [f"recommend.exclude_seen={exclude_seen}"]
+    choice = choose.choose_for_site(configuration, overrides, log, SOURCES, NUM_CHOOSERS)
     assert choice is not None
     assert choice.num_users == NUM_CHOOSERS // 2
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
@@ -98,6 +99,30 @@ def test_every_way_is_evaluated_by_what_the_cascade_answers(
         answered(configuration, choosers, [*evaluated], exclude_seen)
     ).items():
         np.testing.assert_array_equal(evaluated[way], places, err_msg=way.name)
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_what_is_measured_is_what_is_served(
+    log: Interactions, configuration: Path, tmp_path: Path, exclude_seen: bool
+) -> None:
+    overrides = [f"recommend.exclude_seen={exclude_seen}"]
+    choice = choose.choose_for_site(configuration, overrides, log, SOURCES, NUM_CHOOSERS)
+    assert choice is not None
+    table = yaml.safe_load(configuration.read_text())
+    table["recommend"] |= {
+        "sources": {name: SOURCES[name] for name in choice.way.sources},
+        "order": choice.way.order,
+    }
+    (tmp_path / "served.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+    cases = choose.selection_cases(log, NUM_CHOOSERS)
+    served = served_hit_ratio(tmp_path / "served.yaml", overrides, cases)
+    assert served == pytest.approx(choice.hr_of_all)
+    assert served > 0
+    # the users had most of the next items before
+    other = served_hit_ratio(
+        tmp_path / "served.yaml", [f"recommend.exclude_seen={not exclude_seen}"], cases
+    )
+    assert other != served
 
 
 async def answered(

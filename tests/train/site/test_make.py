@@ -219,6 +219,63 @@ def test_the_cascade_is_chosen_once_by_the_evaluated_models(
         )
 
 
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_repeats_decide_whether_seen_items_are_served(
+    tmp_path: Path, trainings: Trainings, is_repeated: bool
+) -> None:
+    items = "ABCAB" if is_repeated else "ABCDE"
+    rows = [
+        f"u{user},{item},{1700000000 + at}" for user in range(9) for at, item in enumerate(items)
+    ]
+    log = tmp_path / "log.csv"
+    log.write_text("\n".join(["user,item,time", *rows]))
+    prepare(log, tmp_path / "site" / "data")
+    run(tmp_path)
+    for name in ("serve.yaml", "evaluated.yaml"):
+        config = load(tmp_path / "site" / name)
+        assert config.recommend is not None
+        assert config.generate is not None
+        assert config.recommend.exclude_seen is not is_repeated
+        assert config.generate.exclude_seen is not is_repeated
+    ratio = "100%" if is_repeated else "0%"
+    assert (
+        f"{ratio} of the held-out events are repeats"
+        in (tmp_path / "site" / "serve.yaml").read_text()
+    )
+
+
+def test_a_site_that_serves_something_else_is_not_put_in_place(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    data = dataset(tmp_path)
+    way = CascadeWay(("shared_encoder",), "retrieval")
+    trainings.choice = CascadeChoice(way, [], [], 5, hr_of_all=0.7)
+    asked: list[Any] = []
+
+    def train(found: float) -> str:
+        text = io.StringIO()
+
+        def ask(config: Path, overrides: Sequence[str], cases: Sequence[Any]) -> float:
+            recommend = load(config, overrides).recommend
+            assert recommend is not None
+            asked.append((list(recommend.sources), recommend.order, len(cases)))
+            return found
+
+        console = Console(file=text, width=200)
+        make.train_site(data, tmp_path / "site", (), 2, console, ask=ask)
+        return text.getvalue()
+
+    with pytest.raises(DataError, match=r"HR@10 0.325 .*, but it was chosen with 0.700"):
+        train(0.325)
+    assert not (tmp_path / "site" / "serve.yaml").exists()
+    said = train(0.695)
+    assert asked == [(["shared_encoder"], "retrieval", 0)] * 2
+    assert "recommend over HTTP, as configured: HR@10 0.695" in said
+    assert "(chosen with 0.700)" in said
+    train(0.1)  # nothing changed, so nothing is asked
+    assert len(asked) == 2
+
+
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
     dataset(tmp_path)
     run(tmp_path)
