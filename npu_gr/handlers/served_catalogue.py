@@ -261,6 +261,7 @@ class ServedCatalogue:
         def changed() -> Snapshot:
             nonlocal whole
             with self._catalogue.pin() as snapshot:
+                served = snapshot
                 ids = np.array([new.item_id for new in change.add], np.int64)
                 others = collisions(
                     [new.name for new in change.add], ids, [snapshot.names, self._names]
