@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.health import Worker, limit_s
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.logs import ThrottledLog
 from npu_gr.history_store.store import (
@@ -200,6 +201,7 @@ class Lane:
         self._faults = ThrottledLog(log, LOG_EVERY_S, clock)
         self.waiting = 0
         self.tasks: set[asyncio.Task[None]] = set()
+        self.worker = Worker()  # calls that the dependency has not ended
 
     @property
     def num_calls(self) -> int:
@@ -283,7 +285,8 @@ class Lane:
         error: Exception | None = None
         value: Any = None
         try:
-            value = await work()
+            with self.worker.busy(limit_s(self._limit_s)):
+                value = await work()
         except asyncio.CancelledError:  # the store is being closed
             error = StoreFailed(f"{self._of} is closed")
         except Exception as raised:  # noqa: BLE001  (passed on to the caller)

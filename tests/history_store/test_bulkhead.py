@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.health import Health
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.bulkhead import NEWEST, GuardedStore, StoreBreaker
@@ -223,7 +224,9 @@ async def fault_of(call: asyncio.Future[object] | asyncio.Task[object]) -> Store
 
 
 async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
+    health = Health()
     guard, store, seen = made()
+    health.add("history_reads", guard.reads.worker)
     store.release.clear()
     reads = [
         asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.read(USER, 9))))
@@ -240,10 +243,12 @@ async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
         await guard.read(USER, 9)
     assert store.began == 3
     assert seen.calls["read", "rejected"] == 1
+    assert health.ages_s()["history_reads"] > 0
     store.release.set()
     await until_closed(guard)
     await settled()
     assert guard.reads.num_calls == 0
+    assert health.ages_s()["history_reads"] == 0
     await guard.close()
 
 

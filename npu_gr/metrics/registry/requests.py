@@ -345,6 +345,10 @@ class RankMetrics:
         self._drift_failures = make.counter(
             "selfcheck_failures_total", "Self-checks with more than the allowed drift."
         )
+        self._switched_off = make.gauge(
+            "prefix_cache_switched_off",
+            "1 while self-checks have switched the prefix cache of the ranker off.",
+        )
         self._new_items = make.gauge(
             "new_items",
             "Items of the catalogue that the ranker was not trained on: scored by features and "
@@ -375,6 +379,10 @@ class RankMetrics:
             self._unknown["history"].inc(report.unknown_items)
         if report.cut_tokens:
             self._cut_tokens.inc(report.cut_tokens)
+
+    def observe_switch(self, read: Callable[[], bool]) -> None:
+        """Export whether self-checks have switched the prefix cache off, read at each scrape."""
+        self._switched_off.set_function(read)
 
     def observe_items(
         self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]
