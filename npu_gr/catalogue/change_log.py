@@ -18,6 +18,7 @@ Sequence numbers begin at 1, have no gaps, and are never used twice.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -182,17 +183,23 @@ def _checked(line: bytes) -> bytes | None:
 
 
 def _line(record: _State | _Change) -> bytes:
-    """Encode a line.
+    payload = msgspec.json.encode(record)
+    return xxhash.xxh3_64_hexdigest(payload).encode() + b" " + payload + b"\n"
+
+
+def _check_finite(change: CatalogueChange) -> None:
+    """Check that JSON can hold all numbers.
 
     Raises:
-        CatalogueError: a number is infinite or NaN, which JSON cannot hold.
+        CatalogueError: one is infinite or NaN; the message names the item.
     """
-    payload = msgspec.json.encode(record)
-    try:
-        msgspec.json.decode(payload, type=type(record))
-    except msgspec.MsgspecError as error:
-        raise CatalogueError(f"a number must be finite: {error}") from error
-    return xxhash.xxh3_64_hexdigest(payload).encode() + b" " + payload + b"\n"
+    for new in change.add:
+        for given in (*new.attributes.values(), *new.features.values()):
+            for value in given if isinstance(given, list) else [given]:
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise CatalogueError(
+                        f"item {new.name or new.item_id}: {value} is not a finite number"
+                    )
 
 
 class ChangeLog:
@@ -246,6 +253,7 @@ class ChangeLog:
             CatalogueError: the change has a number that is not finite.
             Unavailable: it cannot be written; the file is as before.
         """
+        _check_finite(change)
         line = _line(
             _Change(
                 sequence=self._sequence + 1,
