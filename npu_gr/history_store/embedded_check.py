@@ -51,8 +51,8 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     if found.num_damaged:
         log.error(
             "history store %s: %d damaged places (%s of it was checked); affected users are served "
-            "without their stored history: `npu-gr store %s` lists the damage, "
-            "`npu-gr store %s --repair NEW` saves the undamaged users",
+            "without their stored history: with the instance stopped, `npu-gr store %s` lists the "
+            "damage, `npu-gr store %s --repair NEW` saves the undamaged users",
             *(path, found.num_damaged, extent, path, path),
         )
     else:

@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_a_log_cannot_hold_is_rejected(tmp_path: Path, value: float) -> None:
     change = CatalogueChange(add=(item(1, features={"price": value}),))
-    with pytest.raises(CatalogueError, match="item 1: (nan|inf) is not a finite number"):
+    with pytest.raises(CatalogueError, match=r"item 1: (nan|inf) is not a finite number"):
         ChangeLog(tmp_path / "log").append(change, BASE.then(change))
     assert not (tmp_path / "log").exists()
 
