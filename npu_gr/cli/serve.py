@@ -21,12 +21,17 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 
     SIGTERM drains and stops it, SIGHUP reloads the configuration, SIGUSR1 logs stacks.
     """
+    from npu_gr.core.process import end_within
     from npu_gr.server.access_log import lines_to_stdout
+    from npu_gr.server.run import check_ports
     from npu_gr.service.app import run
 
     config = load_config(config_path, overrides)
+    check_ports(config.server)
     lines_to_stdout()
-    _serve(lambda: run(config, read=lambda: load_config(config_path, overrides)))
+    _serve(
+        lambda: run(config, read=lambda: load_config(config_path, overrides), end_within=end_within)
+    )
 
 
 @click.command(short_help="Run HAProxy in front of the instances.")
@@ -113,15 +118,19 @@ def config(kind: str, what: str | None) -> None:
 
 
 def _serve(work: Callable[[], Any]) -> None:
-    """Run a server's coroutine, with frozen imports, and its stacks logged at SIGUSR1."""
-    from npu_gr.core.process import freeze_imports
+    """Run a server's coroutine, with frozen imports, and its stacks logged at SIGUSR1.
+
+    If the coroutine returns true, something hangs, and the process ends at once.
+    """
+    from npu_gr.core.process import end_now, freeze_imports
     from npu_gr.server.debug.stacks import logged_on_signal
 
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
-        await work()
+        if await work():
+            end_now()  # a thread that hangs would not let it end
 
     freeze_imports()
     with logged_on_signal(loops):

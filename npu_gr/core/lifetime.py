@@ -1,4 +1,4 @@
-"""Lifetimes: a published version, a background task of a block, a block with a deadline.
+"""Lifetimes: a published version, a background task of a block, work to its end or a deadline.
 
 `Published` has the current value and the previous one, read without locks:
 
@@ -16,15 +16,19 @@ Writers hold a lock. All methods are thread-safe.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from npu_gr.core.errors import DataError, DeadlineExceeded, Unavailable
+from npu_gr.core.health import STOP_S
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -98,6 +102,12 @@ class Published(Generic[T]):
             previous = None if self._now is None else self._now.current
             self._now = Publication(value, previous, self._clock())
 
+    def amend(self, value: T) -> None:
+        """Replace the current value by an equivalent one; the previous one and the age stay."""
+        with self._turn:
+            now = self.now
+            self._now = Publication(value, now.previous, now.published_at)
+
     def rollback(self) -> None:
         """Swap the current and the previous value.
 
@@ -145,11 +155,41 @@ class InUse:
 async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run `work` in the background of the block; cancel and await it at the end."""
     task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that must not be interrupted, and return its result.
+
+    A cancellation of the caller is ignored, so that the caller can complete what it has begun.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a background task failed, and does not come back", exc_info=error)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]], within_s: float = STOP_S) -> None:
+    """Cancel tasks, and wait until they end, at most `within_s`; their errors are ignored."""
+    waiting = set(tasks)
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        done, _ = await asyncio.wait(waiting, timeout=within_s)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # marks it as retrieved
 
 
 @asynccontextmanager
@@ -168,3 +208,86 @@ async def deadline(budget_s: float) -> AsyncIterator[float]:
         if not scope.expired():
             raise
         raise DeadlineExceeded(f"not done within {budget_s * 1e3:.0f} ms") from error
+
+
+_NOT_BEGUN = object()
+# Works whose callers have their answer; the event loop alone would forget a task that waits.
+_left_behind: set[asyncio.Task[None]] = set()
+
+
+async def within(budget_s: float, work: Callable[[float], Coroutine[Any, Any, T]]) -> T:
+    """Run `work` within a budget, and return at the deadline in any case.
+
+    At the deadline the work is cancelled. If its end must wait, because a pass on the device uses
+    its pages, it ends in a task of its own, and the caller does not wait for that.
+
+    Args:
+        budget_s: Seconds.
+        work: Coroutine function of the deadline, an instant on time.monotonic().
+
+    Raises:
+        DeadlineExceeded: the budget ran out.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    is_past = False
+
+    def expire() -> None:
+        nonlocal is_past
+        is_past = True
+        task.cancel()
+
+    timer = None
+    if budget_s < float("inf"):
+        timer = asyncio.get_running_loop().call_later(max(budget_s, 0.0), expire)
+    try:
+        result: T = await _driven(work(time.monotonic() + budget_s), lambda: is_past, _NOT_BEGUN)
+        return result
+    except asyncio.CancelledError as error:
+        if not is_past or task.cancelling() > before + 1:  # cancelled by another
+            raise
+        raise DeadlineExceeded(f"not done within {budget_s * 1e3:.0f} ms") from error
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if is_past:
+            task.uncancel()
+
+
+@types.coroutine
+def _driven(work: Any, is_past: Callable[[], bool], awaited: Any) -> Generator[Any, Any, Any]:
+    """Run a coroutine step by step, so that another task can go on with it after its deadline.
+
+    A task of its own from the beginning would cost each request a turn of the event loop.
+
+    Args:
+        work: The coroutine.
+        is_past: Function that returns whether its deadline has passed.
+        awaited: The future that it waits for; `_NOT_BEGUN` = it has not begun.
+    """
+    error: BaseException | None = None
+    try:
+        while True:
+            if awaited is not _NOT_BEGUN:
+                try:
+                    yield awaited
+                except BaseException as raised:  # noqa: BLE001  (passed on to the work)
+                    error = raised
+            try:
+                awaited = work.send(None) if error is None else work.throw(error)
+            except StopIteration as end:
+                return end.value
+            if isinstance(error, asyncio.CancelledError) and is_past():
+                task = asyncio.get_running_loop().create_task(_left(work, awaited))
+                _left_behind.add(task)
+                task.add_done_callback(_left_behind.discard)
+                raise DeadlineExceeded("the device was not done with the request at its deadline")
+            error = None
+    finally:
+        error = None  # its traceback holds this frame: a cycle would wait for the collector
+
+
+async def _left(work: Any, awaited: Any) -> None:
+    with suppress(Exception, asyncio.CancelledError):  # its caller has an answer already
+        await _driven(work, lambda: False, awaited)

@@ -10,7 +10,7 @@ instance imports leave 207,000 objects, and a full collection takes 95 to 126 ms
 frozen, 13,400 objects and 1.3 ms. Objects of models are not frozen: the engine and the relay of a
 version form a cycle, which would keep its weights for ever.
 
-`stop_signals` receives SIGTERM and SIGINT.
+`stop_signals` receives SIGTERM and SIGINT. `end_within` ends a process that cannot stop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+
+from npu_gr.core.logs import close_logs
+
+log = logging.getLogger(__name__)
+
+HUNG = 70  # exit status of a process in which something hung: EX_SOFTWARE of BSD
 
 # The defaults of CPython 3.11, for all versions. In 1,600 ranks 100 young collections stop the
 # process for 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 % or
@@ -68,6 +77,23 @@ def set_up_process() -> bool:
     except AttributeError:
         return False
     return all([mallopt(_M_MMAP_THRESHOLD, _MOST), mallopt(_M_TRIM_THRESHOLD, _MOST)])
+
+
+def end_now(status: int = HUNG) -> None:
+    """End the process without waiting for anything but its logs."""
+    close_logs()
+    os._exit(status)
+
+
+def end_within(seconds: float) -> None:
+    """End the process after `seconds` if it still runs then, whatever it waits for."""
+
+    def work() -> None:
+        time.sleep(seconds)
+        log.critical("the process did not stop within %.0f s; it ends now", seconds)
+        end_now()
+
+    threading.Thread(target=work, name="npu_gr-end", daemon=True).start()
 
 
 def trim_heap() -> None:

@@ -23,6 +23,7 @@ import msgspec
 
 from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.health import Worker
 from npu_gr.core.lifetime import running
 
 log = logging.getLogger(__name__)
@@ -142,20 +143,21 @@ class FollowedContext:
         """Return when the current certificate expires, in unix seconds."""
         return self._expires_at
 
-    async def follow(self) -> None:
+    async def follow(self, worker: Worker | None = None) -> None:
         """Check the files every `LOOK_S` in a thread, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
+        async for _ in (worker or Worker()).turns(LOOK_S):
             await asyncio.to_thread(self.reload_if_changed)
 
 
 @asynccontextmanager
-async def following(*contexts: FollowedContext | None) -> AsyncIterator[None]:
-    """Follow the files of contexts during the block."""
+async def following(
+    *contexts: FollowedContext | None, worker: Worker | None = None
+) -> AsyncIterator[None]:
+    """Follow the files of contexts during the block; `worker` shows whether it moves."""
     async with AsyncExitStack() as stack:
         for one in contexts:
             if one is not None:
-                await stack.enter_async_context(running(one.follow()))
+                await stack.enter_async_context(running(one.follow(worker)))
         yield
 
 

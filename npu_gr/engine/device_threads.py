@@ -32,6 +32,7 @@ from npu_gr.core.errors import (
     Rejection,
     Unavailable,
 )
+from npu_gr.core.health import STOP_S, Worker, limit_s
 from npu_gr.engine.queue import Job, JobQueue, JobResult, NextPass, SchedulerConfig
 
 T = TypeVar("T")
@@ -99,6 +100,8 @@ Ended = tuple[Job, JobResult[Any] | NpuGrError]
 # Python's default of 5 ms, 1,570 with this. With 0.1 ms it is also 1,570, but more ranks are late,
 # since the loop is interrupted in every turn.
 SWITCH_S = 5e-4
+UNKNOWN_S = 30.0  # limit of a pass whose time is not known
+COMPILE_S = 900.0  # a first run may compile kernels, and is dead only after this
 LATE = "the deadline passed while waiting for the device"
 _STOPPING = "the instance is stopping"
 
@@ -122,6 +125,7 @@ class Streams:
         # are logged.
         self.on_pass: Callable[[list[Job], float], None] = lambda _jobs, _took_s: None
         self.failures_in_a_row = 0
+        self.workers: list[Worker] = []  # of each device thread
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -254,6 +258,8 @@ class DeviceThreads(Streams):
         self._lock = threading.Lock()
         self._idle: list[threading.Lock] = []
         self._unannounced = 0  # jobs of this turn of the event loop; no thread was woken for them
+        self.workers = [Worker() for _ in range(config.streams)]
+        self._running: list[list[Job]] = [[] for _ in range(config.streams)]
         self._threads = [
             threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
             for n in range(config.streams)
@@ -266,11 +272,17 @@ class DeviceThreads(Streams):
             thread.start()
 
     async def stop(self) -> None:
+        """End the threads; the jobs of a pass that does not return end with Unavailable."""
         self._stopping = True
         self._ring(len(self._threads))
-        for thread in self._threads:
-            if thread.ident is not None:
-                await asyncio.to_thread(thread.join)
+        give_up_at = time.monotonic() + STOP_S
+        for thread, jobs in zip(self._threads, self._running, strict=True):
+            if thread.ident is None:
+                continue
+            await asyncio.to_thread(thread.join, max(0.0, give_up_at - time.monotonic()))
+            if thread.is_alive():
+                log.error("%s did not end: its pass does not return", thread.name)
+                self._deliver([(job, Unavailable(_STOPPING)) for job in jobs])
         await super().stop()
 
     def _submitted(self) -> None:
@@ -327,20 +339,25 @@ class DeviceThreads(Streams):
         bell.acquire()  # another thread has just taken it out of `_idle`, and will ring it
 
     def _run_pass(self, stream: int, jobs: list[Job]) -> list[Ended]:
+        self._running[stream] = jobs
         began_at, expected_s = self._begin(stream, jobs)
-        ended = self._end(stream, jobs, self._attempt(jobs), began_at, expected_s)
+        results = self._attempt(jobs, self.workers[stream])
+        ended = self._end(stream, jobs, results, began_at, expected_s)
+        self._running[stream] = []
         if len(ended) < len(jobs):
             self._ring(len(jobs) - len(ended))
         return ended
 
-    def _attempt(self, jobs: list[Job]) -> list[Any]:
+    def _attempt(self, jobs: list[Job], worker: Worker) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.
 
         If a pass of several jobs fails, each job runs again by itself, so that one bad job does not
         fail the others.
         """
         try:
-            results = list(jobs[0].run([job.work for job in jobs]))
+            dead_s = COMPILE_S if any(job.may_compile for job in jobs) else 0.0
+            with worker.busy(pass_limit_s(jobs), dead_s):
+                results = list(jobs[0].run([job.work for job in jobs]))
             if len(results) != len(jobs):
                 raise RuntimeError(f"the pass returned {len(results)} results for {len(jobs)} jobs")
         except NpuGrError as error:
@@ -354,7 +371,13 @@ class DeviceThreads(Streams):
         else:
             self.failures_in_a_row = 0
             return results
-        return [result for job in jobs for result in self._attempt([job])]
+        return [result for job in jobs for result in self._attempt([job], worker)]
+
+
+def pass_limit_s(jobs: Sequence[Job]) -> float:
+    """Return the seconds after which a pass of these jobs is late."""
+    estimates_s = [0.0 if job.may_compile else job.estimate_s for job in jobs]
+    return limit_s(sum(estimates_s)) if all(estimates_s) else UNKNOWN_S
 
 
 def finish(ended: list[Ended]) -> None:
@@ -366,7 +389,8 @@ def finish(ended: list[Ended]) -> None:
             job.has_ended = True
             if not future.done():
                 future.end(result)
-            elif job.let_go is not None:  # its cancelled submitter waits for the device to end
+            # its cancelled submitter waits for the device to end
+            elif job.let_go is not None and not job.let_go.done():
                 job.let_go.set_result(None)
     finally:
         # A waiter has raised SystemExit or KeyboardInterrupt: resolve the other futures too.

@@ -50,7 +50,7 @@ class PageCopy(NamedTuple):
 
 def warmup_order() -> JobOrder:
     """Return the place in the queue of a job that verifies or warms up a model."""
-    return JobOrder(time.monotonic() + WARMUP_JOB_S)
+    return JobOrder(time.monotonic() + WARMUP_JOB_S, may_compile=True)
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -93,6 +93,7 @@ class Job(msgspec.Struct, eq=False, kw_only=True):
     tenant: str = ""  # tenant of the request
     # waits behind every request; a full queue drops it to make room for one
     preemptible: bool = False
+    may_compile: bool = False  # a first run, which may compile kernels for minutes
     # later steps; each is a pass of its own, and other jobs may run in between
     rest: Sequence[JobStep] = ()
     ran: int = 0  # steps that have run
@@ -122,7 +123,9 @@ class JobOrder:
     order may serve several jobs in turn: a prefill that extends a prefix first copies it.
     """
 
-    def __init__(self, order_at: float, arrived_at: float | None = None) -> None:
+    def __init__(
+        self, order_at: float, arrived_at: float | None = None, *, may_compile: bool = False
+    ) -> None:
         """Place a job in the queue.
 
         Args:
@@ -130,9 +133,11 @@ class JobOrder:
                 first. Infinity = when nothing else waits.
             arrived_at: Instant of the request, from which aging counts; None = the submission of
                 each job, and of each step of a sequence.
+            may_compile: Whether its jobs are first runs, which may compile kernels for minutes.
         """
         self.order_at = order_at
         self.arrived_at = arrived_at
+        self.may_compile = may_compile
         self.is_cancelled_at_step = False
         self._on_change: Callable[[], None] | None = None
 

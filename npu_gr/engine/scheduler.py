@@ -28,7 +28,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
-from npu_gr.engine.device_threads import DeviceThreads, Streams
+from npu_gr.core.health import Worker
+from npu_gr.engine.device_threads import UNKNOWN_S, DeviceThreads, Streams
 from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
 T = TypeVar("T")
@@ -63,6 +64,10 @@ class Scheduler:
         self.config = config
         self._streams = DeviceThreads(config, stream) if streams is None else streams
         self._streams.on_pass = self._pass_ended
+        self._copies = Worker()
+        # Without these nothing works: the device threads, and the waits for copies between tiers.
+        self.workers = {f"device_{n}": one for n, one in enumerate(self._streams.workers)}
+        self.workers["copies"] = self._copies
         # Called on a device thread after each pass that may be shared.
         self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None
         # Called on a device thread after every pass.
@@ -227,6 +232,8 @@ class Scheduler:
                 objective_s=objective_s,
                 tenant=tenant,
                 estimate_s=estimate_s,
+                # every request has a deadline, and the self-test of a new model has none
+                may_compile=deadline_at == float("inf"),
             )
         )
 
@@ -251,11 +258,12 @@ class Scheduler:
             wait: Function that blocks until the device work has ended.
         """
         future = asyncio.ensure_future(asyncio.to_thread(wait))
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await _ended(future)
-            raise
+        with self._copies.busy(UNKNOWN_S):
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await _ended(future)
+                raise
 
     async def _submit(self, job: Job) -> JobResult[Any]:
         future = self._streams.submit(job)
@@ -295,6 +303,7 @@ def _job(
         order_at=order.order_at,
         arrived_at=order.arrived_at,
         preemptible=preemptible,
+        may_compile=order.may_compile,
         kind=kind,
     )
 

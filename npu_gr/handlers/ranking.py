@@ -26,7 +26,7 @@ from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.computed import CrossFeatures, time_column
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import UserKey
-from npu_gr.core.lifetime import InUse
+from npu_gr.core.lifetime import InUse, cancel_all
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
@@ -190,7 +190,7 @@ class Ranking:
         self.reconfigure(config)
         self.relay = relay
         self._metrics = metrics
-        self._selfcheck = SelfCheck(engine, metrics)
+        self._selfcheck = SelfCheck(engine, relay, metrics)
         self.use = InUse()
 
     def reconfigure(self, config: RankingConfig) -> None:
@@ -203,7 +203,7 @@ class Ranking:
     @property
     def vocabulary(self) -> ItemVocabulary:
         """The current mapping of external item ids and rows."""
-        return self.items.vocabulary
+        return self.items.spare.vocabulary
 
     def tokenize(self, history: UserHistory) -> Tokens:
         """Convert a history to tokens.
@@ -336,7 +336,7 @@ class Ranking:
     ) -> RankAnswer:
         """Make the answer of a pass, and start a self-check of some."""
         if lease.cached:
-            self._selfcheck.maybe(work, scored.logits, request.user.tenant, self._config)
+            self._selfcheck.maybe(work, scored.logits, request.user, self._config)
         return RankAnswer(
             model_version=self.version,
             outcome=lease.outcome,
@@ -431,51 +431,107 @@ class Ranking:
 
 
 class SelfCheck:
-    """Scores a share of requests again without prefix KV, and exports the drift."""
+    """Scores a share of requests again without prefix KV, and acts on wrong scores.
 
-    def __init__(self, engine: RankEngine, metrics: Metrics) -> None:
+    a check fails               the user's prefixes are dropped; all cached ranks are checked
+    `MOST_FAILED` in a row      the prefix cache is switched off, since cold scores are right
+    two cold passes differ too  the instance is unready until it is restarted
+
+    A cache that is off stays off until the configuration is read again: what spoils KV, e.g. the
+    device's memory, does not mend itself, and trying would serve wrong scores.
+    """
+
+    def __init__(self, engine: RankEngine, relay: Relay[Tokens], metrics: Metrics) -> None:
         self._engine = engine
+        self._relay = relay
         self._metrics = metrics
         self._random = np.random.default_rng(0)
         self._background: set[asyncio.Task[None]] = set()
+        self._checked: set[UserKey] = set()  # users of running checks
+        self._num_failed = 0  # in a row
+        self._all_until_at = 0.0  # instant until which all cached ranks are checked
 
-    def maybe(self, work: RankPass, cached: F32, tenant: str, config: RankingConfig) -> None:
+    def maybe(self, work: RankPass, cached: F32, user: UserKey, config: RankingConfig) -> None:
         """Check a share of the passes.
 
         Args:
             work: Pass with cached KV.
             cached: Logits of the pass.
-            tenant: Tenant of the request.
+            user: User of the request.
             config: The share, and the allowed drift.
         """
-        if self._random.random() < config.selfcheck_ratio:
-            task = asyncio.get_running_loop().create_task(
-                self._check(work, cached, tenant, config.selfcheck_max_drift)
-            )
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+        if not self._is_chosen(user, config.selfcheck_ratio):
+            return
+        task = asyncio.get_running_loop().create_task(
+            self._check(work, cached, user, config.selfcheck_max_drift)
+        )
+        self._checked.add(user)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: self._checked.discard(user))
 
-    async def _check(self, work: RankPass, cached: F32, tenant: str, max_drift: float) -> None:
+    def _is_chosen(self, user: UserKey, ratio: float) -> bool:
+        if self._random.random() < ratio:
+            return True
+        is_alarmed = self._num_failed > 0 or time.monotonic() < self._all_until_at
+        return is_alarmed and len(self._background) < _MOST_CHECKS and user not in self._checked
+
+    async def _check(self, work: RankPass, cached: F32, user: UserKey, max_drift: float) -> None:
         try:
-            cold = await self._engine.rank(
-                replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant
-            )
+            cold = await self._cold(work, user)
+            drift = drift_of(cached, cold)
+            failed = not drift <= max_drift
+            self._metrics.rank.drifted(drift, failed)
+            if not failed:
+                self._num_failed = 0
+                return
+            await self._failed(work, cold, user, drift, max_drift)
         except NpuGrError:
             return  # the device is too busy
-        drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
-        self._metrics.rank.drifted(drift, drift > max_drift)
-        if drift > max_drift:
+
+    async def _failed(
+        self, work: RankPass, cold: F32, user: UserKey, drift: float, max_drift: float
+    ) -> None:
+        self._num_failed += 1
+        self._all_until_at = time.monotonic() + _ALL_S
+        log.error(
+            "self-check: cached scores differ by %.2e standard deviations, over "
+            "selfcheck_max_drift; the user's prefixes are dropped",
+            drift,
+        )
+        if self._num_failed >= MOST_FAILED and not self._relay.settings.is_switched_off:
+            self._relay.settings.is_switched_off = True
+            self._relay.tiers.erase_all()
             log.error(
-                "self-check: cached scores differ by %.2e standard deviations, over "
-                "selfcheck_max_drift",
-                drift,
+                "self-check: %d checks failed in a row: the prefix cache is off until the "
+                "configuration is read again (SIGHUP or POST /v1/models/reload)",
+                self._num_failed,
             )
+        else:
+            await self._relay.erase(user)
+        again = drift_of(await self._cold(work, user), cold)
+        if not again <= max_drift:
+            fault = (
+                f"two cold passes of one rank differ by {again:.2e} standard deviations: the "
+                "device computes wrongly"
+            )
+            self._metrics.health.fault = fault
+            log.critical("self-check: %s", fault)
+
+    async def _cold(self, work: RankPass, user: UserKey) -> F32:
+        deadline_at = time.monotonic() + _SELFCHECK_S
+        work = replace(work, vector=None)
+        return (await self._engine.rank(work, deadline_at, tenant=user.tenant)).logits
 
     async def stop(self) -> None:
         """Cancel running checks."""
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_all(self._background)
+
+
+def drift_of(got: F32, want: F32) -> float:
+    """Return the largest difference of scores, in standard deviations of `want`."""
+    drift = float(np.abs(want - got).max() / max(float(want.std()), 1e-6))
+    return drift if np.isfinite(drift) else _NOT_FINITE
 
 
 def _top(request: RankRequest, logits: F32, known: Known) -> I64 | None:
@@ -499,3 +555,7 @@ def _placed(scores: F32, known: Known) -> F32:
 
 _NAMED = 10  # unknown candidates named in a message
 _SELFCHECK_S = 60.0  # deadline of a self-check
+MOST_FAILED = 3  # failed self-checks in a row that switch the prefix cache off
+_ALL_S = 300.0  # after a failed self-check all cached ranks are checked for so long
+_MOST_CHECKS = 4  # checks at a time of those, which cost as much as the ranks
+_NOT_FINITE = 1e6  # drift of scores of which some are not finite

@@ -17,16 +17,15 @@ Permit, deadline and lease are `with` blocks, so they are released however a req
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
+from npu_gr.core.errors import ConfigError, NotFound, NotTaken, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
-from npu_gr.core.lifetime import deadline
+from npu_gr.core.lifetime import within
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.settings import LiveConfig, to_table
 from npu_gr.engine.scheduler import Scheduler
@@ -92,22 +91,26 @@ class Service:
         Raises:
             NotFound: this instance does not serve the kind.
             Overloaded: the request would miss its objective or budget.
-            DeadlineExceeded: `budget_s` has passed; all resources are released.
+            NotTaken: a pass on the device hangs, or scores are wrong.
+            DeadlineExceeded: `budget_s` has passed; what a pass on the device still uses is
+                released when the pass ends.
         """
         arrived_at = time.monotonic() if permit is None else permit.arrived_at
         job: KindJob[Q, A] = self._job(kind)
         tenant = request.user.tenant
+
+        async def asked(deadline_at: float) -> A:
+            if permit is not None:
+                return await job.run(request, Call(arrived_at, deadline_at, permit, tenant))
+            with await self.admission.enter(kind.name, tenant, time.monotonic(), budget_s) as own:
+                return await job.run(request, Call(arrived_at, deadline_at, own, tenant))
+
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, float("inf"), tenant=tenant))
+        elif why_not := self.parts.metrics.health.why_not_ready():
+            raise NotTaken(why_not)
         else:
-            async with deadline(budget_s) as deadline_at:
-                if permit is not None:
-                    answer = await job.run(request, Call(arrived_at, deadline_at, permit, tenant))
-                else:
-                    with await self.admission.enter(
-                        kind.name, tenant, time.monotonic(), budget_s
-                    ) as own:
-                        answer = await job.run(request, Call(arrived_at, deadline_at, own, tenant))
+            answer = await within(budget_s, asked)
         self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
         return answer
 
@@ -124,8 +127,8 @@ class Service:
 
     async def watch(self) -> None:
         """Measure the load, and set the brownout level of all relays, until cancelled."""
-        while True:
-            await asyncio.sleep(OBSERVE_S)
+        worker = self.parts.metrics.health.add("brownout")
+        async for _ in worker.turns(OBSERVE_S):
             pressure = self.parts.scheduler.pressure + self.admission.pressure
             level = self.parts.brownout.observe(pressure, time.monotonic())
             for model in self.versions.current():
@@ -190,7 +193,12 @@ class Service:
         failures = self.parts.scheduler.failures_in_a_row
         if failures >= MAX_FAILURES:
             return False, f"the device failed {failures} times in a row"
-        return True, ""
+        why_not = self.parts.metrics.health.why_not_ready()
+        return not why_not, why_not
+
+    def why_dead(self) -> str:
+        """Say what has not moved for so long that only a new process helps; "" = nothing."""
+        return self.parts.metrics.health.why_dead()
 
     def set_ready(self, why_not: str = "") -> None:
         """Become ready, or unready with a reason."""

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.health import Worker, limit_s
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.logs import ThrottledLog
 from npu_gr.history_store.store import (
@@ -200,6 +201,7 @@ class Lane:
         self._faults = ThrottledLog(log, LOG_EVERY_S, clock)
         self.waiting = 0
         self.tasks: set[asyncio.Task[None]] = set()
+        self.worker = Worker()  # calls that the dependency has not ended
 
     @property
     def num_calls(self) -> int:
@@ -283,7 +285,8 @@ class Lane:
         error: Exception | None = None
         value: Any = None
         try:
-            value = await work()
+            with self.worker.busy(limit_s(self._limit_s)):
+                value = await work()
         except asyncio.CancelledError:  # the store is being closed
             error = StoreFailed(f"{self._of} is closed")
         except Exception as raised:  # noqa: BLE001  (passed on to the caller)
@@ -383,7 +386,7 @@ class GuardedStore:
         for lane in (self.reads, self.writes):
             lane.trip(cause)
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))
 
     async def write_many(
@@ -391,8 +394,8 @@ class GuardedStore:
     ) -> list[Written | StoreFailed | Unprocessable]:
         return await self.writes.call("append", lambda: self._store.write_many(batch))
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
-        return await self.reads.call("read", lambda: self._store.read(user, last))
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
+        return await self.reads.call("read", lambda: self._store.read(user, last, all_items))
 
     async def actions(self) -> tuple[str, ...]:
         return await self.reads.call("read", lambda: self._store.actions())

@@ -87,6 +87,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, dict[str, int]] = {}  # kind -> outcome -> requests since the start
     tiers: list[TierStatus] = []
     queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
+    late: dict[str, float] = {}  # thread or task that has not moved for too long -> seconds
     slow: list[SlowRequest] = []
     models: list[ModelStatus] = []
     tenants: dict[str, Served] = {}  # "" = requests without a tenant

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.lifetime import cancel_all
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.kv_cache.tiers import Tiers
@@ -67,11 +68,8 @@ class BackgroundTasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Cancel the tasks that run now, and wait for them."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel the tasks that run now, and wait for them for a moment: a pass may hang."""
+        await cancel_all(self._tasks)
 
 
 class Overwrites:

@@ -59,6 +59,8 @@ class LiveSettings:
     # for the tenants' shares; a tenant without one has weight 1
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     brownout: Brownout = Brownout.NONE
+    # a self-check has found wrong prefixes; until the configuration is read again
+    is_switched_off: bool = False
 
     @property
     def uses_dram(self) -> bool:

@@ -108,7 +108,9 @@ class PrefillAdmission(Generic[P]):
 
     @property
     def _is_enabled(self) -> bool:
-        return self._settings.relay.enabled and self._settings.brownout < Brownout.NO_RELAY
+        settings = self._settings
+        is_on = settings.relay.enabled and not settings.is_switched_off
+        return is_on and settings.brownout < Brownout.NO_RELAY
 
     def preinfer(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
         """Decide what a signal leads to, and start it. Never waits, never fails.

@@ -140,9 +140,13 @@ class Relay(Generic[P]):
         trigger: TriggerConfig,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
-        """Apply other settings from now on. Running jobs and measurements stay."""
+        """Apply other settings from now on, and use prefixes again if they were switched off.
+
+        Running jobs and measurements stay.
+        """
         self.settings.relay = config
         self.settings.trigger = trigger
+        self.settings.is_switched_off = False
         self.settings.tenant_weights = tenant_weights
         self.tiers.weigh(tenant_weights)
         self._filler.reconfigure(config.max_reloads)
@@ -310,13 +314,12 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
 
     async def _find(self) -> FoundPrefix:
         time = self._time
-        if time.config.enabled and time.num_tokens:
+        is_enabled = time.config.enabled and not self._relay.settings.is_switched_off
+        if is_enabled and time.num_tokens:
             return await self._relay._finder.find(
                 self._user, self._tokens, time, self._while_waiting
             )
-        return FoundPrefix(
-            Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED
-        )
+        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if is_enabled else Reason.DISABLED)
 
     def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:
         """Turn the result of the lookup into a lease.

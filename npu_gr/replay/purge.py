@@ -23,8 +23,10 @@ from pathlib import Path
 
 import msgspec
 
+from npu_gr.core.durable_files import sync_folder
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.file_permissions import open_private
+from npu_gr.core.health import STOP_S, Worker
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines
 from npu_gr.replay import erased
@@ -123,7 +125,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
             temporary.replace(path)
         else:
             path.unlink()
-        erased.sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return removed, unreadable
@@ -215,6 +217,7 @@ class Purger:
         self._wake = threading.Event()
         self._stopping = False
         self._process: subprocess.Popen[str] | None = None
+        self.worker = Worker()
         self._thread = threading.Thread(target=self._run, name="recordings-purge", daemon=True)
 
     def start(self) -> None:
@@ -233,7 +236,7 @@ class Purger:
         self._wake.set()
         if (process := self._process) is not None:
             process.terminate()
-        self._thread.join()
+        self._thread.join(STOP_S)
 
     def _run(self) -> None:
         next_at = time.monotonic()
@@ -246,7 +249,8 @@ class Purger:
             self._wake.clear()
             if self._stopping or self.erased_at is None or time.monotonic() < next_at:
                 continue
-            result, why = self._purge()
+            with self.worker.busy(2 * LIMIT_S):  # the process has a limit of its own
+                result, why = self._purge()
             self._look()
             if not self._stopping:
                 self.runs[result] += 1

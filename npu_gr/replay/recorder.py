@@ -31,7 +31,8 @@ import xxhash
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.file_permissions import warn_if_shared
-from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.health import Worker
+from npu_gr.core.history import Events, HistoryRef, UserKey, in_time_order
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0  # a crash loses at most the records of this time
 RECORD_BYTES = 1000  # upper estimate of a queued request without its arrays
 ERASURE_S = 3600.0  # time to remember an erasure, longer than any request takes
+WRITE_S = 10.0  # limit of one write or flush, which takes milliseconds
+CLOSE_S = 5.0  # to write the queued records at the end
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -136,7 +139,9 @@ def _history_ref(request: Request) -> HistoryRef:
 
 def _history(request: Request) -> Events | None:
     """Return the events that the request has."""
-    return request.events if isinstance(request, EventsRequest) else _history_ref(request).events
+    if isinstance(request, EventsRequest):
+        return in_time_order(request.events)  # so that any policy of `unsorted_history` replays it
+    return _history_ref(request).events
 
 
 def _arrays_bytes(message: Any) -> int:
@@ -168,6 +173,7 @@ class Recorder:
         config: RecordConfig,
         on_result: Callable[[str, int], None] = lambda _result, _num: None,
     ) -> None:
+        self.worker = Worker()
         self._config = config
         self._on_result = on_result
         self._folder = Path(config.folder)
@@ -207,7 +213,9 @@ class Recorder:
         """Write the queued records, and stop."""
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.error("the recorder did not write the last records within %.0f s", CLOSE_S)
         self.purger.close()
 
     # ---- the event loop's side
@@ -317,7 +325,8 @@ class Recorder:
                     result = "erased"
                 else:
                     record = record_of(request, self._key, self._config.scores)
-                    file.write(msgspec.json.encode(record) + b"\n")
+                    with self.worker.busy(WRITE_S):
+                        file.write(msgspec.json.encode(record) + b"\n")
             except (OSError, ValueError) as error:
                 log.error("recording failed: %s", error)
                 result = "failed"
@@ -325,9 +334,10 @@ class Recorder:
             self._taken_bytes += num_bytes
             self._count(result, 1)
         try:
-            file.flush(is_over=not self.is_on)
-            for old in self._files()[: -self._config.max_files]:
-                old.unlink(missing_ok=True)
+            with self.worker.busy(WRITE_S):
+                file.flush(is_over=not self.is_on)
+                for old in self._files()[: -self._config.max_files]:
+                    old.unlink(missing_ok=True)
         except OSError as error:
             log.error("recording failed: %s", error)
             file.abandon()

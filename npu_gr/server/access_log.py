@@ -16,9 +16,10 @@ import hashlib
 import logging
 import random
 import sys
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
+from npu_gr.core.health import Worker
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, ThrottledLog, Trace, begin, log_line
@@ -38,7 +40,8 @@ from npu_gr.server.auth.keys import ANONYMOUS, Key
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExportResult
     from opentelemetry.trace import Span, Tracer
 
 
@@ -46,6 +49,8 @@ log = logging.getLogger(ACCESS_LOG)
 
 MOST_DETAIL = 200  # characters of a detail
 SLOW_FACTOR = 2.0  # a request that takes so many times its kind's objective is a warning
+LAST_SPANS_S = 1.0  # to send the last spans at the end
+SEND_S = 60.0  # limit of sending a batch of spans, with the retries of the SDK
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -407,19 +412,31 @@ def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
 
 
 @contextmanager
-def spans(config: ServerConfig) -> Iterator[Tracing]:
-    """Trace as configured while the block runs; at its end the pending spans are sent."""
+def spans(config: ServerConfig, worker: Worker | None = None) -> Iterator[Tracing]:
+    """Trace as configured while the block runs; at its end the pending spans are sent.
+
+    Args:
+        config: Section `server`.
+        worker: Shows whether spans are sent.
+    """
     if config.otlp_endpoint is None:
         yield Tracing()
         return
-    provider = _provider(config.otlp_endpoint)
+    provider = _provider(config.otlp_endpoint, worker or Worker())
     try:
         yield Tracing(provider.get_tracer("npu_gr"), config.trace_sample_ratio)
     finally:
-        provider.shutdown()
+        # in a thread, since the SDK waits half a minute for a collector that does not answer
+        stop = threading.Thread(target=provider.shutdown, name="npu_gr-spans", daemon=True)
+        stop.start()
+        stop.join(LAST_SPANS_S)
+        if stop.is_alive():
+            logging.getLogger(__name__).warning(
+                "server.otlp_endpoint: the last spans were not sent within %.0f s", LAST_SPANS_S
+            )
 
 
-def _provider(endpoint: SecretUrl) -> TracerProvider:
+def _provider(endpoint: SecretUrl, worker: Worker) -> TracerProvider:
     """Make the provider that sends spans to an OTLP collector over HTTP, in batches.
 
     Raises:
@@ -432,12 +449,19 @@ def _provider(endpoint: SecretUrl) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(f"server.otlp_endpoint: needs the extra npu_gr[otel]: {error}") from error
-    provider = TracerProvider(resource=Resource.create({"service.name": "npu_gr"}))
+
+    class WatchedExporter(OTLPSpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            with worker.busy(SEND_S):
+                return super().export(spans)
+
+    resource = Resource.create({"service.name": "npu_gr"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `spans` does it
     try:
         url, authorization = endpoint.without_user()
     except ValueError as error:
         raise ConfigError(f"server.otlp_endpoint: {error}") from None
     # user and password go into a header, so that logs of the URL do not have them
     headers = {"Authorization": authorization} if authorization else None
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, headers=headers)))
+    provider.add_span_processor(BatchSpanProcessor(WatchedExporter(endpoint=url, headers=headers)))
     return provider

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 from aiohttp import web
 
-from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.errors import TooLarge, Unavailable, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.text_format import quoted
@@ -179,6 +179,8 @@ class HealthRoutes:
         ]
 
     async def _live(self, _: web.Request) -> web.Response:
+        if why := self._service.why_dead():
+            raise Unavailable(why)
         models = self._service.models()
         first = models[0]
         runs = [

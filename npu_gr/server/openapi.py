@@ -328,7 +328,7 @@ def _record_paths(schemas: _Schemas) -> _Json:
 def _health_paths(schemas: _Schemas) -> _Json:
     get = schemas.get
     return {
-        "/healthz": get("live", "The process is alive.", is_public=True),
+        "/healthz": get("live", "The process is alive, and moves.", "503", is_public=True),
         "/readyz": get("ready", "The instance accepts requests.", "503", is_public=True),
         "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
         "/v2/health/ready": get(

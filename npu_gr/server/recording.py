@@ -34,6 +34,7 @@ class RecordingService:
         self.models = service.models
         self.kind_versions = service.kind_versions
         self.is_ready = service.is_ready
+        self.why_dead = service.why_dead
         self.effective_config = service.effective_config
         self.knows = service.knows
         self.reload_models = service.reload_models

@@ -92,12 +92,17 @@ def build_web_app(
     ):
         app.add_routes(group.routes())
 
-    process = metrics.process
+    process, health = metrics.process, metrics.health
 
     async def background(_: web.Application) -> AsyncIterator[None]:
         with noted_pauses(process.gc_paused) as drain:
             lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
-            async with lag, running(keys.follow()), running(admission.watch()), following(tls):
+            async with (
+                lag,
+                running(keys.follow(health.add("api_keys"))),
+                running(admission.watch(health.add("rejections_log"))),
+                following(tls, worker=health.add("tls")),
+            ):
                 yield
 
     app.cleanup_ctx.append(background)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,6 +30,7 @@ TLS = web.AppKey("tls", ServerTls)
 # reset could overtake the response.
 LINGER_S = 2.0
 AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check, and to close
+LOOK_S = 1.0  # interval between two looks at what hangs
 
 
 async def serve(
@@ -38,7 +40,8 @@ async def serve(
     on_drain: Callable[[], Awaitable[None]],
     ready: asyncio.Event | None = None,
     on_listening: Callable[[int, int], None] = lambda _port, _admin: None,
-) -> None:
+    why_dead: Callable[[], str] = str,
+) -> str:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
     Draining: `on_drain` makes the service unready. Requests are still served for `drain_grace_s`,
@@ -51,6 +54,10 @@ async def serve(
         on_drain: Callback when draining begins.
         ready: Set once the server listens.
         on_listening: Receives the port and the admin port; the system chooses those that are 0.
+        why_dead: Function that says what hangs, so that the process must end; "" = nothing.
+
+    Returns:
+        What hung; "" = a signal came.
 
     Raises:
         ConfigError: An address cannot be bound.
@@ -68,7 +75,9 @@ async def serve(
             if ready is not None:
                 ready.set()
             with stop_signals() as received:
-                await received.get()
+                dead = await _until_end(received, why_dead)
+                if dead:
+                    log.critical("%s: the process ends", dead)
                 log.info(
                     "draining: not ready, closing the listener in %.1f s", config.drain_grace_s
                 )
@@ -78,6 +87,24 @@ async def serve(
     finally:
         await asyncio.gather(runner.cleanup(), *([] if rpc is None else [rpc.stop()]))
     log.info("stopped")
+    return dead
+
+
+async def _until_end(received: asyncio.Queue[int], why_dead: Callable[[], str]) -> str:
+    """Wait for a signal, or until two looks in a row find that something hangs.
+
+    After a standstill of the whole process, one look finds what has had no time to move.
+    """
+    before = ""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await received.get()
+                return ""
+        now = why_dead()
+        if now and before:
+            return now
+        before = now
 
 
 class _Malformed(logging.Filter):
@@ -131,6 +158,31 @@ def make_addresses(config: ServerConfig) -> list[Address]:
     ]
 
 
+def check_ports(config: ServerConfig) -> None:
+    """Check that the addresses can be bound, before models are loaded.
+
+    Raises:
+        ConfigError: One cannot; most often another process listens there.
+    """
+    for field in ("", "admin_"):
+        host, port = getattr(config, f"{field}host"), getattr(config, f"{field}port")
+        if port == 0:
+            continue
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise _not_bound(field, host, port, error) from error
+
+
+def _not_bound(field: str, host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
+    )
+
+
 async def _listen(
     runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address
 ) -> int:
@@ -148,9 +200,7 @@ async def _listen(
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(
-            f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
-        ) from error
+        raise _not_bound(field, host, port, error) from error
     port = int(runner.addresses[-1][1])
     app[PIPELINE].serve_at(port, address)
     what = field.replace("_", " ")

@@ -63,6 +63,10 @@ class ServiceProtocol(Protocol):
         """Return whether new work is accepted, and if not, why: starting, draining, failed."""
         ...
 
+    def why_dead(self) -> str:
+        """Say what has not moved for so long that only a new process helps; "" = nothing."""
+        ...
+
     async def effective_config(self) -> dict[str, Any]:
         """Return the whole current configuration in plain types, without secrets."""
         ...

@@ -72,6 +72,7 @@ async def status(
             for name, reads in metrics.relay.tiers.items()
         ],
         queue=dict(metrics.waiting()),
+        late={name: one.age_s for name, one in metrics.health.late().items() if one is not None},
         slow=_slowest(metrics, newest),
         models=_models(service, metrics),
         tenants={

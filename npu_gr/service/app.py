@@ -53,6 +53,9 @@ from npu_gr.service.reload import Reload
 log = logging.getLogger(__name__)
 
 AWAY_S = 1.0  # interval at which a history store that failed at the start is checked again
+# Longest time to stop after the requests: to write queued appends and records, and to wait for
+# what hangs. It stands in the grace periods in `deploy`.
+END_S = 15.0
 
 
 class OpenedInstance(NamedTuple):
@@ -78,7 +81,7 @@ async def instance(
         ConfigError: a setting, file or device cannot be used; nothing is left running.
     """
     async with opened(config, read) as ready:
-        with spans(config.server) as tracing:
+        with spans(config.server, ready.metrics.health.add("tracing")) as tracing:
             app = build_web_app(ready.served, config.server, ready.metrics, tracing)
             add_record_routes(app, OwnRecorder(ready.recorder))
             yield app, ready.service
@@ -104,6 +107,8 @@ async def opened(
         backend = open_backend(config, metrics)
         scheduler = Scheduler(config.scheduler, backend.stream)
         scheduler.weigh(config.admission.tenant_weights)
+        for name, worker in scheduler.workers.items():
+            metrics.health.add(name, worker, is_vital=True)
         scheduler.start()
         stack.push_async_callback(scheduler.stop)
         versions = await open_models(config, backend, scheduler, metrics)
@@ -113,6 +118,8 @@ async def opened(
         opened = await open_store(of_store, may_be_away=of_store.on_failure != "fail")
         if opened is not None:
             store = GuardedStore(opened, of_store, metrics.store)
+            metrics.health.add("history_reads", store.reads.worker)
+            metrics.health.add("history_writes", store.writes.worker)
             stack.push_async_callback(store.close)
             try:
                 await check_store(opened, versions, config)
@@ -128,6 +135,7 @@ async def opened(
         if config.feature_store is not None:
             source = await asyncio.to_thread(open_source, config.feature_store)
             of_users = UserFeatures(source, config.feature_store, metrics.source)
+            metrics.health.add("feature_source", of_users.lane.worker)
             stack.push_async_callback(of_users.close)
             metrics.source.observe(of_users.lane)
         shared = Shared(
@@ -196,6 +204,8 @@ async def opened(
         )
         if recorder is not None:
             purger = recorder.purger
+            metrics.health.add("recorder", recorder.worker)
+            metrics.health.add("purge", purger.worker)
             metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
         served = RecordingService(service, recorder) if recorder else service
         if store is not None and is_away:
@@ -207,14 +217,23 @@ async def opened(
 
 
 async def run(
-    config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None
-) -> None:
+    config: Config,
+    ready: asyncio.Event | None = None,
+    read: Callable[[], Config] | None = None,
+    end_within: Callable[[float], None] = lambda _seconds: None,
+) -> bool:
     """Serve until SIGTERM, then drain and stop; SIGHUP reloads the configuration.
+
+    It also ends once something that it cannot work without has hung for too long.
 
     Args:
         config: Configuration of the instance.
         ready: Set once requests are accepted.
         read: See `instance`.
+        end_within: Callback at the beginning of the end, with the seconds that it may take.
+
+    Returns:
+        Whether something hung, so that this process must not go on.
 
     Raises:
         ConfigError: see `instance`.
@@ -223,13 +242,18 @@ async def run(
 
         async def drain() -> None:
             service.set_ready("draining")
+            server = config.server
+            end_within(server.drain_grace_s + server.shutdown_timeout_s + END_S)
 
         async def reload() -> None:
             with suppress(NpuGrError):  # it has been logged
                 await service.reload_models()
 
         with on_sighup(reload):
-            await serve(app, config.server, on_drain=drain, ready=ready)
+            why_dead = await serve(
+                app, config.server, on_drain=drain, ready=ready, why_dead=service.why_dead
+            )
+    return bool(why_dead or service.parts.metrics.health.why_late())
 
 
 def open_backend(config: Config, metrics: Metrics) -> Backend:
@@ -360,11 +384,17 @@ def observe(
         metrics.reloads.loaded(Reloaded.VECTORS)
     versions = service.versions
     if versions.rankers is not None:
-        metrics.process.observe_limits({"history_tokens": lambda: versions.ranker().max_events})
+        metrics.process.observe_limits(
+            {
+                "history_tokens": lambda: versions.ranker().max_events,
+                "spare_item_rows": lambda: versions.ranker().items.spare.num_rows,
+            }
+        )
+        metrics.rank.observe_switch(lambda: versions.ranker().relay.settings.is_switched_off)
         metrics.rank.observe_items(
-            lambda: versions.ranker().items.num_new,
+            lambda: versions.ranker().items.spare.num_known,
             lambda: versions.ranker().items.num_unscored,
-            lambda: versions.ranker().items.num_spare,
+            lambda: versions.ranker().items.spare.num_available,
         )
     if versions.generators is not None:
         metrics.process.observe_limits(

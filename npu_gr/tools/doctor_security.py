@@ -35,7 +35,7 @@ from npu_gr.service.config import Config, load
 # Names (without the section) of texts that are files or folders.
 _FILE = (
     "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
-    "|hstu_library"
+    "|hstu_library|change_log"
 )
 # The beginning of the line about a setting, where it is not the setting's name; None if it is used
 # only together with another one, whose line covers it.

@@ -60,6 +60,8 @@ each_scale = pytest.mark.parametrize(
 class Instance:
     """`npu-gr serve` with `configs/cpu.yaml`, in a process of its own."""
 
+    module = "npu_gr"  # that is run
+
     def __init__(self, folder: Path, checkpoint: Path, *overrides: str) -> None:
         """Start nothing yet.
 
@@ -84,7 +86,10 @@ class Instance:
             *overrides,
         ]
         sets = [word for setting in settings for word in ("--set", setting)]
-        self._command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(CONFIG), *sets]
+        self._command = [
+            *(sys.executable, "-m", self.module, "serve", "--config", str(CONFIG)),
+            *sets,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(
@@ -97,7 +102,10 @@ class Instance:
             limits: `resource.RLIMIT_*` -> value.
         """
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=stdout, stderr=log, cwd=ROOT)
+            environment = {**os.environ, "HURT": str(self.folder)}
+            self._process = subprocess.Popen(
+                self._command, stdout=stdout, stderr=log, cwd=ROOT, env=environment
+            )
         for which, value in (limits or {}).items():
             self.limit(which, value)
 

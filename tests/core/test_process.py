@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from npu_gr.core.process import HUNG
+
 # page faults of a round, when the heap has settled, in a thread
 CODE = """
 import resource, sys, threading
@@ -55,6 +57,22 @@ def test_variables_are_set_where_nobody_has(given: dict[str, str]) -> None:
         given.get("PER_STREAM_QUEUE", "1"),
         "0",
     ]
+
+
+HANGS = """
+import threading
+from npu_gr.core.logs import set_up_logs
+from npu_gr.core.process import end_within
+set_up_logs("INFO")
+end_within(0.05)
+threading.Thread(target=threading.Event().wait).start()  # not a daemon: the process cannot end
+"""
+
+
+def test_a_process_that_cannot_stop_ends_with_its_logs_written() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == HUNG
+    assert "the process did not stop within" in done.stderr
 
 
 TRIM = """

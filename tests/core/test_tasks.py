@@ -30,9 +30,13 @@ async def test_work_runs_until_the_block_ends_and_has_ended_then() -> None:
     assert seen == ["begun", "ended"]
 
 
-async def test_work_that_fails_leaves_the_block_alone() -> None:
+async def test_work_that_fails_leaves_the_block_alone_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work() -> None:
         raise RuntimeError("of the work")
 
     async with running(work()):
         await asyncio.sleep(0)
+    assert "a background task failed" in caplog.text
+    assert "of the work" in caplog.text

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
-from npu_gr.engine.device_threads import SWITCH_S
-from npu_gr.engine.queue import Demand, JobOrder, JobStep, SchedulerConfig
+from npu_gr.core.health import DEAD_S, LEAST_S, Health
+from npu_gr.engine import device_threads
+from npu_gr.engine.device_threads import COMPILE_S, SWITCH_S, UNKNOWN_S, pass_limit_s
+from npu_gr.engine.page_jobs import warmup_order
+from npu_gr.engine.queue import Demand, Job, JobOrder, JobStep, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from tests.serving import until
 
@@ -433,3 +436,68 @@ async def test_a_sequence_that_is_cut_ends_with_the_step_it_is_at() -> None:
         whole = await scheduler.sequence(waiting.steps, FAR, JobOrder(FAR))
         assert (whole.steps, whole.value) == (5, 4)
     assert (slow.ran, waiting.ran) == ([0, 1], [0, 1, 2, 3, 4])
+
+
+async def test_a_pass_is_late_after_ten_times_its_estimate() -> None:
+    def job(estimate_s: float, **more: Any) -> Job:
+        return Job(run=list, estimate_s=estimate_s, **more)
+
+    assert pass_limit_s([job(0.001), job(0.002)]) == LEAST_S
+    assert pass_limit_s([job(1.0), job(2.0)]) == pytest.approx(30.0)
+    assert pass_limit_s([job(1.0), job(0.0)]) == UNKNOWN_S, "the time of one is not known"
+    assert pass_limit_s([job(0.001, may_compile=True)]) == UNKNOWN_S
+    health = Health()
+    async with running() as (scheduler, device):
+        for name, worker in scheduler.workers.items():
+            health.add(name, worker, is_vital=True)
+        assert set(health.ages_s()) == {"device_0", "copies"}
+        async with held(scheduler):
+            await asyncio.sleep(0.01)
+            assert health.ages_s()["device_0"] > 0
+        await scheduler.batch(Work("a"), device.run, time.monotonic() + 60)
+        assert health.ages_s()["device_0"] == 0
+
+
+async def test_first_runs_have_the_limit_of_a_compiler() -> None:
+    limits: list[tuple[float, float]] = []
+    async with running() as (scheduler, _):
+        (worker,) = scheduler._streams.workers
+
+        def note(works: Sequence[Any] = (None,)) -> list[Any]:
+            limits.extend((work.limit_s, work.dead_s) for work in worker.works())
+            return list(works)
+
+        await scheduler.call(note, FAR, warmup_order())
+        await scheduler.batch(Work("self-test"), note, FAR, estimate_s=0.001)
+        await scheduler.batch(Work("request"), note, time.monotonic() + 60, estimate_s=0.001)
+    first = (UNKNOWN_S, COMPILE_S)
+    assert limits == [first, first, (LEAST_S, DEAD_S)]
+
+
+async def test_a_stop_does_not_wait_for_a_pass_that_does_not_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_threads, "STOP_S", 0.05)
+    go, busy = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        busy.set()
+        go.wait(60)
+
+    scheduler = Scheduler(SchedulerConfig())
+    scheduler.start()
+    waits = asyncio.create_task(scheduler.call(hang, FAR))
+    cancelled = asyncio.create_task(scheduler.call(hang, FAR))
+    await asyncio.to_thread(busy.wait, 10)
+    waits.cancel()
+    await asyncio.sleep(0.01)
+    assert not waits.done(), "the device uses its pages"
+    await scheduler.stop()
+    results = await asyncio.gather(waits, cancelled, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert isinstance(results[1], Unavailable)
+    go.set()  # the thread ends, and what it delivers then changes nothing
+    for thread in scheduler._streams._threads:  # type: ignore[attr-defined]
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
+    await asyncio.sleep(0)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.health import Health
 from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.bulkhead import NEWEST, GuardedStore, StoreBreaker
@@ -181,9 +182,9 @@ class Scripted:
         finally:
             self.running -= 1
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
         await self._do()
-        return 1
+        return Written(1, 1)
 
     async def write_many(
         self, batch: Sequence[Write]
@@ -191,7 +192,7 @@ class Scripted:
         await self._do()
         return [Written(1, 1)] * len(batch)
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
         await self._do()
         return StoredHistory(events(3), 0)
 
@@ -223,7 +224,9 @@ async def fault_of(call: asyncio.Future[object] | asyncio.Task[object]) -> Store
 
 
 async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
+    health = Health()
     guard, store, seen = made()
+    health.add("history_reads", guard.reads.worker)
     store.release.clear()
     reads = [
         asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.read(USER, 9))))
@@ -240,10 +243,12 @@ async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
         await guard.read(USER, 9)
     assert store.began == 3
     assert seen.calls["read", "rejected"] == 1
+    assert health.ages_s()["history_reads"] > 0
     store.release.set()
     await until_closed(guard)
     await settled()
     assert guard.reads.num_calls == 0
+    assert health.ages_s()["history_reads"] == 0
     await guard.close()
 
 
@@ -312,7 +317,7 @@ async def test_a_caller_that_gives_up_in_the_queue_never_begins() -> None:
     await settled()
     assert guard.writes.num_calls == 0
     assert store.began == 3
-    assert await guard.append(USER, events(1)) == 1
+    assert await guard.append(USER, events(1)) == Written(1, 1)
     await guard.close()
 
 
@@ -396,7 +401,7 @@ async def test_a_full_disk_has_its_name(tmp_path: Path) -> None:
     assert len((await guard.read(USER, 9)).events) == 9  # reads go on
     writer.execute("PRAGMA max_page_count = 100000")
     await asyncio.sleep(0.02)
-    assert await guard.append(USER, events(1)) > 0
+    assert (await guard.append(USER, events(1))).num_events > 0
     assert not guard.writes.is_open
     await guard.close()
 

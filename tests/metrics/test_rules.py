@@ -79,6 +79,9 @@ def burning(kind: str, promise: Promise) -> list[Case]:
 INSTANCE = {"instance": "a"}
 RECORDED = 'npu_gr_recorded_total{instance="a",result="%s"}'
 STDOUT = {"instance": "a", "stream": "stdout"}
+DEVICE = {"instance": "a", "worker": "device_0"}
+RECORDER = {"instance": "a", "worker": "recorder"}
+SWITCHED = 'npu_gr_prefix_cache_switched_off{instance="a"}'
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
@@ -100,6 +103,10 @@ OTHER_UP, OF_OPERATOR = 'up{instance="b",job="npu_gr"}', 'up{instance="a",job="s
 ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
 RARE_MINUTE = 365  # within 6 h of the first of them
 HOURLY = "0x59 1x59 2x59 3x59 4x59 5x59 6x59"  # one request an hour
+
+
+def stuck(worker: str, value: int) -> dict[str, str]:
+    return {f'npu_gr_work_late{{instance="a",worker="{worker}"}}': f"{value}x9"}
 
 
 def held(live: int, reserved: int) -> dict[str, str]:
@@ -144,6 +151,11 @@ def disk(free: int) -> dict[str, str]:
 
 def degraded(num: int, reads: int) -> dict[str, str]:
     return {DEGRADED: f"0+{num}x20", CALLS % ("read", "ok"): f"0+{reads}x20"}
+
+
+def spare(rows: int, of: int) -> dict[str, str]:
+    limit = 'npu_gr_limit{instance="a",name="spare_item_rows"}'
+    return {'npu_gr_spare_item_rows{instance="a"}': f"{rows}x9", limit: f"{of}x9"}
 
 
 def of_users(num: int, fetched: int) -> dict[str, str]:
@@ -210,6 +222,9 @@ CAUSES: list[Case] = [
     ),
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
     *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
+    *one("NpuGrDevicePassHangs", stuck("device_0", 1), stuck("device_0", 0), 3, **DEVICE),
+    *one("NpuGrWorkLate", stuck("recorder", 1), stuck("device_0", 1), 4, **RECORDER),
+    *one("NpuGrPrefixCacheOff", {SWITCHED: "0 0 1x3"}, {SWITCHED: "0x5"}, 4, **INSTANCE),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
     *one("NpuGrOverload", shed(3, 97), shed(1, 199), 15, **INSTANCE),
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
@@ -306,6 +321,9 @@ CAUSES: list[Case] = [
         of="server",
     ),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
+    *one("NpuGrSpareItemRowsLow", spare(12, 64), spare(13, 64), 8, **INSTANCE),
+    # a ranker without row dropout has none
+    Case(spare(0, 0), 8, {}, ["NpuGrSpareItemRowsLow"]),
 ]
 
 
@@ -394,6 +412,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.of }}", "server")
                         .replace("{{ $labels.place }}", "store")
                         .replace("{{ $labels.stream }}", "stdout")
+                        .replace("{{ $labels.worker }}", labels.get("worker", ""))
                         for name, text in ALERTS[alert]["annotations"].items()
                     },
                 }

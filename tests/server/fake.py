@@ -90,6 +90,9 @@ class FakeService:
     def is_ready(self) -> tuple[bool, str]:
         return not self.why_not_ready, self.why_not_ready
 
+    def why_dead(self) -> str:
+        return ""
+
     async def knows(self, user: UserKey) -> dict[str, bool]:
         return {"histories": user.user == "known"}
 

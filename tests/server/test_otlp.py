@@ -118,6 +118,13 @@ def test_a_collector_gets_the_spans_of_a_request_with_the_password_in_a_header()
     check(request, *told)
 
 
+def test_a_collector_that_does_not_answer_delays_no_stop(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        tell(from_table({"otlp_endpoint": url, "trace_sample_ratio": 0.0}, ServerConfig))
+        assert "the last spans were not sent within 1 s" in caplog.text
+
+
 @pytest.mark.bare
 def test_a_real_collector_takes_them_and_passes_them_on(tmp_path: Path) -> None:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):

@@ -11,7 +11,9 @@ import signal
 from typing import Any
 
 import aiohttp
+import pytest
 
+from npu_gr.server import run
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
@@ -64,3 +66,21 @@ async def listens(port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+async def test_it_ends_by_itself_once_something_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look alone may come right after a standstill of the whole process."""
+    monkeypatch.setattr(run, "LOOK_S", 0.01)
+    looks = iter(["device_0 hangs", "", "device_0 hangs", "device_0 hangs still", "later"])
+    drained: list[str] = []
+
+    async def on_drain() -> None:
+        drained.append("drained")
+
+    service = FakeService({name: example.answer for name, example in EXAMPLES.items()})
+    config = ServerConfig(port=0, admin_port=0, drain_grace_s=0.0, shutdown_timeout_s=1.0)
+    app = build_web_app(service, config, metrics_of_all_kinds())
+    dead = await serve(app, config, on_drain=on_drain, why_dead=lambda: next(looks))
+    assert dead == "device_0 hangs still"
+    assert drained == ["drained"]
+    assert [*looks] == ["later"]

@@ -84,6 +84,10 @@ class ByUser(Generic[Keyed]):
         if not entries:
             del self._entries[entry.key.user]
 
+    def users(self) -> list[UserKey]:
+        """Return a new list of the users."""
+        return list(self._entries)
+
     def of(self, user: UserKey) -> list[Keyed]:
         """Return a new list of the user's entries."""
         return list(self._entries.get(user, ()))
@@ -191,6 +195,10 @@ class PageTier(ABC, Generic[E]):
             for entry in self._users.matching(user, model_version, layout_id)
             if self.get(entry.key) is entry
         ]
+
+    def users(self) -> list[UserKey]:
+        """List the users who have entries, also ones being written."""
+        return self._users.users()
 
     def knows(self, user: UserKey) -> bool:
         """Return whether the tier has entries of a user, also ones being written."""

@@ -37,6 +37,12 @@ class Tiers(NamedTuple):
         if self.dram is not None:
             self.dram.shares.weights = tenant_weights
 
+    def erase_all(self) -> None:
+        """Drop all entries of all users in both tiers."""
+        users = self.pool.users() + ([] if self.dram is None else self.dram.users())
+        for user in users:
+            self.erase_user(user)
+
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""
         self.pool.erase_user(user)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from npu_gr.core.health import Health
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import (
     GenerateMetrics,
@@ -69,6 +70,8 @@ class Metrics:
         self.store = StoreMetrics(make, self.erasures)
         self.source = SourceMetrics(make)
         self.process = ProcessMetrics(make)
+        self.health = Health()
+        self.process.observe_health(self.health)
         self.reloads = ReloadMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, Exemplar
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -155,6 +155,8 @@ class Families:
 class ReadCounter(Collector):
     """A counter with one label whose values are read from elsewhere at each scrape."""
 
+    _family: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily
+
     def __init__(
         self,
         registry: CollectorRegistry,
@@ -167,7 +169,7 @@ class ReadCounter(Collector):
 
         Args:
             registry: Registry to collect it.
-            name: Full name without `_total`.
+            name: Full name, of a counter without `_total`.
             text: Help text.
             label: Name of the label.
             read: Function that returns label value -> count.
@@ -180,10 +182,16 @@ class ReadCounter(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Read the values."""
-        family = CounterMetricFamily(self._name, self._text, labels=(self._label,))
+        family = self._family(self._name, self._text, labels=(self._label,))
         for value, count in self._read().items():
             family.add_metric((value,), count)
         yield family
+
+
+class ReadGauge(ReadCounter):
+    """A gauge of the same form."""
+
+    _family = GaugeMetricFamily
 
 
 def children(family: M) -> Callable[..., M]:

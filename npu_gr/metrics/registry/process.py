@@ -15,16 +15,18 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.process_collector import ProcessCollector
 
 from npu_gr import __version__
+from npu_gr.core.health import Health
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.logs import num_lines_dropped
 from npu_gr.core.served import ModelInfo
-from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter
+from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter, ReadGauge
 
 
 class ProcessMetrics:
     """Metrics of the process itself: event loop, garbage collector, limits, version, recorder."""
 
     def __init__(self, make: Families) -> None:
+        self._registry = make.registry
         # on a registry of its own, because it reads files: `exposition.py` runs it in a thread
         self.collector = ProcessCollector(registry=CollectorRegistry())
         self._lag_s = make.histogram(
@@ -77,6 +79,23 @@ class ProcessMetrics:
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
         """Export whether the instance accepts new requests, read at each scrape."""
         self._ready.set_function(lambda: read()[0])
+
+    def observe_health(self, health: Health) -> None:
+        """Export what the workers do, read at each scrape."""
+        ReadGauge(
+            self._registry,
+            "npu_gr_device_pass_age_seconds",
+            "Time since the running pass of a device thread began; 0 = none runs.",
+            "worker",
+            lambda: {name: s for name, s in health.ages_s().items() if name.startswith("device_")},
+        )
+        ReadGauge(
+            self._registry,
+            "npu_gr_work_late",
+            "1 while a thread or task has not moved for longer than its limit.",
+            "worker",
+            lambda: {name: float(late is not None) for name, late in health.late().items()},
+        )
 
     def observe_certificate(self, of: str, read: Callable[[], float]) -> None:
         """Export the expiry of the current certificate, read at each scrape."""

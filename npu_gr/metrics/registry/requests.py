@@ -345,6 +345,10 @@ class RankMetrics:
         self._drift_failures = make.counter(
             "selfcheck_failures_total", "Self-checks with more than the allowed drift."
         )
+        self._switched_off = make.gauge(
+            "prefix_cache_switched_off",
+            "1 while self-checks have switched the prefix cache of the ranker off.",
+        )
         self._new_items = make.gauge(
             "new_items",
             "Items of the catalogue that the ranker was not trained on: scored by features and "
@@ -352,7 +356,9 @@ class RankMetrics:
             ("state",),
         )
         self._spare_items = make.gauge(
-            "spare_item_rows", "Free rows of the ranker's table for new items."
+            "spare_item_rows",
+            "Rows of the ranker's table that new items can get: free ones, and those of items that "
+            "neither the catalogue nor its version before has.",
         )
 
     def answered(self, answer: RankAnswer) -> None:
@@ -374,6 +380,10 @@ class RankMetrics:
         if report.cut_tokens:
             self._cut_tokens.inc(report.cut_tokens)
 
+    def observe_switch(self, read: Callable[[], bool]) -> None:
+        """Export whether self-checks have switched the prefix cache off, read at each scrape."""
+        self._switched_off.set_function(read)
+
     def observe_items(
         self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]
     ) -> None:
@@ -382,7 +392,7 @@ class RankMetrics:
         Args:
             scored: Function that counts the new items with a row.
             unscored: Function that counts the new items without a row.
-            spare: Function that counts the free rows.
+            spare: Function that counts the rows that new items can get.
         """
         self._new_items.labels("scored").set_function(scored)
         self._new_items.labels("unscored").set_function(unscored)

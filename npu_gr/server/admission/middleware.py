@@ -31,6 +31,7 @@ from typing import Any
 from aiohttp import web
 
 from npu_gr.core.errors import BodyTooSlow, Overloaded, Rejection, TooLarge, Unavailable
+from npu_gr.core.health import Worker
 from npu_gr.core.kinds import Kind
 from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.metrics.registry import Metrics
@@ -234,10 +235,9 @@ class Admission:
             AGENT_SHARE, *AGENT_LIMITS
         )
 
-    async def watch(self) -> None:
+    async def watch(self, worker: Worker) -> None:
         """Log rejections once a second, until cancelled."""
-        while True:
-            await asyncio.sleep(LOG_S)
+        async for _ in worker.turns(LOG_S):
             if self._counts:
                 counts = ", ".join(f"{num} {plural}" for plural, num in self._counts.items())
                 log.warning("admission control rejected %s in %.1f s", counts, LOG_S)

@@ -32,6 +32,7 @@ import msgspec
 import yaml
 
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Rejection, Unauthorized
+from npu_gr.core.health import Worker
 from npu_gr.core.kinds import Scope
 from npu_gr.core.logs import ThrottledLog
 from npu_gr.core.settings import Positive, parse
@@ -290,10 +291,9 @@ class KeyRing:
             level = logging.INFO if self._keys else logging.ERROR
             log.log(level, "api_keys_file: read %d API keys", len(self._keys))
 
-    async def follow(self) -> None:
+    async def follow(self, worker: Worker) -> None:
         """Call `reload_if_changed` in a thread every LOOK_S, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
+        async for _ in worker.turns(LOOK_S):
             await asyncio.to_thread(self.reload_if_changed)
 
     # ---- requests

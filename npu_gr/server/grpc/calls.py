@@ -21,6 +21,7 @@ from multidict import CIMultiDict
 
 from npu_gr.core.errors import (
     BadRequest,
+    BodyTooSlow,
     DeadlineExceeded,
     NotTaken,
     NpuGrError,
@@ -55,6 +56,7 @@ CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,  # a retry fails too: send the whole history
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -205,7 +207,7 @@ async def _read(lifecycle: RequestLifecycle, call: ServerCall, context: Any) -> 
             body = await context.read()
     except TimeoutError:
         late = "the message did not arrive within the time limit or server.body_timeout_s"
-        raise DeadlineExceeded(late) from None
+        raise BodyTooSlow(late) from None  # the client's fault, as over HTTP: no objective has it
     if not isinstance(body, bytes):
         raise BadRequest("the call has no message")
     call.body_at = time.monotonic()

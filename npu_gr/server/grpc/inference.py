@@ -104,7 +104,7 @@ class InferenceService:
         }
 
     async def _live(self, _call: ServerCall, _body: bytes) -> bytes:
-        return _written("inference.ServerLiveResponse", live=True)
+        return _written("inference.ServerLiveResponse", live=not self._inference.service.why_dead())
 
     async def _server_ready(self, _call: ServerCall, _body: bytes) -> bytes:
         return _written(
