@@ -273,6 +273,8 @@ class Versions:
         for models in (self.rankers, self.generators):
             if models is not None:
                 await models.stop()
+        if self.generators is not None:
+            self.generators.current.items.close()
 
 
 class ServedNames:

@@ -25,7 +25,6 @@ Invariant: only `RowOverwrites.run` moves pages from the log to the file, so it 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import struct
@@ -34,7 +33,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
+from npu_gr.core import durable_files
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.file_permissions import open_private
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
@@ -77,25 +77,8 @@ class KeyLimits(NamedTuple):
 
 
 def lock(path: Path) -> IO[str]:
-    """Open the store's lock file. Closing it, or the end of the process, releases the store.
-
-    Raises:
-        StoreInUse: another process has the store open.
-        ConfigError: the folder cannot be used.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = os.fdopen(open_private(path.with_name(path.name + ".lock")), "w")
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            held.close()
-            raise
-    except BlockingIOError as error:
-        raise StoreInUse(f"history_store.path: {path} is in use by another process") from error
-    except OSError as error:
-        raise ConfigError(f"history_store.path: {path} cannot be used: {error.strerror}") from error
-    return held
+    """Lock the store for this process, as `durable_files.lock`."""
+    return durable_files.lock(path, "history_store.path")
 
 
 def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
