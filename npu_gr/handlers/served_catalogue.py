@@ -44,6 +44,7 @@ from npu_gr.catalogue.versions import (
 )
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
+from npu_gr.core.memory import free_memory, misfit
 from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
@@ -52,6 +53,11 @@ from npu_gr.handlers.scored_items import Before, Commit, Follow, accept_any, no_
 
 # Attribute -> values. An item passes if it has one of the values of every attribute.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]
+
+
+# Memory that reading a file of JSON lines takes at most, by its size: 8 to 11 were measured on
+# 400,000 items.
+LOADS = 12.0
 
 
 class FilterCache:
@@ -257,6 +263,10 @@ class ServedCatalogue:
         return self.info()
 
     def _read(self) -> Snapshot:
+        if self._tables and self._path.suffix == ".jsonl" and self._path.exists():
+            size = LOADS * self._path.stat().st_size
+            if words := misfit(self._path, size, free_memory()):
+                raise CatalogueError(words)
         items = read_items(self._path)
         if len(items) and items.sids.shape[1] != len(self._codes):
             raise CatalogueError(
