@@ -19,11 +19,11 @@ from npu_gr.core.memory import HostMemory
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.vector_search.vectors import save
 from tests.server.test_generate_over_http import generate
-from tests.vector_search.vectors import make_vectors
 from tests.service.test_reload import File, Traffic, gone, history
 from tests.service.test_reload_actions import write_ranker
 from tests.service.test_reload_generator import Generators
 from tests.serving import encoded, make_config, serving
+from tests.vector_search.vectors import make_vectors
 
 Client = TestClient[Any, Any]
 QUICK = {"relay": {"t_life_s": 0.3}}  # the old version ends soon
