@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, Counter
 
 from npu_gr.core.errors import StoreFailed, StoreFault
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
@@ -48,18 +49,20 @@ class SlowStore:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
         await self.may_answer.wait()
         return StoredHistory(events(last), 0)
 
 
 def made(wait_s: float) -> tuple[StoreReads, PrefixHistoryCache]:
     cache = PrefixHistoryCache(1 << 20)
-    return StoreReads(cache, wait_s, caches=True), cache
+    late = Counter("late_events", "Late events.", registry=CollectorRegistry())
+    return StoreReads(cache, wait_s, late, caches=True), cache
 
 
 async def read(reads: StoreReads, store: SlowStore, left_s: float) -> StoredHistory:
-    return await reads.read(store, USER, 5, time.monotonic() + left_s)  # type: ignore[arg-type]
+    deadline_at = time.monotonic() + left_s
+    return await reads.read(store, USER, 5, deadline_at, 5, False)  # type: ignore[arg-type]
 
 
 async def test_a_read_waits_as_long_as_the_request_can() -> None:
