@@ -49,8 +49,8 @@ async def check_listening(url: str) -> None:
             _, writer = await asyncio.open_connection(parts.hostname, port)
     except (OSError, TimeoutError) as error:
         raise Unavailable(
-            f"{url}: no connection ({str(error) or f'after {CONNECT_S:g} s'}); start the service with "
-            "npu-gr serve, or name it with --url"
+            f"{url}: no connection ({str(error) or f'after {CONNECT_S:g} s'}); start the service "
+            "with npu-gr serve, or name it with --url"
         ) from error
     writer.close()
 
