@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,12 @@ async def test_an_erasure_after_a_rollback_overwrites(tmp_path: Path) -> None:
         traffic = Traffic(client, {old: 1})
         file.use("new", relay={"t_life_s": 2.0})
         await change(client, "reload")
+        newer = weakref.ref(service.versions.ranker().engine)
         await change(client, "rollback")
         assert [m["version"] for m in await gone(client)] == [old]
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert newer() is None, "the newer version is still held"
         relay = service.versions.ranker().relay
         body = {"user_id": "u1", "history": history(traffic.requests[1])}
         await traffic.post("/v1/signal", body)
