@@ -214,22 +214,21 @@ class Admission:
             return False
         return any(ipaddress.ip_address(peer[0]) in network for network in self._trusted)
 
-    def agent_line(self, asker: str, *, is_ready: bool) -> bytes:
-        """Return the answer to HAProxy's agent-check: drain, or how many requests to send at once.
-
-        HAProxy queues the requests over that limit itself. The limit follows the service-time
-        estimate, so a slower instance gets fewer at once.
-
-        Args:
-            asker: Address of the proxy; rejections to it are not delayed.
-            is_ready: Whether the instance accepts work.
-        """
+    def agent_asked(self, asker: str) -> None:
+        """Note that a proxy has asked; rejections to its address are not delayed."""
         now_at = time.monotonic()
         if asker not in self._asked_at:  # drop old entries only when one is added
             self._asked_at = {
                 one: at for one, at in self._asked_at.items() if now_at - at < AGENT_MEMORY_S
             }
         self._asked_at[asker] = now_at
+
+    def agent_line(self, *, is_ready: bool) -> bytes:
+        """Return the answer to HAProxy's agent-check: drain, or how many requests to send at once.
+
+        HAProxy queues the requests over that limit itself. The limit follows the service-time
+        estimate, so a slower instance gets fewer at once.
+        """
         if not is_ready:
             return b"drain\n"
         return b"up ready maxconn:%d\n" % self._controller.work.proxy_limit(
