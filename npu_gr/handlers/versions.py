@@ -463,6 +463,7 @@ class GenerateJob(_ModelJob):
                 self._versions.max_events,
                 call.slot.suspended,
                 deadline_at=call.deadline_at,
+                all_items=generation.excludes_seen(request),
             )
             events = history.events
             # else the empty prompt would be a client error (422)
