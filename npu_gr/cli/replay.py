@@ -102,11 +102,12 @@ def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> Non
 
     from npu_gr.replay.page import page
     from npu_gr.replay.report import Study
-    from npu_gr.replay.run import replay, stop_on_interrupt
+    from npu_gr.replay.run import check_listening, replay, stop_on_interrupt
 
     runs = _options(given)
 
     async def work() -> Study:
+        await check_listening(runs[0].base_url)
         if out is not None:
             await asyncio.to_thread(_make, out)
         found = []

@@ -22,9 +22,11 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     SIGTERM drains and stops it, SIGHUP reloads the configuration, SIGUSR1 logs stacks.
     """
     from npu_gr.server.access_log import lines_to_stdout
+    from npu_gr.server.run import check_ports
     from npu_gr.service.app import run
 
     config = load_config(config_path, overrides)
+    check_ports(config.server)
     lines_to_stdout()
     _serve(lambda: run(config, read=lambda: load_config(config_path, overrides), owns_process=True))
 

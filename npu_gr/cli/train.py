@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import click
 
 from npu_gr.cli.data import load
 from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN, names_of, wide_console
-from npu_gr.core.errors import ConfigError
+from npu_gr.core.errors import ConfigError, NpuGrError
 
 if TYPE_CHECKING:
     import msgspec
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 # a copy of the names in npu_gr.model.convert.families, which loads torch
 FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
+NOT_LOADED = 3  # exit code of `train all`
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
 ITEM_FEATURES = click.option(
@@ -113,7 +116,8 @@ def train_all(
 
     Models are trained in parallel. Finished models are reused if data and options are unchanged, so
     the same command continues after an interruption. The served models are replaced at the end.
-    Then DATA is loaded into the history store, as npu-gr load does.
+    Then DATA is loaded into the history store, as npu-gr load does. Exit code: 0 = trained and
+    loaded, 2 = not trained, 3 = trained, but not loaded.
     """
     from npu_gr.tools.served_quality import served_hit_ratio
     from npu_gr.train.site.configuration import SERVE
@@ -128,7 +132,18 @@ def train_all(
             err=True,
         )
         raise
-    context.invoke(load, config_path=out / SERVE, log=data)
+    try:
+        context.invoke(load, config_path=out / SERVE, log=data)
+    except (NpuGrError, OSError, click.ClickException) as error:
+        # two results: the models are in place, whatever became of the histories
+        click.echo(next_commands(data, out))
+        again = shlex.join(["npu-gr", "load", "--config", str(out / SERVE), str(data)])
+        click.echo(
+            f"\n{out} is trained and can be served, but the events were not loaded into its "
+            f"history store: {error}\nload them with: {again}",
+            err=True,
+        )
+        sys.exit(NOT_LOADED)
     click.echo(next_commands(data, out))
 
 

@@ -51,8 +51,8 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     if found.num_damaged:
         log.error(
             "history store %s: %d damaged places (%s of it was checked); affected users are served "
-            "without their stored history: `npu-gr store %s` lists the damage, "
-            "`npu-gr store %s --repair NEW` saves the undamaged users",
+            "without their stored history: with the instance stopped, `npu-gr store %s` lists the "
+            "damage, `npu-gr store %s --repair NEW` saves the undamaged users",
             *(path, found.num_damaged, extent, path, path),
         )
     else:
@@ -247,7 +247,7 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
         done.num_lost += lost
         if len(events):
             done.num_users += 1
-            done.num_events += file.append(new, key, events, MAX_EVENTS)
+            done.num_events += file.append(new, key, events, MAX_EVENTS).num_events
     for key, (first, total) in extents.items():
         if total > first:  # none of its chunks is left
             done.bad_users.add(key)

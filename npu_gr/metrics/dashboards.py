@@ -39,6 +39,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTHS = {"series": 8, "number": 4, "bars": 8, "table": 24}  # default width of a panel
 HEIGHTS = {"series": 7, "number": 4, "bars": 7, "table": 7}
 TYPES = {"series": "timeseries", "number": "stat", "bars": "bargauge", "table": "table"}
+EXEMPLARS = "npu_gr_request_duration_seconds_bucket"  # the histogram that has exemplars
 OF = {"of": 'job=~"$job", instance=~"$instance"', "w": "$__rate_interval"}
 
 
@@ -194,6 +195,7 @@ def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
             "datasource": DATASOURCE,
             "expr": _said(expr, words),
             "legendFormat": _said(legend, words),
+            "exemplar": EXEMPLARS in expr,
         }
         for index, (legend, expr) in enumerate(show.items())
     ]

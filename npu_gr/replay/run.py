@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
-from npu_gr.core.errors import DataError
+from npu_gr.core.errors import DataError, Unavailable
 from npu_gr.replay.compare import AnswerFile
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
@@ -23,6 +24,7 @@ from npu_gr.replay.report import Report, summarise
 from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import Tally
 
+CONNECT_S = 3.0
 SHOW_S = 0.25  # between calls of `show`
 
 
@@ -32,6 +34,26 @@ class ReplayProgress(NamedTuple):
     num_done: int  # requests
     num_good: int  # within the SLO
     read_ratio: float  # of the log
+
+
+async def check_listening(url: str) -> None:
+    """Connect to a service once, before a log is read and sent.
+
+    Raises:
+        Unavailable: Nothing accepts a connection at the URL within `CONNECT_S`.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"after {CONNECT_S:g} s"
+        raise Unavailable(
+            f"{url}: no connection ({why}); start the service with npu-gr serve, or name it with "
+            "--url"
+        ) from error
+    writer.close()
 
 
 async def replay(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,7 +29,7 @@ TLS = web.AppKey("tls", ServerTls)
 # Time to read the rest of a body after a response that closes the connection; without it a TCP
 # reset could overtake the response.
 LINGER_S = 2.0
-AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check
+AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check, and to close
 LOOK_S = 1.0  # interval between two looks at what hangs
 
 
@@ -157,6 +158,31 @@ def make_addresses(config: ServerConfig) -> list[Address]:
     ]
 
 
+def check_ports(config: ServerConfig) -> None:
+    """Check that the addresses can be bound, before models are loaded.
+
+    Raises:
+        ConfigError: One cannot; most often another process listens there.
+    """
+    for field in ("", "admin_"):
+        host, port = getattr(config, f"{field}host"), getattr(config, f"{field}port")
+        if port == 0:
+            continue
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise _not_bound(field, host, port, error) from error
+
+
+def _not_bound(field: str, host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
+    )
+
+
 async def _listen(
     runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address
 ) -> int:
@@ -174,9 +200,7 @@ async def _listen(
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(
-            f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
-        ) from error
+        raise _not_bound(field, host, port, error) from error
     port = int(runner.addresses[-1][1])
     app[PIPELINE].serve_at(port, address)
     what = field.replace("_", " ")
@@ -206,11 +230,20 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
         yield None
         return
 
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_proxy = False
+        try:
             async with asyncio.timeout(AGENT_TIMEOUT_S):
-                writer.write(pipeline.agent_line(writer.get_extra_info("peername")[0]))
-                await writer.drain()
+                writer.write(pipeline.agent_line())
+                writer.write_eof()
+                # HAProxy sends nothing; a browser that a page leads here sends its request
+                is_proxy = not await reader.read(1)
+        except ConnectionResetError:
+            is_proxy = True
+        except (OSError, TimeoutError):
+            pass
+        if is_proxy:
+            pipeline.agent_asked(writer.get_extra_info("peername")[0])
         writer.close()
 
     try:

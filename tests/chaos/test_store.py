@@ -20,6 +20,8 @@ from benchmarks.servers import free_port
 from tests.chaos.open_loop import Answered, Answers, Ask, OpenLoop, send
 from tests.chaos.rig import LONG, Bodies, Instance, Scale, check, each_scale, running
 from tests.fault_proxy import FaultProxy, Mode
+from tests.history_store.redis_server import redis_path
+from tests.history_store.test_redis_failover import fail_over, pair
 
 PER_S = 40.0
 APPENDED = 40  # users
@@ -138,6 +140,51 @@ async def test_a_sick_redis_is_not_noticed_by_those_who_do_not_need_it(
             assert needs.statuses[200] >= 0.9 * len(needs), (
                 f"{mode}: what was known of a user is not used"
             )
+
+
+@each_scale
+async def test_a_failover_of_redis_loses_nothing(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The replica is promoted, the master demoted, and the name leads to the new one."""
+    with pair(tmp_path) as (a, b, name):
+        on_redis = ("history_store.kind=redis", f"history_store.url=unix://{name.path}")
+        async with running(Instance(tmp_path, checkpoint, *on_redis)) as instance:
+            assert not (await append_all(instance, bodies, len(bodies.ranks))).failed
+            async with half_bring_their_history(bodies, instance).running() as loop:
+                quiet = await loop.over(scale.load_s / 2)
+                from_at = time.monotonic()
+                await asyncio.to_thread(fail_over, a, b)
+                name.leads_to(b)
+                appended = await append_all(instance, bodies, len(bodies.ranks))
+                hurt = await loop.between(from_at, time.monotonic())
+                well = await loop.over(scale.load_s / 2)
+    assert not appended.failed, appended.failed[:3]
+    assert {sample.body["num_events"] for sample in appended.samples} == {6}
+    check(hurt.of("brings"), quiet.of("brings"), scale)
+    assert set(well.statuses) <= {200, 429}, well.failed[:3]
+
+
+@each_scale
+async def test_an_instance_starts_without_its_redis(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Those who bring their history are served, and all of them once Redis is there."""
+    on_redis = ("history_store.kind=redis", f"history_store.url=unix://{tmp_path}/redis.sock")
+    async with (
+        running(Instance(tmp_path, checkpoint, *on_redis)) as instance,
+        half_bring_their_history(bodies, instance).running() as loop,
+    ):
+        without = await loop.over(scale.load_s / 2)
+        with redis_path(tmp_path):
+            await heals(instance, bodies)
+            appended = await append_all(instance, bodies, len(bodies.ranks))
+            well = await loop.over(scale.load_s / 2)
+    brought = without.of("brings")
+    check(brought, brought, scale)
+    assert set(without.of("needs").statuses) <= {429, 503}, without.statuses
+    assert not appended.failed, appended.failed[:3]
+    assert set(well.statuses) <= {200, 429}, well.failed[:3]
 
 
 @each_scale

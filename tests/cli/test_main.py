@@ -152,7 +152,9 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        fails(write(tmp_path, server={"port": port}), f"cannot listen on 127.0.0.1:{port}")
+        # before the checkpoint is read
+        no_model = write(tmp_path, checkpoint="nowhere", server={"port": port})
+        fails(no_model, f"cannot listen on 127.0.0.1:{port}")
 
 
 def test_check_config_prints_everything(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,13 @@ async def test_what_does_not_go_together_is_one_line(
     code, _, err = await run(log(tmp_path, 2), *words)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
+
+
+async def test_a_port_where_nothing_listens_is_said_at_once(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    code, out, err = await run(log(tmp_path, num=10**4), "--url", url)
+    assert (code, out) == (2, "")
+    assert f"{url}: no connection" in err
+    assert "start the service with npu-gr serve" in err

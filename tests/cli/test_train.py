@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from click.testing import CliRunner
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.catalogue.records import read_items
@@ -223,3 +224,19 @@ def test_the_features_of_a_dataset_are_chosen_by_name(data: Path, tmp_path: Path
         read_training_data(data, columns=["size"])
     with pytest.raises(ConfigError, match="--items: the dataset"):
         read_training_data(data, items=tmp_path / "items.item")
+
+
+def test_models_that_are_trained_stay_if_the_history_is_not_loaded(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_given: object) -> None:
+        raise ConfigError("history_store.path: in use by another process")
+
+    monkeypatch.setattr("npu_gr.train.site.make.train_site", lambda *_given: None)
+    monkeypatch.setattr("npu_gr.cli.data.load_config", fails)
+    done = CliRunner().invoke(main, ["train", "all", str(data), "--out", str(tmp_path / "site")])
+    assert done.exit_code == 3
+    assert "is trained and can be served" in done.stderr
+    assert "in use by another process" in done.stderr
+    assert f"npu-gr load --config {tmp_path}/site/serve.yaml {data}" in done.stderr
+    assert "serve with: npu-gr serve" in done.stdout

@@ -124,7 +124,7 @@ async def test_events_are_appended_once(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "user", ["me", "..", ".", "a/../b", "a/b?c=d#e%2Fé &;", "%2e%2e", "\n", "x" * 128, 42]
+    "user", ["me", "..", ".", "a/../b", "a/b?c=d#e%2Fé &;", "%2e%2e", "a\nb", "x" * 128, 42]
 )
 async def test_any_user_is_erased(client: AsyncClient, user: str | int) -> None:
     assert (await client.events(user, behaviours(3))).num_events == 3
@@ -132,6 +132,18 @@ async def test_any_user_is_erased(client: AsyncClient, user: str | int) -> None:
     assert await client.erase(user) == ()
     assert (await client.events(user, behaviours(1))).num_events == 1
     assert (await client.rank("bystander", CANDIDATES)).answer.history.num_tokens == 3
+
+
+@pytest.mark.parametrize("user", [" me", "me ", "\n", "\xa0me"])
+async def test_a_user_with_blanks_around_the_id_can_only_be_erased(
+    client: AsyncClient, user: str
+) -> None:
+    """Older versions stored such users; `prepare` removes the blanks."""
+    with pytest.raises(Unprocessable, match="has blanks around it"):
+        await client.events(user, behaviours(3))
+    with pytest.raises(Unprocessable, match="has blanks around it"):
+        await client.rank(user, CANDIDATES)
+    assert await client.erase(user) == ()
 
 
 async def test_tenants_are_apart(instance: tuple[str, Service]) -> None:

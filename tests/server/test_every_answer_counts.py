@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -24,7 +24,7 @@ from npu_gr.server.access_log import AccessLog
 from npu_gr.server.middleware import RequestLifecycle
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, serving_fake
-from tests.server.grpc.rig import serving_rpc
+from tests.server.grpc.rig import INFER, serving_rpc
 from tests.server.oip.inputs import inputs_of, json_body
 from tests.serving import until
 from tests.sources import ROOT
@@ -215,6 +215,19 @@ async def test_whatever_a_call_of_grpc_raises(failure: Exception) -> None:
             await rig.infer(kind.name, EXAMPLES[kind.name].body or {})
         status = failure.status if isinstance(failure, NpuGrError) else 500
         assert counts.added() == expected(status)
+
+
+async def test_a_message_of_grpc_that_does_not_come_is_the_fault_of_its_client() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with serving_rpc(body_timeout_s=0.1) as rig:
+        counts = Counts(rig.metrics, KINDS["rank"])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.channel.stream_unary(INFER)(nothing(), timeout=10.0)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert counts.added() == expected(408)
 
 
 def test_no_other_code_writes_a_status_of_the_server() -> None:

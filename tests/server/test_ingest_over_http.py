@@ -49,13 +49,17 @@ async def test_one_bad_user_fails_alone(tmp_path: Path) -> None:
             entry("used", idempotency_key="k"),
             entry("b", 5),
             entry("a", 2),
+            entry("a "),
         ]
         status, body = await post(client, {"users": users})
         assert status == 200
-        assert (body["num_added"], body["num_failed"]) == (10, 3)
-        assert [one["num_events"] for one in body["users"]] == [3, None, None, None, 5, 5]
+        assert (body["num_added"], body["num_failed"]) == (10, 4)
+        assert [one["num_events"] for one in body["users"]] == [3, None, None, None, 5, 5, None]
         errors = [one["error"] for one in body["users"]]
-        assert [error and error["status"] for error in errors] == [None, 422, 422, 422, None, None]
+        assert [error and error["status"] for error in errors] == [
+            *(None, 422, 422, 422, None, None, 422)
+        ]
+        assert "blanks around" in errors[-1]["detail"]
         assert "items, actions and timestamps have 3, 2 and 3" in errors[1]["detail"]
         assert "actions" in errors[2]["detail"]
         assert "used for other events" in errors[3]["detail"]

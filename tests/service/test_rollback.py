@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.history import UserKey
 from npu_gr.core.memory import HostMemory
 from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.vector_search.vectors import save
 from tests.server.test_generate_over_http import generate
 from tests.service.test_reload import File, Traffic, gone, history
 from tests.service.test_reload_actions import write_ranker
 from tests.service.test_reload_generator import Generators
 from tests.serving import encoded, make_config, serving
+from tests.vector_search.vectors import make_vectors
 
 Client = TestClient[Any, Any]
 QUICK = {"relay": {"t_life_s": 0.3}}  # the old version ends soon
@@ -78,8 +82,12 @@ async def test_an_erasure_after_a_rollback_overwrites(tmp_path: Path) -> None:
         traffic = Traffic(client, {old: 1})
         file.use("new", relay={"t_life_s": 2.0})
         await change(client, "reload")
+        newer = weakref.ref(service.versions.ranker().engine)
         await change(client, "rollback")
         assert [m["version"] for m in await gone(client)] == [old]
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert newer() is None, "the newer version is still held"
         relay = service.versions.ranker().relay
         body = {"user_id": "u1", "history": history(traffic.requests[1])}
         await traffic.post("/v1/signal", body)
@@ -227,3 +235,25 @@ async def test_a_model_that_does_not_fit_is_rejected_before_it_is_read(
         monkeypatch.undo()
         await change(client, "reload")
         assert (await served(client))[0] == (new, False)
+
+
+async def test_a_catalogue_and_vectors_that_do_not_fit_are_rejected_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Generators(tmp_path)
+    save(make_vectors(), tmp_path / "vectors")
+    match = {"vectors": str(tmp_path / "vectors")}
+    async with serving(tmp_path, read=file.read, match=match, **file.sections) as (client, _):
+        for module in ("handlers.served_catalogue", "vector_search.vectors"):
+            monkeypatch.setattr(
+                f"npu_gr.{module}.free_memory", lambda: HostMemory(9, "the machine")
+            )
+        for what, path in (("catalog", "items.jsonl"), ("match", "vectors")):
+            async with client.post(f"/v1/{what}/reload") as response:
+                assert response.status == 422
+                detail = (await response.json())["detail"]
+                assert f"{tmp_path / path} needs about " in detail
+        monkeypatch.undo()
+        for what in ("catalog", "match"):
+            async with client.post(f"/v1/{what}/reload") as response:
+                assert response.status == 200
