@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from npu_gr.backend.base import Slab
@@ -91,6 +92,14 @@ def events(num: int, seed: int = 0, config: HSTUConfig | None = None) -> Events:
         random.integers(0, len(config.actions), num),
         1_600_000_000 + np.cumsum(random.integers(0, 100_000, num)),
     )
+
+
+def after(history: Events, newer: Events) -> Events:
+    """The same events as `newer`, at times after all of a history."""
+    if not len(history) or not len(newer):
+        return newer
+    shift = 1 + history.timestamps.max() - newer.timestamps.min()
+    return replace(newer, timestamps=newer.timestamps + shift)
 
 
 class Request:

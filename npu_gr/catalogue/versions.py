@@ -23,6 +23,7 @@ import orjson
 import xxhash
 
 from npu_gr.catalogue.build import build_trie, insert, restrict
+from npu_gr.catalogue.change_log import NO_CHANGES, Changes
 from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
 from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Column, Features, Items
@@ -45,6 +46,7 @@ class Snapshot:
     features: Mapping[int, Features]
     content: str  # digest of the fields above
     names: ItemNames = EMPTY  # of hashed items and items with a title; no part of the digests
+    changes: Changes = NO_CHANGES  # since the file was read; no part of the digests
     # ids of withdrawn items that were then removed from the trie; ascending
     removed: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     # allows all but the withdrawn items; None = no item is withdrawn
@@ -276,8 +278,13 @@ class Catalogue:
         self._published: Published[Snapshot] = Published("the catalogue", clock)
         self._turn = threading.Lock()  # from the check of a new version to its publication
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been published."""
+        return self._published.is_empty
+
     def publish(self, snapshot: Snapshot) -> None:
-        """Serve this version, and keep the one served before. Does nothing if it is served already.
+        """Serve this version, and keep the one before, unless an equal one is served already.
 
         Raises:
             CatalogueError: the version has other codebooks than the served one, with which the
@@ -291,6 +298,7 @@ class Catalogue:
                         f"{snapshot.trie.codebooks}, the catalogue has {served.trie.codebooks}"
                     )
                 if snapshot.version == served.version:
+                    self._published.amend(snapshot)  # its changes may be those of another file
                     return
             self._published.publish(snapshot)
 

@@ -3,7 +3,7 @@
 NpuGrError
 ├── ConfigError            bad YAML, checkpoint or path; the process must not start   (exit 2)
 ├── CheckpointError        a ConfigError about the model's files
-├── StoreInUse             a ConfigError: another process has the embedded history store
+├── StoreInUse             a ConfigError: another process has the store or log of one owner
 ├── DataError              a file of interactions or a query log cannot be read       (exit 2)
 │   └── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
 ├── RequestError           the client's fault
@@ -62,7 +62,7 @@ class CheckpointError(ConfigError):
 
 
 class StoreInUse(ConfigError):
-    """Another process has opened the embedded history store, which allows one owner."""
+    """Another process has opened a file that allows one owner: a history store, a change log."""
 
 
 class DataError(NpuGrError):

@@ -38,7 +38,7 @@ class HistoryOrigin(NamedTuple):
 
     source: HistorySource
     fault: StoreFault | None = None
-    sorted_events: int = 0  # events of a request that were out of order and got sorted
+    sorted_events: int = 0  # events that came after newer ones and got sorted
 
     @property
     def is_degraded(self) -> bool:
@@ -216,7 +216,7 @@ class StoreHealth:
 class Mode(StrEnum):
     """How a write treats the stored behaviours of the user."""
 
-    APPEND = "append"  # add the new ones at the end
+    APPEND = "append"  # add the new ones, in time order
     # add those that are missing, in time order (idempotent)
     MERGE = "merge"
     REPLACE = "replace"  # delete the stored ones first
@@ -237,6 +237,7 @@ class Written(NamedTuple):
     num_events: int  # stored events of the user
     num_added: int  # new events
     num_filled: int = 0  # existing events that a merge gave features
+    num_late: int = 0  # new events that came after newer ones of the user
 
     @property
     def changes(self) -> bool:
@@ -245,6 +246,21 @@ class Written(NamedTuple):
 
 
 OnUnsorted = Literal["reject", "sort"]
+
+
+def count_late(times: I64, newest: int | None = None) -> int:
+    """Count the times that are before an earlier one of the row, or before `newest`."""
+    if newest is not None:
+        times = np.concatenate([np.array([newest], np.int64), times])
+    return int(np.count_nonzero(times < np.maximum.accumulate(times)))
+
+
+def in_time_order(events: Events) -> Events:
+    """Sort events by time; those of equal times keep their order."""
+    times = events.timestamps
+    if not holds_any(times[1:] < times[:-1]):
+        return events
+    return events.take(np.argsort(times, kind="stable"))
 
 
 def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) -> Events:
@@ -274,7 +290,5 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
             f"{field}.timestamps: {times[at]} at index {index} is before {times[at - 1]}{last}; "
             "send the oldest event first, or set service.unsorted_history: sort"
         )
-    late = int(np.count_nonzero(times < np.maximum.accumulate(times)))
-    order = np.argsort(events.timestamps, kind="stable")
-    origin = HistoryOrigin(HistorySource.REQUEST, sorted_events=late)
-    return events.take(order).coming_from(origin)
+    origin = HistoryOrigin(HistorySource.REQUEST, sorted_events=count_late(times))
+    return in_time_order(events).coming_from(origin)

@@ -1,4 +1,4 @@
-"""Lifetimes: a published version, a background task of a block, work with a deadline.
+"""Lifetimes: a published version, a background task of a block, work to its end or a deadline.
 
 `Published` has the current value and the previous one, read without locks:
 
@@ -102,6 +102,12 @@ class Published(Generic[T]):
             previous = None if self._now is None else self._now.current
             self._now = Publication(value, previous, self._clock())
 
+    def amend(self, value: T) -> None:
+        """Replace the current value by an equivalent one; the previous one and the age stay."""
+        with self._turn:
+            now = self.now
+            self._now = Publication(value, now.previous, now.published_at)
+
     def rollback(self) -> None:
         """Swap the current and the previous value.
 
@@ -155,6 +161,18 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that must not be interrupted, and return its result.
+
+    A cancellation of the caller is ignored, so that the caller can complete what it has begun.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -442,7 +442,7 @@ class EventsAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The result of appending events."""
 
     num_events: int  # stored events of the user
-    sorted_events: int = 0  # events of the request that were out of order
+    sorted_events: int = 0  # events of the request that came after newer ones of the user
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property

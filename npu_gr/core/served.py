@@ -18,6 +18,7 @@ class NewItem:
     name: str = ""  # from which the id was computed; "" for the id itself
     title: str = ""
     sid: tuple[int, ...] = ()  # semantic ID; empty to derive it from the features
+    has_made_sid: bool = False  # `sid` was derived from the features
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
     # item features of the ranker, by name
@@ -56,6 +57,7 @@ class CatalogueInfo:
     previous: str | None  # version after a rollback
     # semantic IDs that the change created, by item name
     sids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    durable: bool = False  # whether changes survive a restart
     # new items that the change left out, by name, and why
     rejected: dict[str, str] = field(default_factory=dict)
 

@@ -263,7 +263,7 @@ class RankEngine(PageJobs):
         self.model = model
         # Device seconds of the search with u; 0 until the warm-up has measured them.
         self.find_s = 0.0
-        # Rows that `find` searches: trained items, and new items that are visible.
+        # Rows that `find` searches: trained items, and spare rows that have been used.
         self.num_rows = model.config.num_items
         # [rows, d] fp32 item vectors with which u is multiplied, spare rows included.
         self._items: torch.Tensor | None = None
@@ -479,16 +479,17 @@ class RankEngine(PageJobs):
         return answers
 
     @torch.inference_mode()
-    def write_items(self, first_row: int, new: NewItems) -> None:
-        """Write the vectors of new items into rows that no request reads yet.
+    def write_items(self, rows: I64, new: NewItems) -> None:
+        """Write the vectors of new items into rows [n] that no request reads.
 
         Only on a device thread.
         """
         vectors = self.model.items.new_vectors(new)
-        self.model.items.write(first_row, vectors)
+        at = self.backend.upload(rows)
+        self.model.items.write(at, vectors)
         # The copy that the search reads, if the model is bf16 or normalises its items.
         if self._items is not None:
-            self._items[first_row : first_row + len(vectors)] = self.model.items.compared(vectors)
+            self._items[at] = self.model.items.compared(vectors)
         self.backend.synchronize()
 
     def _table(self) -> torch.Tensor:

@@ -169,9 +169,7 @@ class CascadeRun:
             config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         )
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        self._denied = Denied(
-            request.deny_items, history.events.items if self._exclude_seen else None
-        )
+        self._denied = Denied(request.deny_items, history.all_items if self._exclude_seen else None)
         self._unknown: dict[str, int] = {}  # source -> number of items unknown to the ranker
         self._reports: list[StageReport] = []
 
@@ -470,7 +468,7 @@ class CascadeRun:
             return next(iter(ranked.scores.values()))
         seen = None
         if self._parts.hook or not self._exclude_seen:  # else no item was seen
-            seen = is_in(items, np.sort(self._history.events.items)).astype(np.float32)
+            seen = is_in(items, np.sort(self._history.all_items)).astype(np.float32)
         return fitted(
             self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
         )

@@ -47,6 +47,9 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     checkpoint: str  # Hugging Face folder: Qwen3 (MoE too), Qwen2, Llama, Mistral or T5
     catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
+    # log of the changes by POST /v1/catalog/items; None = next to the catalogue, with the suffix
+    # .changes; none = changes are lost when the instance stops
+    change_log: str | None = None
     codes: tuple[Count, ...]  # codes per level of a semantic ID
     # token of code 0 of the first level; the other levels follow
     first_token: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -71,9 +74,9 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     filter_cache_bytes: Bytes = 268_435_456
 
     @property
-    def items(self) -> tuple[str, tuple[int, ...], int]:
-        """The settings that determine items and their tokens."""
-        return self.catalogue, self.codes, self.first_token
+    def items(self) -> tuple[str, str | None, tuple[int, ...], int]:
+        """The settings that determine items, their changes and their tokens."""
+        return self.catalogue, self.change_log, self.codes, self.first_token
 
     @property
     def num_frame_tokens(self) -> int:

@@ -124,10 +124,14 @@ class Generation:
         own = () if users is None else (users.of(user.user),)
         return Frame(self.config.tokens_before + own, self.config.tokens_after or ())
 
+    def excludes_seen(self, request: GenerateRequest) -> bool:
+        """Whether the answer leaves out the items of the history."""
+        return self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen
+
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
         """Make the filter of a request; None if all items pass. Slow: call it in a thread."""
         denied = [] if request.deny_items is None else [request.deny_items]
-        if self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen:
+        if self.excludes_seen(request):
             denied.append(item_ids)
         deny = np.concatenate(denied) if denied else None
         return self.items.filters.filter_for(
@@ -174,7 +178,7 @@ class Generation:
             options = SearchOptions(
                 width=width, normalise=normalise, temperature=request.temperature
             )
-            allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
+            allow = await asyncio.to_thread(self._filter, snapshot, request, history.all_items)
             async with self.relay.lease(
                 request.user, prompt, width, call.deadline_at, call.slot.suspended
             ) as lease:

@@ -1,8 +1,8 @@
 """Histories of users: read for a request, cached for deltas, appended, erased.
 
-`PrefixHistoryCache` has the histories that clients may continue by a delta, by fingerprint, and
-those that were last read from the store. The newest one of a user replaces the store's if that
-fails. Beyond the capacity, it evicts the least recently used histories of tenants over their share
+`PrefixHistoryCache` has the histories of answers by fingerprint, from requests and from the store:
+clients may continue each by a delta. The newest one of a user replaces the store's if that fails.
+Beyond the capacity, it evicts the least recently used histories of tenants over their share
 (`core/shares.py`).
 
 `Histories` reads the history of a request: that in the request, a delta on a cached one, or that of
@@ -20,7 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
+from prometheus_client import Counter
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import (
@@ -51,7 +53,7 @@ from npu_gr.core.history import (
 from npu_gr.core.names import difference
 from npu_gr.core.shares import Account, Shares
 from npu_gr.feature_store.user_features import UserFeatures
-from npu_gr.history_store.store import FailurePolicy, HistoryStore, StoredHistory
+from npu_gr.history_store.store import NO_ITEMS, FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.metrics.registry import Metrics
 
 
@@ -60,10 +62,9 @@ class KnownHistory(NamedTuple):
 
     events: Events
     first_index: int  # of the first event in the user's full history
+    # [n] items of all older events, oldest first; None = the store has them
+    older_items: I64 | None = NO_ITEMS
     user_features: OneRow | None = None
-
-
-STORED = ""  # instead of a fingerprint: read from the store
 
 
 class _Holding(Account):
@@ -104,21 +105,6 @@ class PrefixHistoryCache:
             return
         self._keep(key, history)
 
-    def remember_stored(self, user: UserKey, stored: StoredHistory) -> None:
-        """Cache a copy of a stored history, replacing an older one."""
-        key = (user, STORED)
-        if key in self._histories:
-            ends_at = stored.first_index + len(stored.events)
-            known, _ = self._histories[key]
-            if known.first_index + len(known.events) == ends_at and len(known.events) >= len(
-                stored.events
-            ):
-                self._use(key)  # nothing new
-                self._by_user[user][STORED] = self._by_user[user].pop(STORED)
-                return
-            self._drop(key)
-        self._keep(key, KnownHistory(*stored))
-
     def last_known(self, user: UserKey) -> KnownHistory | None:
         """Return the newest cached history of a user, if any."""
         if user not in self._by_user:
@@ -152,7 +138,8 @@ class PrefixHistoryCache:
             return
         user, fingerprint = key
         holding = self._shares.asking(user.tenant)
-        self._histories[key] = history._replace(events=events.copy()), holding
+        older = None if history.older_items is None else history.older_items.copy()
+        self._histories[key] = history._replace(events=events.copy(), older_items=older), holding
         self._use(key)
         self._by_user.setdefault(user, {})[fingerprint] = None
         holding.held += size
@@ -194,7 +181,8 @@ class PrefixHistoryCache:
 
 def _bytes(history: KnownHistory) -> int:
     of_user = 100 * len(history.user_features or ())
-    return history.events.nbytes + of_user + 512  # including objects
+    older = 0 if history.older_items is None else history.older_items.nbytes
+    return history.events.nbytes + older + of_user + 512  # including objects
 
 
 class UserHistory(msgspec.Struct, frozen=True, eq=False):
@@ -204,6 +192,8 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
     first_index: int  # of the first event in the user's full history
     # as many as the current models read, which is what a delta needs
     newest: KnownHistory
+    # [n] items of all events, oldest first; without those before `events` if they were not read
+    all_items: I64
     fingerprint: str  # of the newest events, independent of their source
     user_features: OneRow | None = None
     # origin of the user features, if they were fetched
@@ -217,6 +207,7 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
         window_events: int,
         user_features: OneRow | None = None,
         features_origin: UserFeaturesOrigin | None = None,
+        older_items: I64 | None = NO_ITEMS,
     ) -> UserHistory:
         """Make a history and its fingerprint.
 
@@ -227,16 +218,24 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
             user_features: User features, a part of the prefix.
             features_origin: Origin of fetched user features. A delta on this history fetches them
                 again if their source failed.
+            older_items: [n] items of the events before `events`; None = the store has them.
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
         cached = None if is_degraded else user_features
-        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, cached)
+        all_items = events.items
+        if older_items is not None and len(older_items):
+            all_items = np.concatenate([older_items, all_items])
+        in_window = events[beyond:] if beyond else events
+        before = None if older_items is None else all_items[: len(all_items) - len(in_window)]
+        newest = KnownHistory(in_window, first_index + beyond, before, cached)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
             fingerprint = xxhash.xxh3_128_hexdigest(fingerprint.encode() + of_user)
-        return cls(events, first_index, newest, fingerprint, user_features, features_origin)
+        return cls(
+            events, first_index, newest, all_items, fingerprint, user_features, features_origin
+        )
 
     @property
     def plain_fingerprint(self) -> str:
@@ -260,22 +259,32 @@ class StoreReads:
     waits for `WAITED_SHARE` of its remaining time, but not longer than the store's own limit.
     """
 
-    def __init__(self, cache: PrefixHistoryCache, wait_s: float, *, caches: bool) -> None:
+    def __init__(
+        self, cache: PrefixHistoryCache, wait_s: float, late_events: Counter, *, caches: bool
+    ) -> None:
         """Read nothing yet.
 
         Args:
             cache: Cached histories.
             wait_s: Seconds to wait for the store if there is a cached history.
+            late_events: Metric of events that the store has out of order.
             caches: Whether cached histories replace those that cannot be read.
         """
         self._cache = cache
         self._wait_s = wait_s
+        self._late_events = late_events
         self._caches = caches
         self._running: set[asyncio.Task[StoredHistory]] = set()
         self.num_erasures = 0  # begun and ended ones
 
     async def read(
-        self, store: HistoryStore, user: UserKey, last: int, deadline_at: float
+        self,
+        store: HistoryStore,
+        user: UserKey,
+        last: int,
+        deadline_at: float,
+        window_events: int | None,
+        all_items: bool,
     ) -> StoredHistory:
         """Read a user's newest events.
 
@@ -284,6 +293,8 @@ class StoreReads:
             user: The user.
             last: Number of events.
             deadline_at: Deadline of the request, as time.monotonic().
+            window_events: Number of newest events to cache; None = do not cache.
+            all_items: Also read the items of all older events.
 
         Raises:
             StoreFailed: the store failed, or the request should go on without it.
@@ -291,7 +302,9 @@ class StoreReads:
         waits_s = self._wait_s
         if not (self._caches and self._cache.knows(user)):
             waits_s = max(waits_s, WAITED_SHARE * (deadline_at - time.monotonic()))
-        task = asyncio.get_running_loop().create_task(self._read_and_cache(store, user, last))
+        task = asyncio.get_running_loop().create_task(
+            self._read_and_cache(store, user, last, window_events, all_items)
+        )
         self._running.add(task)
         task.add_done_callback(self._ended)
         began_at = time.monotonic()
@@ -311,13 +324,28 @@ class StoreReads:
         if not task.cancelled():
             task.exception()  # its request may have gone on without it
 
-    async def _read_and_cache(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
+    async def _read_and_cache(
+        self,
+        store: HistoryStore,
+        user: UserKey,
+        last: int,
+        window_events: int | None,
+        all_items: bool,
+    ) -> StoredHistory:
         num_erasures = self.num_erasures
-        stored = await store.read(user, last)
+        stored = await store.read(user, last, all_items)
+        # an older version may have stored events out of order
+        events = oldest_first(stored.events, "sort", "history")
+        num_late = events.origin.sorted_events
+        self._late_events.inc(num_late)
+        events = events.coming_from(FROM_STORE._replace(sorted_events=num_late))
+        first = stored.first_index
+        older = stored.older_items if first else NO_ITEMS
         # do not cache what is being erased
-        if self._caches and num_erasures == self.num_erasures:
-            self._cache.remember_stored(user, stored)
-        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
+        if window_events is not None and num_erasures == self.num_erasures:
+            history = UserHistory.of(events, first, window_events, older_items=older)
+            self._cache.remember(user, history.fingerprint, history.newest)
+        return StoredHistory(events, first, older)
 
 
 class Histories:
@@ -357,7 +385,10 @@ class Histories:
         self.on_unsorted = on_unsorted
         self._of_users = of_users
         self._num_named = 0  # actions whose names the store has confirmed
-        self._reads = StoreReads(cache, read_timeout_s, caches=on_failure != "fail")
+        self._reads = StoreReads(
+            cache, read_timeout_s, metrics.store.late_events, caches=on_failure != "fail"
+        )
+        self._window_events = 0  # newest events that the current models read
 
     def reconfigure(
         self,
@@ -379,6 +410,8 @@ class Histories:
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         reads: Mapping[str, Feature] | None = None,
         deadline_at: float = float("inf"),
+        *,
+        all_items: bool = False,
     ) -> UserHistory:
         """Read the history of a request, and user features if neither request nor base has them.
 
@@ -389,6 +422,7 @@ class Histories:
             while_waiting: Context for waiting on the store or the source of user features.
             reads: User features of the model, if they are needed.
             deadline_at: Deadline of the request, as time.monotonic().
+            all_items: Also read the items of events that are older than any window.
 
         Raises:
             UnknownPrefix: the base of a delta is not cached.
@@ -404,58 +438,86 @@ class Histories:
             if base is not None and ref.user_features is None
             else ref.user_features
         )
-        known = self._brought(ref, base)
+        known = _brought(ref, base, self.on_unsorted)
+        num_erasures = self._reads.num_erasures
+        self._window_events = window_events
+        is_stored = known is None
         found = fetching = None
         if given is None and reads and self._of_users is not None:
             found = self._of_users.remembered(user, reads)
             if found is None:
                 # concurrently with reading the store
                 fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))
-        if known is None or fetching is not None:
+        lacks_items = all_items and known is not None and known.older_items is None
+        if known is None or lacks_items or fetching is not None:
             with while_waiting():
                 if known is None:
-                    known = await self._stored(user, window_events, deadline_at)
+                    known = await self._stored(user, window_events, deadline_at, all_items)
+                elif lacks_items:
+                    known = await self._with_older_items(user, known, deadline_at)
                 found = found if fetching is None else await fetching
         values, origin = (given, None) if found is None else found
-        return UserHistory.of(known.events, known.first_index, window_events, values, origin)
-
-    def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
-        """Return the history in the request or its base; None if it is in the store."""
-        if base is None:
-            return None if ref.events is None else StoredHistory(ref.events, 0)
-        if ref.events is None:
-            return StoredHistory(base.events, base.first_index)
-        events = oldest_first(
-            base.events + ref.events, self.on_unsorted, "history", base=len(base.events)
+        history = UserHistory.of(
+            known.events, known.first_index, window_events, values, origin, known.older_items
         )
-        return StoredHistory(events, base.first_index)
+        is_whole = not known.events.origin.fault and num_erasures == self._reads.num_erasures
+        if is_stored and is_whole:  # with its user features, which `StoreReads` does not have
+            self.cache.remember(user, history.fingerprint, history.newest)
+        return history
 
-    async def _stored(self, user: UserKey, window_events: int, deadline_at: float) -> StoredHistory:
+    async def _stored(
+        self, user: UserKey, window_events: int, deadline_at: float, all_items: bool
+    ) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: required, since this instance has no history store")
         last = window_events + self._cut_step_tokens
         try:
-            return await self._reads.read(self.store, user, last, deadline_at)
+            return await self._reads.read(
+                self.store, user, last, deadline_at, window_events, all_items
+            )
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
+
+    async def _with_older_items(
+        self, user: UserKey, known: StoredHistory, deadline_at: float
+    ) -> StoredHistory:
+        """Add to a base the items of stored events before it; none if the store fails."""
+        if self.store is None:
+            return known
+        try:
+            stored = await self._reads.read(self.store, user, 0, deadline_at, None, True)
+        except StoreFailed as error:
+            origin = self._degraded(user, error, self._on_failure).events.origin
+            return known._replace(events=known.events.coming_from(origin))
+        items = NO_ITEMS if stored.older_items is None else stored.older_items
+        given_up = stored.first_index - len(items)
+        return known._replace(older_items=items[: max(0, known.first_index - given_up)])
 
     async def read_items(
         self, user: UserKey, ref: HistoryRef, max_events: int, deadline_at: float = float("inf")
     ) -> I64:
         """Read the items of a history for a handler that works without; empty if that fails.
 
+        Args:
+            user: The user.
+            ref: History of the request.
+            max_events: Number of newest events that the handler needs.
+            deadline_at: Deadline of the request, as time.monotonic().
+
         Returns:
-            [n] external ids, oldest first.
+            [n] external ids of all events, oldest first.
         """
         if ref.events is not None:
             return ref.events.items
         if self.store is None:
-            return Events.empty().items
+            return NO_ITEMS
         try:
-            stored = await self._reads.read(self.store, user, max_events, deadline_at)
+            window = max(max_events, self._window_events)
+            stored = await self._reads.read(self.store, user, window, deadline_at, window, True)
         except StoreFailed as error:
             stored = self._degraded(user, error, "nothing")
-        return stored.events.items
+        older = NO_ITEMS if stored.older_items is None else stored.older_items
+        return np.concatenate([older, stored.events.items])
 
     def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
         """Return a replacement for a history that cannot be read, or raise the error."""
@@ -469,9 +531,8 @@ class Histories:
             self._metrics.store.degraded("failed", error.fault)
             raise error
         self._metrics.store.degraded(source, error.fault)
-        return StoredHistory(
-            known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index
-        )
+        events = known.events.coming_from(HistoryOrigin(source, error.fault))
+        return StoredHistory(events, known.first_index, known.older_items)
 
     def remember(self, user: UserKey, ref: HistoryRef, history: UserHistory) -> None:
         """Cache the history of a request, so that later requests may send deltas.
@@ -481,16 +542,13 @@ class Histories:
         if ref.events is not None or (ref.base is not None and ref.base != history.fingerprint):
             self.cache.remember(user, history.fingerprint, history.newest)
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        """Append events durably.
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
+        """Append events durably, each in its place by time.
 
         Args:
             user: The user.
-            events: Events, oldest first.
+            events: Events in any order.
             key: Idempotency key; a second append with it has no effect.
-
-        Returns:
-            The number of stored events of the user.
 
         Raises:
             Unprocessable: there is no store, the key was used for other events, or features take
@@ -503,7 +561,9 @@ class Histories:
                 "events: this instance has no history store (history_store.kind is none)"
             )
         await self._name_actions(self.store, int(events.actions.max(initial=-1)))
-        return await self.store.append(user, events, key)
+        done = await self.store.append(user, events, key)
+        self._metrics.store.late_events.inc(done.num_late)
+        return done
 
     async def write_many(self, batch: Sequence[Write]) -> Sequence[Written | NpuGrError]:
         """Write events of many users durably; each fails separately.
@@ -525,10 +585,13 @@ class Histories:
         changed = {one.user for one in batch if one.mode is not Mode.APPEND}
         try:
             results = await self.store.write_many(batch)
-            pairs = zip(batch, results, strict=True)
-            changed &= {
-                one.user for one, done in pairs if isinstance(done, Written) and done.changes
-            }
+            pairs = [
+                (one.user, done)
+                for one, done in zip(batch, results, strict=True)
+                if isinstance(done, Written)
+            ]
+            changed &= {user for user, done in pairs if done.changes}
+            self._metrics.store.late_events.inc(sum(done.num_late for _, done in pairs))
             return results
         finally:
             for user in changed:  # their cached histories may be outdated
@@ -575,3 +638,15 @@ class Histories:
         self.cache.forget(user)
         if self._of_users is not None:
             self._of_users.forget(user)
+
+
+def _brought(
+    ref: HistoryRef, base: KnownHistory | None, policy: OnUnsorted
+) -> StoredHistory | None:
+    """Return the history in the request or its base; None if it is in the store."""
+    if base is None:
+        return None if ref.events is None else StoredHistory(ref.events, 0, NO_ITEMS)
+    events = base.events
+    if ref.events is not None:
+        events = oldest_first(events + ref.events, policy, "history", len(events))
+    return StoredHistory(events, base.first_index, base.older_items)

@@ -204,8 +204,8 @@ class MatchJob:
 
         Args:
             request: The request.
-            history: External ids of the user's items, oldest first; others than those of the
-                target domain are ignored.
+            history: External ids of all of the user's items, oldest first; others than those of
+                the target domain are ignored.
             call: Arrival, deadline and permit.
             history_s: Seconds of reading the history.
 
@@ -231,7 +231,8 @@ class MatchJob:
             request.exclude_seen,
             request.allow_items,
             request.deny_items,
-            history[-self.config.max_history_events :],
+            history,
+            self.config.max_history_events,
         )
         done = await self._search(version, query, call)
         limited_by = LimitedBy.NONE

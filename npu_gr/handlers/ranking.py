@@ -203,7 +203,7 @@ class Ranking:
     @property
     def vocabulary(self) -> ItemVocabulary:
         """The current mapping of external item ids and rows."""
-        return self.items.vocabulary
+        return self.items.spare.vocabulary
 
     def tokenize(self, history: UserHistory) -> Tokens:
         """Convert a history to tokens.

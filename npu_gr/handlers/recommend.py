@@ -139,6 +139,7 @@ class RecommendJob:
                 call.slot.suspended,
                 reads,
                 call.deadline_at,
+                all_items=True,  # which were seen is a filter, and a term of a score blend
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)

@@ -3,9 +3,9 @@
     next version of the catalogue -> new items -> embeddings of features and codes -> spare rows of
     the table -> vocabulary, retrieval and catalogue change in one step of the event loop
 
-A pass never sees a partial row: rows are written once, before they are referenced. An item that was
-withdrawn and returns with other codes or features gets another row, and the old one is hidden. Rows
-are free again with the next version of the ranker.
+A pass never sees a partial row: a row is written before it is referenced. An item that was
+withdrawn and returns with other codes or features gets another row, and the old one is hidden, and
+free when nothing can read it any more (`spare_rows.py`).
 
 The embeddings of semantic-ID codes are those of the training, so codes are used only while the
 catalogue has the same codes for the trained items.
@@ -28,17 +28,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from npu_gr.catalogue.records import Features
 from npu_gr.catalogue.trie import I32
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import CatalogueError, ConfigError
+from npu_gr.core.errors import CatalogueError, ConfigError, Unavailable
 from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.core.feature_schema.values import name_of, plain_name
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.handlers.spare_rows import Content, SpareRows
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary
 
@@ -62,10 +64,10 @@ async def no_follower(_: Snapshot, __: bool) -> Commit:
 class _Plan(NamedTuple):
     """The changes of the ranker's table for a version of the catalogue."""
 
-    ids: I64  # [n] items that get a row
-    items: NewItems
-    made_of: dict[int, bytes]  # item -> inputs of its row
-    num_left: int  # items without a free row
+    contents: list[Content]  # [n] of new items, in the order in which they get rows
+    items: NewItems  # [n] inputs of their rows
+    lacking: I64  # [m] places of those without a row
+    num_untrained: int  # new items of the version, at least n
     withdrawn: I64  # ids to exclude from retrieval, ascending
 
 
@@ -81,12 +83,12 @@ class ScoredItems:
         """
         self._engine = engine
         self._config = engine.model.config
-        self.vocabulary = vocabulary  # immutable; replaced by a new one
+        self.spare = SpareRows(vocabulary, engine.model.items.num_rows - len(vocabulary))
         self.withdrawn: I64 = np.empty(0, np.int64)  # ids that a cascade must not return, ascending
-        # rows to exclude from retrieval: theirs, and replaced ones
+        # rows to exclude from retrieval: theirs, and those that the vocabulary does not find
         self.hidden: I64 = self.withdrawn
         self.num_unscored = 0  # items of the catalogue without a row
-        self._made_of: dict[int, bytes] = {}  # new item -> inputs of its row
+        self._num_untrained = 0  # items of the catalogue that are not trained
         self._value_ids = [
             {plain_name(value): place for place, value in reversed([*enumerate(f.values)])}
             for f in self._config.item_features
@@ -98,14 +100,9 @@ class ScoredItems:
         )
 
     @property
-    def num_new(self) -> int:
-        """Number of new items with a row."""
-        return len(self._made_of)
-
-    @property
-    def num_spare(self) -> int:
-        """Number of free rows."""
-        return self._engine.model.items.num_rows - len(self.vocabulary)
+    def vocabulary(self) -> ItemVocabulary:
+        """The current mapping of external item ids and rows."""
+        return self.spare.vocabulary
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
         """Write rows for the new items of a version of the catalogue.
@@ -121,37 +118,61 @@ class ScoredItems:
 
         Raises:
             CatalogueError: too few rows are free, or a feature is unknown; nothing was changed.
+            Unavailable: requests still read the rows that it needs.
             DeviceError: the rows could not be written; nothing was changed.
         """
         plan = await asyncio.to_thread(self._plan, snapshot, self.vocabulary, is_strict)
-        if len(plan.ids):
-            first_row = len(self.vocabulary)
+        room = self.spare.room(plan.contents)
+        count = min(len(plan.lacking), room)
+        num_left = plan.num_untrained - len(plan.contents) + len(plan.lacking) - count
+        is_more = plan.num_untrained > self._num_untrained
+        if is_strict and num_left and is_more and self._config.scores_new_items:
+            raise CatalogueError(
+                f"{num_left + room} items need new rows of the ranker, but only {room} of "
+                "service.spare_items are free; serve a ranker that was trained with these items, "
+                "or increase service.spare_items and restart"
+            )
+        places = await self.spare.reserve(count, plan.contents)
+        if is_strict and len(places) < count:
+            raise Unavailable(
+                "requests still read the rows of items that left the catalogue; repeat the change"
+            )
+        written = plan.lacking[: len(places)]
+        if places:
+            rows = np.array(places) + len(self.vocabulary.ids)
             await self._engine.scheduler.call(
-                lambda: self._engine.write_items(first_row, plan.items),
+                lambda: self._engine.write_items(rows, plan.items.take(written)),
                 float("inf"),
                 order=JobOrder(0.0),
             )
-        if plan.num_left:
+        new = {plan.contents[at]: place for at, place in zip(written.tolist(), places, strict=True)}
+        return lambda: self._show(snapshot.version, plan, new)
+
+    def _show(self, version: str, plan: _Plan, new: dict[Content, int]) -> None:
+        needed = [
+            content if content in new or self.spare.has(content) else self.spare.known(content[0])
+            for content in plan.contents
+        ]
+        self.spare.show(version, [content for content in needed if content is not None], new)
+        self._num_untrained = plan.num_untrained
+        num_lacking = len(plan.lacking) - len(new)
+        self.num_unscored = plan.num_untrained - len(plan.contents) + num_lacking
+        if self.num_unscored:
             why = (
                 "no spare row is free (service.spare_items)"
                 if self._config.scores_new_items
                 else "it was trained without row dropout"
             )
             log.warning(
-                "the ranker cannot score %d items of the catalogue, because %s", plan.num_left, why
+                "the ranker cannot score %d items of the catalogue, because %s",
+                *(self.num_unscored, why),
             )
-        return lambda: self._show(plan)
-
-    def _show(self, plan: _Plan) -> None:
-        made = self.vocabulary.with_new(plan.ids) if len(plan.ids) else self.vocabulary
-        self._made_of |= plan.made_of
-        self.num_unscored = plan.num_left
         self.withdrawn = plan.withdrawn
+        made = self.vocabulary
         rows = made.rows(plan.withdrawn)
         every = np.arange(len(made.ids), len(made))
-        replaced = every[made.rows(made.new_ids) != every]
-        self.hidden = np.union1d(rows[rows != UNKNOWN], replaced)
-        self.vocabulary = made
+        out_of_use = every[made.rows(made.new_ids) != every]
+        self.hidden = np.union1d(rows[rows != UNKNOWN], out_of_use)
         # last, since a device thread that finds a row looks it up in the vocabulary
         self._engine.num_rows = len(made)
 
@@ -161,41 +182,22 @@ class ScoredItems:
         gone = vocabulary.new_ids[~np.isin(vocabulary.new_ids, untrained)]
         withdrawn = np.union1d(snapshot.withdrawn_ids, gone)
         if not self._config.scores_new_items:
-            return _Plan(untrained[:0], _NO_ITEMS, {}, len(untrained), withdrawn)
+            return _Plan([], _NO_ITEMS, untrained[:0], len(untrained), withdrawn)
         has_row = vocabulary.rows(untrained) != UNKNOWN
         fresh = untrained[~has_row]
-        looked_at = np.concatenate([untrained[has_row], fresh[: self.num_spare]])
-        codes = self._codes(snapshot, looked_at)
-        features = self._features(looked_at, snapshot.features, is_strict)
-        values = self._values(looked_at, snapshot.features, is_strict)
+        most = self.spare.num_rows - int(np.count_nonzero(has_row))
+        ids = np.concatenate([untrained[has_row], fresh[:most]])
+        codes = self._codes(snapshot, ids)
+        features = self._features(ids, snapshot.features, is_strict)
+        values = self._values(ids, snapshot.features, is_strict)
         columns: list[npt.NDArray[Any]] = [codes, *features, *(() if values is None else values)]
-        made_of = {
-            item: b"".join(column[place].tobytes() for column in columns)
-            for place, item in enumerate(looked_at.tolist())
-        }
-        changed = np.flatnonzero(
-            [self._made_of.get(item) != made for item, made in made_of.items()]
-        )
-        num_left = len(changed) + max(0, len(fresh) - self.num_spare) - self.num_spare
-        if num_left > 0 and is_strict:
-            raise CatalogueError(
-                f"{num_left + self.num_spare} items need new rows of the ranker, but only "
-                f"{self.num_spare} of service.spare_items are free; serve a ranker that was "
-                "trained with these items, or increase service.spare_items and restart"
-            )
-        taken = changed[: self.num_spare]
-        ids = looked_at[taken]
-        return _Plan(
-            ids,
-            NewItems(
-                tuple(column[taken] for column in features),
-                codes[taken],
-                None if values is None else Encoded(values.codes[taken], values.numbers[taken]),
-            ),
-            {item: made_of[item] for item in ids.tolist()},
-            max(0, num_left),
-            withdrawn,
-        )
+        contents = [
+            (item, _digest(b"".join(column[place].tobytes() for column in columns)))
+            for place, item in enumerate(ids.tolist())
+        ]
+        lacking = np.flatnonzero([not self.spare.has(content) for content in contents])
+        items = NewItems(tuple(features), codes, values)
+        return _Plan(contents, items, lacking, len(untrained), withdrawn)
 
     def _codes(self, snapshot: Snapshot, items: I64) -> I32:
         """Return the codes of new items; none if the catalogue's differ from the ranker's."""
@@ -280,7 +282,9 @@ class ScoredItems:
 _NO_ITEMS = NewItems((), np.empty((0, 0), np.int32))
 
 
-log = logging.getLogger(__name__)
+def _digest(inputs: bytes) -> int:
+    """Hash the inputs of a row to a signed 64-bit integer."""
+    return int.from_bytes(xxhash.xxh3_64_digest(inputs), "little", signed=True)
 
 
 class Coverage(NamedTuple):

@@ -1,4 +1,4 @@
-"""The served catalogue of a generator: versions of a file, and their tables on the device.
+"""The served catalogue of a generator: versions of a file, their log, their tables on the device.
 
 Two versions of a generator that name the same file and codes share one served catalogue.
 
@@ -10,6 +10,7 @@ of item lists are not cached, since their cost is proportional to the list.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from npu_gr.catalogue.centroids import Centroids, SidMaker
+from npu_gr.catalogue.centroids import Centroids
+from npu_gr.catalogue.change_log import NO_CHANGES, ChangeLog, Changes, log_path
 from npu_gr.catalogue.filters import (
     Filter,
     allow_all,
@@ -30,25 +32,21 @@ from npu_gr.catalogue.filters import (
     deny_items,
 )
 from npu_gr.catalogue.names import EMPTY, ItemNames, collisions
-from npu_gr.catalogue.new_items import completed
-from npu_gr.catalogue.records import Record, as_items, read_items
+from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.replay import complete, replay, with_items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.catalogue.versions import (
-    Catalogue,
-    Snapshot,
-    add,
-    make_snapshot,
-    name,
-    restore,
-    withdraw,
-)
+from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot, restore, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
+from npu_gr.core.lifetime import to_the_end
 from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.handlers.config import GenerateConfig
 from npu_gr.handlers.scored_items import Before, Commit, Follow, accept_any, no_follower
+
+log = logging.getLogger(__name__)
 
 # Attribute -> values. An item passes if it has one of the values of every attribute.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]
@@ -129,41 +127,39 @@ def _bytes(filter_: Filter) -> int:
 
 
 class ServedCatalogue:
-    """Versions of one catalogue file; empty until `reload`. Event loop only."""
+    """Versions of one catalogue file; empty until `reload`. Event loop only.
 
-    def __init__(
-        self,
-        path: Path,
-        codes: tuple[int, ...],
-        first_token: int,
-        filter_cache_bytes: int,
-        scheduler: Scheduler,
-        device: torch.device,
-    ) -> None:
+    A change is in the log before it is served, and the log is applied to the file whenever the file
+    is read, so both survive a restart together. A rollback to a version of another file lasts until
+    the next start or reload.
+    """
+
+    def __init__(self, section: GenerateConfig, scheduler: Scheduler, device: torch.device) -> None:
         """Prepare; `reload` reads the file.
 
         Args:
-            path: Items and their semantic IDs: .jsonl, .parquet or .bin.
-            codes: Codes per level of a semantic ID.
-            first_token: Token of code 0 of the first level; the other levels follow.
-            filter_cache_bytes: Capacity of the cache of masks.
+            section: Paths of the file and its log, codes of semantic IDs and their tokens.
             scheduler: Uploads the tables.
             device: Device of the tables.
         """
-        self._path = path
-        self._codes = codes
-        self._first_token = first_token
+        self._path = Path(section.catalogue)
+        self._codes = section.codes
+        self._first_token = section.first_token
         self._scheduler = scheduler
         self._device = device
         self._catalogue = Catalogue()
         self._names = EMPTY
         self._centroids: Centroids | None = None  # in the folder of the file
-        self.filters = FilterCache(filter_cache_bytes)
+        self.filters = FilterCache(section.filter_cache_bytes)
         # called before a version is published, which it may reject
         self.follow: Follow = no_follower
         # content -> tables, of the current and the previous version
         self._tables: dict[str, Tables] = {}
         self._publishing = asyncio.Lock()
+        path = log_path(section.catalogue, section.change_log)
+        self._log = None if path is None else ChangeLog(path)
+        # changes of the catalogue in service that this one is to succeed; None = it is in service
+        self.carried: Changes | None = None
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
@@ -176,66 +172,132 @@ class ServedCatalogue:
         with self._catalogue.pin() as snapshot:
             return [snapshot.names, self._names]
 
-    async def reload(self, before: Before = accept_any) -> CatalogueInfo:
-        """Serve the file and its names as they are now; requests in progress keep their version.
+    @property
+    def changes(self) -> Changes:
+        """The changes of the current version since its file was read."""
+        with self._catalogue.pin() as snapshot:
+            return snapshot.changes
+
+    async def reload(
+        self, before: Before = accept_any, carried: Changes | None = None
+    ) -> CatalogueInfo:
+        """Serve the file and its names as they are now, with all changes.
+
+        Requests in progress keep their version.
+
+        Args:
+            before: Awaited with the items of the new version; its errors prevent the version.
+            carried: Changes of the catalogue in service that this one is to succeed. None = those
+                of the current version, or at the start those in the log.
 
         Raises:
-            DataError: the file is invalid; the current version stays. Also after errors of
-                `before`.
+            DataError: the file is invalid; the current version stays.
+            ConfigError: the log is damaged or cannot be used.
+            Unavailable: the log cannot be written; the current version stays.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
         centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
-        info = await self._publish(self._read, before, is_strict=False)
+
+        def read() -> Snapshot:
+            changes = carried
+            if changes is None and not self._catalogue.is_empty:
+                changes = self.changes
+            elif changes is None:
+                changes = NO_CHANGES if self._log is None else self._log.load()
+            snapshot, dropped = replay(self._read(), changes, centroids)
+            if dropped:
+                item, why = next(iter(dropped.items()))
+                log.warning(
+                    "%s: %d added items do not fit it and are dropped, the first is %s: %s",
+                    *(self._path, len(dropped), item, why),
+                )
+            return snapshot
+
+        def write(snapshot: Snapshot) -> None:
+            if self._log is not None and self.carried is None:
+                self._log.write(snapshot.changes)
+
+        self.carried = carried
+        info = await self._publish(read, before, write, is_strict=False)
         self._names = names
         self._centroids = centroids
         return info
 
+    async def succeed(self, predecessor: ServedCatalogue) -> None:
+        """Take the log of the catalogue in service, whose changes this one has, and close its own.
+
+        Raises:
+            Unavailable: the log cannot be written; the predecessor still has its own.
+        """
+        theirs, ours = predecessor._log, self._log
+        if theirs is not None and ours is not None and theirs.path == ours.path:
+            ours = self._log = theirs
+        if ours is not None:
+            await to_the_end(asyncio.to_thread(ours.take_over, theirs, self.changes))
+        if theirs is not ours:
+            predecessor.close()
+        self.carried = None
+        predecessor.carried = self.changes  # so a rollback to it need not read its file again
+
+    def close(self) -> None:
+        """Release the log."""
+        if self._log is not None:
+            self._log.close()
+
     async def update(self, change: CatalogueChange, before: Before = accept_any) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored, until the next reload.
+        """Serve a version with items added, withdrawn and restored, and keep the change in the log.
 
         An item without a semantic ID gets one by the centroids in the folder of the file; it is in
         the result. So are new items whose id is that of another name; they are left out.
 
         Raises:
             DataError: an item is invalid; the current version stays. Also after errors of `before`.
+            Unavailable: the log cannot be written; the current version stays.
         """
         made: dict[str, tuple[int, ...]] = {}
+        whole = change
         rejected: dict[str, str] = {}
 
         def changed() -> Snapshot:
+            nonlocal whole
             with self._catalogue.pin() as snapshot:
+                served = snapshot
                 ids = np.array([new.item_id for new in change.add], np.int64)
                 others = collisions(
                     [new.name for new in change.add], ids, [snapshot.names, self._names]
                 )
                 rejected.update((one, f"has the id of {other!r}") for one, other in others.items())
-                if items := [new for new in change.add if new.name not in others]:
-                    sids = SidMaker(snapshot.trie, self._centroids).all_of(items)
-                    records = [
-                        Record(new.item_id, list(sid), new.order, new.attributes, new.features)
-                        for new, sid in zip(items, sids, strict=True)
-                    ]
-                    pairs = zip(items, sids, strict=True)
+                items = [new for new in change.add if new.name not in others]
+                whole = replace(change, add=complete(snapshot, items, self._centroids))
+                if items:
                     made.update(
-                        (new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid
+                        (new.name or str(new.item_id), new.sid)
+                        for new in whole.add
+                        if new.has_made_sid
                     )
-                    names = snapshot.names
-                    records = completed(snapshot, records)
-                    snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
-                    named = [new for new in items if new.name or new.title]
-                    texts = [new.name or str(new.item_id) for new in named]
-                    snapshot = name(
-                        replace(snapshot, names=names), texts, [new.title for new in named]
-                    )
+                    snapshot = with_items(snapshot, whole.add)
                 if change.withdraw is not None:
                     snapshot = withdraw(snapshot, change.withdraw)
-                return snapshot if change.restore is None else restore(snapshot, change.restore)
+                if change.restore is not None:
+                    snapshot = restore(snapshot, change.restore)
+                if snapshot.version == served.version:
+                    return served
+                return replace(snapshot, changes=served.changes.then(whole))
 
-        info = await self._publish(changed, before, is_strict=True)
+        def write(snapshot: Snapshot) -> None:
+            if self._log is not None and snapshot.changes is not self.changes:
+                self._log.append(whole, snapshot.changes)
+
+        info = await self._publish(changed, before, write, is_strict=True)
         return replace(info, sids=made, rejected=rejected)
 
     async def _publish(
-        self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool
+        self,
+        make: Callable[[], Snapshot],
+        before: Before,
+        write: Callable[[Snapshot], None],
+        *,
+        is_strict: bool,
     ) -> CatalogueInfo:
         async with self._publishing:
             snapshot = await asyncio.to_thread(make)
@@ -248,6 +310,8 @@ class ServedCatalogue:
                 )
                 self._tables[snapshot.content] = uploaded.value
             commit = await self.follow(snapshot, is_strict)
+            # from here on nothing fails or is cancelled: what is in the log is served
+            await to_the_end(asyncio.to_thread(write, snapshot))
             self._catalogue.publish(snapshot)
             commit()
             retained = self._catalogue.contents()
@@ -266,13 +330,17 @@ class ServedCatalogue:
         return make_snapshot(items, Codebooks.stacked(self._codes, self._first_token))
 
     async def rollback(self) -> CatalogueInfo:
-        """Serve the previous version.
+        """Serve the previous version, and keep its changes in the log.
 
         Raises:
             DataError: there is no previous version.
+            Unavailable: the log cannot be written; the current version stays.
         """
         async with self._publishing:
-            commit = await self.follow(self._catalogue.kept(), False)
+            previous = self._catalogue.kept()
+            commit = await self.follow(previous, False)
+            if self._log is not None:
+                await to_the_end(asyncio.to_thread(self._log.write, previous.changes))
             self._catalogue.rollback()
             commit()
         return self.info()
@@ -284,7 +352,7 @@ class ServedCatalogue:
 
     def info(self) -> CatalogueInfo:
         """Describe the current version."""
-        return self._catalogue.status()
+        return replace(self._catalogue.status(), durable=self._log is not None)
 
     def item_ids(self) -> I64:
         """Return the ids of all available items, ascending. Thread-safe.

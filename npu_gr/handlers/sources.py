@@ -342,7 +342,7 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
             exclude_seen=asked.exclude_seen,
             deny_items=asked.denied.ids,
         )
-        answer = await job.match(request, asked.history.events.items, asked.call)
+        answer = await job.match(request, asked.history.all_items, asked.call)
         metrics.requests.answered(MATCH, answer, time.monotonic() - began_at)
         return answer.item_ids
 

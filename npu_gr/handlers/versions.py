@@ -273,6 +273,8 @@ class Versions:
         for models in (self.rankers, self.generators):
             if models is not None:
                 await models.stop()
+        if self.generators is not None:
+            self.generators.current.items.close()
 
 
 class ServedNames:
@@ -461,6 +463,7 @@ class GenerateJob(_ModelJob):
                 self._versions.max_events,
                 call.slot.suspended,
                 deadline_at=call.deadline_at,
+                all_items=generation.excludes_seen(request),
             )
             events = history.events
             # else the empty prompt would be a client error (422)

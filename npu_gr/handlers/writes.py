@@ -39,10 +39,10 @@ class EventsJob:
         if self._histories.store is not None:
             check_actions(self._versions, events)
         with call.slot.suspended():
-            num_events = await self._histories.append(request.user, events, request.idempotency_key)
+            done = await self._histories.append(request.user, events, request.idempotency_key)
         return EventsAnswer(
-            num_events=num_events,
-            sorted_events=events.origin.sorted_events,
+            num_events=done.num_events,
+            sorted_events=done.num_late,
             stages_s={"store": time.monotonic() - call.arrived_at},
         )
 

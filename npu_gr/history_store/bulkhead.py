@@ -386,7 +386,7 @@ class GuardedStore:
         for lane in (self.reads, self.writes):
             lane.trip(cause)
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))
 
     async def write_many(
@@ -394,8 +394,8 @@ class GuardedStore:
     ) -> list[Written | StoreFailed | Unprocessable]:
         return await self.writes.call("append", lambda: self._store.write_many(batch))
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
-        return await self.reads.call("read", lambda: self._store.read(user, last))
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
+        return await self.reads.call("read", lambda: self._store.read(user, last, all_items))
 
     async def actions(self) -> tuple[str, ...]:
         return await self.reads.call("read", lambda: self._store.actions())

@@ -4,7 +4,7 @@ One writer thread commits all queued appends in one transaction (group commit): 
 and each is acknowledged only after it. A job that fails is rolled back alone. Rows that an erasure
 deletes are overwritten before it is acknowledged (`RowOverwrites`), once for all erasures of a
 group. Reads have their own connection and thread, so a read never waits for an append. Events are
-stored in chunks of `CHUNK`, so an append rewrites at most one chunk of its user.
+stored in chunks of `CHUNK`, so an append rewrites at most one chunk of its user, unless it is late.
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ class EmbeddedStore:
         self._group = GroupWriter(path, self._writer, overwrites, self.health)
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="npu_gr-history-read")
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        return (await self._write_one(Write(user, events, Mode.APPEND, key))).num_events
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
+        return await self._write_one(Write(user, events, Mode.APPEND, key))
 
     async def write_many(
         self, batch: Sequence[Write]
@@ -289,12 +289,14 @@ class EmbeddedStore:
         )
         return written
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
         if self._group.is_closed:
             raise StoreFailed("the history store is closed")
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, self._read, key_bytes(user), last)
+            return await loop.run_in_executor(
+                self._readers, self._read, key_bytes(user), last, all_items
+            )
         except sqlite3.Error as error:
             raise file.failed("read", error) from error
 
@@ -320,10 +322,10 @@ class EmbeddedStore:
 
     # ---- the reader's thread
 
-    def _read(self, key: bytes, last: int) -> StoredHistory:
+    def _read(self, key: bytes, last: int, all_items: bool) -> StoredHistory:
         self._reader.execute("BEGIN")  # one snapshot for both tables
         try:
-            return file.read(self._reader, key, last)
+            return file.read(self._reader, key, last, all_items=all_items)
         finally:
             self._reader.execute("ROLLBACK")
 

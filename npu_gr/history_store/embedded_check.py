@@ -247,7 +247,7 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
         done.num_lost += lost
         if len(events):
             done.num_users += 1
-            done.num_events += file.append(new, key, events, MAX_EVENTS)
+            done.num_events += file.append(new, key, events, MAX_EVENTS).num_events
     for key, (first, total) in extents.items():
         if total > first:  # none of its chunks is left
             done.bad_users.add(key)

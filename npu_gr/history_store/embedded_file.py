@@ -1,7 +1,8 @@
 """The file of the embedded store: lock, connections, tables, operations, overwriting.
 
     users    user -> first, total: events [0, first) were given up, [first, total) are stored
-    chunks   user, chunk -> `CHUNK` events with their features; the last chunk may be shorter
+    chunks   user, chunk -> `CHUNK` events with their features; the last chunk may be shorter. The
+             events of a user are in time order
     keys     user, idempotency key -> digest of the append's events, and its answer
     actions  number -> name of an action: a list that only grows at its end, written before the
              first event that uses a number. So a model with other actions is detected before it
@@ -25,7 +26,6 @@ Invariant: only `RowOverwrites.run` moves pages from the log to the file, so it 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import struct
@@ -34,9 +34,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
+from npu_gr.core import durable_files
+from npu_gr.core.arrays import smallest
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.file_permissions import open_private
-from npu_gr.core.history import Events, Mode, Write, Written
+from npu_gr.core.history import Events, Mode, Write, Written, count_late, in_time_order
 from npu_gr.core.names import difference
 from npu_gr.history_store.checksum import check_row, damaged, row_sum
 from npu_gr.history_store.event_features import (
@@ -48,7 +50,15 @@ from npu_gr.history_store.event_features import (
     load_runs,
     pack_runs,
 )
-from npu_gr.history_store.store import IdempotencyKey, StoredHistory, key_bytes, merge, pack
+from npu_gr.history_store.store import (
+    NO_ITEMS,
+    IdempotencyKey,
+    StoredHistory,
+    key_bytes,
+    merge,
+    pack,
+    unpack,
+)
 
 SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
 CLEANED = 8  # oldest keys that an append visits, and removes if they have expired
@@ -77,25 +87,8 @@ class KeyLimits(NamedTuple):
 
 
 def lock(path: Path) -> IO[str]:
-    """Open the store's lock file. Closing it, or the end of the process, releases the store.
-
-    Raises:
-        StoreInUse: another process has the store open.
-        ConfigError: the folder cannot be used.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = os.fdopen(open_private(path.with_name(path.name + ".lock")), "w")
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            held.close()
-            raise
-    except BlockingIOError as error:
-        raise StoreInUse(f"history_store.path: {path} is in use by another process") from error
-    except OSError as error:
-        raise ConfigError(f"history_store.path: {path} cannot be used: {error.strerror}") from error
-    return held
+    """Lock the store for this process, as `durable_files.lock`."""
+    return durable_files.lock(path, "history_store.path")
 
 
 def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
@@ -156,16 +149,25 @@ def failed(what: str, error: sqlite3.Error) -> StoreFailed:
 # ---- one user's rows, inside a transaction
 
 
-def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
-    """Append events, and delete the oldest over `max_events`.
+def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
+    """Add events in time order, and delete the oldest over `max_events`.
 
-    Returns:
-        Number of events that are stored now.
+    The result is as if all events had come in order: late ones, which are older than stored ones,
+    go to their place, and the chunks from there on are written again.
 
     Raises:
         StoreFailed: the rows to be changed are damaged.
     """
+    num_added = len(events)
     first, total = _extent(db, key) or (0, 0)
+    last = None  # the chunk that the events continue
+    if num_added and total:
+        last = _chunk(db, key, (total - 1) // CHUNK, (total - 1) % CHUNK + 1)
+    num_late = count_late(events.timestamps, last.newest if last else None)
+    if last is not None and (oldest := smallest(events.timestamps)) < last.newest:
+        total, newer = _take_newer(db, key, first, total, oldest)
+        events = newer + events
+    events = in_time_order(events)
     at = 0
     while at < len(events):
         chunk, filled = divmod(total + at, CHUNK)
@@ -173,8 +175,8 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
         part = events[at : at + room]
         data, runs = pack(part), pack_runs(part.features, room, filled)
         if filled:
-            older = _chunk(db, key, chunk, filled)
-            data, runs = older.data + data, join_runs(load_runs(older.features), runs)
+            assert last is not None
+            data, runs = last.data + data, join_runs(load_runs(last.features), runs)
         row = Chunk.make(key, chunk, data, dump_runs(runs))
         db.execute(
             "INSERT OR REPLACE INTO chunks (user, chunk, data, features, sum) VALUES (?, ?, ?, "
@@ -189,20 +191,39 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
     first = max(first, oldest)
     extent = (key, first, total, row_sum(key, first, total))
     db.execute("INSERT OR REPLACE INTO users (user, first, total, sum) VALUES (?, ?, ?, ?)", extent)
-    return total - first
+    return Written(total - first, num_added, num_late=num_late)
 
 
-def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
+def _take_newer(
+    db: sqlite3.Connection, key: bytes, first: int, total: int, time: int
+) -> tuple[int, Events]:
+    """Delete the chunks from the first one with an event after `time` on.
+
+    Returns:
+        Number of events of the user without them, and their events.
+    """
+    chunk = -(-total // CHUNK)
+    rows: list[Chunk] = []
+    while chunk * CHUNK > first:
+        row = _chunk(db, key, chunk - 1, min(CHUNK, total - (chunk - 1) * CHUNK))
+        if row.newest <= time:
+            break
+        rows.insert(0, row)
+        chunk -= 1
+    db.execute("DELETE FROM chunks WHERE user = ? AND chunk >= ?", (key, chunk))
+    return chunk * CHUNK, events_of(rows)
+
+
+def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
     """Replace a user's history, which may be damaged, by the newest `max_events` of `events`.
 
     The history counts from 0 again. Idempotency keys stay, so a repeated append is still detected.
-
-    Returns:
-        Number of events that are stored now.
     """
     for table in ("chunks", "users"):
         db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # two names above  # noqa: S608
-    return append(db, key, events[-max_events:], max_events)
+    num_late = count_late(events.timestamps)
+    kept = in_time_order(events)[-max_events:]
+    return append(db, key, kept, max_events)._replace(num_late=num_late)
 
 
 def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
@@ -212,34 +233,42 @@ def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: i
     if not merged.changes:
         return Written(len(stored), 0)
     if merged.is_append:
-        return Written(
-            append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added
-        )
-    return Written(replace(db, key, merged.events, max_events), merged.num_added, merged.num_filled)
+        done = append(db, key, merged.events[-merged.num_added :], max_events)
+    else:
+        done = replace(db, key, merged.events, max_events)
+    return Written(done.num_events, merged.num_added, merged.num_filled, merged.num_late)
 
 
-def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
-    """Read the newest `last` events.
+def read(
+    db: sqlite3.Connection, key: bytes, last: int, *, all_items: bool = False
+) -> StoredHistory:
+    """Read the newest `last` events, and with `all_items` the items of all older ones.
 
     Raises:
         StoreFailed: a row is damaged or missing.
     """
     extent = _extent(db, key)
     if extent is None:
-        return StoredHistory(Events.empty(), 0)
+        return StoredHistory(Events.empty(), 0, NO_ITEMS)
     first, total = extent
     start = max(first, total - last)
+    begin = first if all_items else start
     found = db.execute(
         "SELECT chunk, data, features, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER "
         "BY chunk",
-        (key, start // CHUNK),
+        (key, begin // CHUNK),
     )
     rows = [Chunk(*row) for row in found]
-    if [row.chunk for row in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
+    if [row.chunk for row in rows] != list(range(begin // CHUNK, -(-total // CHUNK))):
         raise damaged("a chunk is missing")
     for row in rows:
         row.check(key, min(CHUNK, total - row.chunk * CHUNK))
-    return StoredHistory(events_of(rows, start % CHUNK), start)
+    num_older = start // CHUNK - begin // CHUNK
+    events = events_of(rows[num_older:], start % CHUNK)
+    if not all_items:
+        return StoredHistory(events, start)
+    older = unpack(b"".join(row.data for row in rows[: num_older + 1])).items
+    return StoredHistory(events, start, older[begin % CHUNK :][: start - begin])
 
 
 def erase(db: sqlite3.Connection, key: bytes) -> None:
@@ -338,7 +367,7 @@ def append_once(
     Args:
         db: Connection with an open transaction.
         user: Key of the user (`key_bytes`).
-        events: Events, oldest first.
+        events: Events in any order.
         key: Idempotency key of the append.
         max_events: see `append`.
         limits: Limits of the idempotency keys.
@@ -349,9 +378,9 @@ def append_once(
     known = applied(db, user, key, limits)
     if known is not None:
         return Written(known, 0)
-    kept = append(db, user, events, max_events)
-    remember(db, user, key, kept, limits)
-    return Written(kept, len(events))
+    done = append(db, user, events, max_events)
+    remember(db, user, key, done.num_events, limits)
+    return done
 
 
 def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits) -> Written:
@@ -366,10 +395,10 @@ def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits
         case Mode.MERGE:
             return merge_into(db, user, one.events, max_events)
         case Mode.REPLACE:
-            kept = replace(db, user, one.events, max_events)
-            return Written(kept, kept)
+            done = replace(db, user, one.events, max_events)
+            return done._replace(num_added=done.num_events)
         case Mode.APPEND if one.key is None:
-            return Written(append(db, user, one.events, max_events), len(one.events))
+            return append(db, user, one.events, max_events)
         case Mode.APPEND:
             key = IdempotencyKey.make(one.key, one.events)
             return append_once(db, user, one.events, key, max_events, limits)

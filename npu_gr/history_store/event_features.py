@@ -232,6 +232,11 @@ class Chunk(NamedTuple):
     features: Any
     sum: int | None  # checksum; None = the row was written before there were checksums
 
+    @property
+    def newest(self) -> int:
+        """The latest time of its events."""
+        return int(np.frombuffer(self.data, EVENT)["timestamp"].max())
+
     @classmethod
     def make(cls, key: bytes, chunk: int, data: bytes, features: bytes | None) -> Chunk:
         """Make a row of the user with this key."""

@@ -10,8 +10,9 @@
     npu_gr:{user}:events    records without checksums, of an older version: moved to `log` by the
                             first read or append
 
-An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge
-reads, and writes only if no other client has written in between. Durability is the server's own
+An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge,
+and an append of events that are older than the last one, read all and write only if no other client
+has written in between. The events of a user are in time order. Durability is the server's own
 (`appendonly yes`); an append is acknowledged when the server has answered. `redis_server.py` says
 which servers are served, and what is repeated after a failover.
 """
@@ -29,7 +30,16 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
-from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
+from npu_gr.core.history import (
+    Events,
+    Mode,
+    StoreHealth,
+    UserKey,
+    Write,
+    Written,
+    count_late,
+    in_time_order,
+)
 from npu_gr.core.tls import TlsFiles
 from npu_gr.history_store import redis_records as scripts
 from npu_gr.history_store.checksum import (
@@ -59,6 +69,7 @@ from npu_gr.history_store.store import (
     EVENT,
     HistoryConfig,
     IdempotencyKey,
+    Merged,
     StoredHistory,
     checked,
     key_bytes,
@@ -74,6 +85,8 @@ log = logging.getLogger(__name__)
 _HOW = "redis://, rediss:// or unix://, with / ? # @ : of a password percent-encoded"
 _ACTIONS = "npu_gr:actions"
 _ALL = 2**53  # bytes, more than any value has
+_NO_KEY = (b"", b"", 0, 0)  # arguments of a script for an append without an idempotency key
+_TRY_AGAIN = (scripts.OLD, scripts.LATE)  # results of an append that did nothing yet
 
 
 class RedisStore:
@@ -146,8 +159,8 @@ class RedisStore:
             raise ConfigError(f"history_store.url: {what}{config.redis_url}: {error}") from None
         return store
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        return (await self._write(Write(user, events, Mode.APPEND, key))).num_events
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
+        return await self._write(Write(user, events, Mode.APPEND, key))
 
     async def write_many(
         self, batch: Sequence[Write]
@@ -176,38 +189,37 @@ class RedisStore:
             case Mode.APPEND:
                 return await self._append_once(one)
             case Mode.REPLACE:
-                events = one.events[-self._max_events :]
+                events = in_time_order(one.events)[-self._max_events :]
                 await self._ask(
                     lambda: self._put(_keys(one.user), _put_arguments(one.user, events, 0, ""))
                 )
-                return Written(len(events), len(events))
+                late = count_late(one.events.timestamps)
+                return Written(len(events), len(events), num_late=late)
             case Mode.MERGE:
                 while (written := await self._merge(one)) is None:
                     pass
                 return written
 
     async def _append_once(self, one: Write) -> Written:
-        key = key_bytes(one.user)
-        data = pack_checked(key, one.events)
-        arguments: list[Any] = [
-            data,
-            self._max_events * CHECKED.itemsize,
-            CHECKED.itemsize,
-            b"",
-            b"",
-            0,
-            0,
-        ]
+        key, events = key_bytes(one.user), in_time_order(one.events)
+        data = pack_checked(key, events)
+        keyed = _NO_KEY
         if one.key is not None:
-            made = IdempotencyKey.make(one.key, one.events)
+            made = IdempotencyKey.make(one.key, events)
             keep_s = max(1, round(self._config.idempotency_s))
-            arguments[3:] = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
-        for entry in pack_entries(key, one.events, data):
+            keyed = (made.key, made.events, keep_s, self._config.max_idempotency_keys)
+        oldest = int(events.timestamps[0]) if len(events) else 0
+        limit = self._max_events * CHECKED.itemsize
+        arguments: list[Any] = [data, limit, CHECKED.itemsize, *keyed, oldest]
+        for entry in pack_entries(key, events, data):
             arguments += entry
         while (
             done := await self._ask(lambda: self._append(_keys(one.user), arguments))
-        ) == scripts.OLD:
-            await self._move_old(one.user)
+        ) in _TRY_AGAIN:
+            if done == scripts.OLD:
+                await self._move_old(one.user)
+            elif (written := await self._merge(one, keyed)) is not None:
+                return written
         if done == scripts.OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
         if done == scripts.BAD:
@@ -217,52 +229,64 @@ class RedisStore:
         if done == scripts.STRAY:
             raise damaged("it has features of events that do not exist")
         kept, is_new = done
-        return Written(int(kept), len(one.events) if is_new else 0)
+        if not is_new:
+            return Written(int(kept), 0)
+        return Written(int(kept), len(events), num_late=count_late(one.events.timestamps))
 
-    async def _merge(self, one: Write) -> Written | None:
-        """Merge events into a history; None = another client wrote meanwhile: nothing was done."""
-        first, all_stored, state = await self._read_state(one.user, _ALL, "1")
-        stored = all_stored[-self._max_events :]
-        merged = merge(stored, one.events, self._max_events)
+    async def _merge(self, one: Write, keyed: tuple[Any, ...] = _NO_KEY) -> Written | None:
+        """Merge events into a history, or put late ones of an append in their places.
+
+        None = another client wrote meanwhile: nothing was done.
+        """
+        first, all_stored, state, _ = await self._read_state(one.user, _ALL, "1")
+        if one.mode is Mode.APPEND:
+            newest = int(all_stored.timestamps.max()) if len(all_stored) else None
+            late = count_late(one.events.timestamps, newest)
+            events = in_time_order(all_stored + one.events)[-self._max_events :]
+            merged = Merged(events, len(one.events), 0, late, is_append=True)
+        else:
+            merged = merge(all_stored[-self._max_events :], one.events, self._max_events)
         if not merged.changes:
-            return Written(len(stored), 0)
+            return Written(len(merged.events), 0)
         # A history that is replaced counts from 0 again.
         given_up = (
             first + len(all_stored) + merged.num_added - len(merged.events)
             if merged.is_append
             else 0
         )
-        arguments = _put_arguments(one.user, merged.events, given_up, state)
+        arguments = _put_arguments(one.user, merged.events, given_up, state, keyed)
         if await self._ask(lambda: self._put(_keys(one.user), arguments)) in (
             scripts.CHANGED,
             scripts.OLD,
         ):
             return None
-        return Written(len(merged.events), merged.num_added, merged.num_filled)
+        return Written(len(merged.events), merged.num_added, merged.num_filled, merged.num_late)
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
-        first, events, _ = await self._read_state(
-            user, min(last, self._max_events) * CHECKED.itemsize, ""
-        )
-        return StoredHistory(events, first)
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
+        num_bytes = min(last, self._max_events) * CHECKED.itemsize
+        all_bytes = self._max_events * CHECKED.itemsize if all_items else 0
+        first, events, _, older = await self._read_state(user, num_bytes, "", all_bytes)
+        return StoredHistory(events, first, older.items if all_items else None)
 
     async def _read_state(
-        self, user: UserKey, num_bytes: int, with_state: str
-    ) -> tuple[int, Events, str]:
-        """Read the index of the first event, the newest events, and the hash of the whole state."""
+        self, user: UserKey, num_bytes: int, with_state: str, all_bytes: int = 0
+    ) -> tuple[int, Events, str, Events]:
+        """Read events.
+
+        Returns:
+            Index of the first event, the newest events, the hash of the whole state, and older
+            events without features.
+        """
         keys, key = _keys(user), key_bytes(user)
-        while (
-            answer := await self._ask(
-                lambda: self._read(keys, [num_bytes, CHECKED.itemsize, with_state])
-            )
-        ) == scripts.OLD:
+        arguments: list[int | str] = [num_bytes, CHECKED.itemsize, with_state, all_bytes]
+        while (answer := await self._ask(lambda: self._read(keys, arguments))) == scripts.OLD:
             await self._move_old(user)
-        first, data, groups, state = answer
+        first, data, groups, state, older = answer
         events = unpack_checked(key, data)
         if groups:
             features = unpack_groups(key, [RunGroup(*group) for group in groups], int(first), data)
             events = replace(events, features=features)
-        return int(first), events, state.decode()
+        return int(first), events, state.decode(), unpack_checked(key, older)
 
     async def actions(self) -> tuple[str, ...]:
         return _texts(await self._ask(lambda: self._client.lrange(_ACTIONS, 0, -1)))
@@ -316,10 +340,12 @@ def _keys(user: UserKey) -> list[str]:
     ]
 
 
-def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> list[Any]:
+def _put_arguments(
+    user: UserKey, events: Events, given_up: int, state: str, keyed: tuple[Any, ...] = _NO_KEY
+) -> list[Any]:
     key = key_bytes(user)
     data = pack_checked(key, events)
-    arguments: list[Any] = [data, given_up, state]
+    arguments: list[Any] = [data, given_up, state, *keyed, len(events)]
     for end, layout, rows in pack_entries(key, events, data):
         arguments += (given_up + end, layout, rows)
     return arguments

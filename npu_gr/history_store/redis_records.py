@@ -155,36 +155,65 @@ OLD = -1  # there are records of an older version: move them, then try again
 OTHER = -2  # the idempotency key was used for other events
 BAD = -3  # the idempotency key's entry is damaged
 CUT = -4  # the last record is incomplete, so records could not be appended to it
-CHANGED = -5  # another client wrote meanwhile: read again
+CHANGED = -5  # another client wrote meanwhile, or used the idempotency key: read again
 STRAY = -6  # there are features of events that do not exist: an older version replaced the events
+LATE = -7  # an event is older than the last one: read all, and put it in its place
 
+# Idempotency keys: found and remembered, by microseconds, so that they have an order.
+_KEYS = """
+local function microseconds()
+  local time = redis.call('TIME')
+  return time[1] * 1e6 + time[2]
+end
+local function known(key, digest, keep_s)  -- the result of the append with this key, or nil
+  local entry = redis.call('HGET', KEYS[3], key)
+  local at = tonumber(redis.call('ZSCORE', KEYS[4], key) or 0)
+  if not entry or at + keep_s * 1e6 <= microseconds() then return nil end
+  if redis.sha1hex(key .. string.sub(entry, 41)) ~= string.sub(entry, 1, 40) then return -3 end
+  if string.sub(entry, 41, 40 + #digest) ~= digest then return -2 end
+  return {tonumber(string.sub(entry, 41 + #digest)), 0}
+end
+local function remember(key, digest, kept, keep_s, most)
+  local keys, order, now = KEYS[3], KEYS[4], microseconds()
+  local answer = digest .. string.format('%d', kept)
+  redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
+  redis.call('ZADD', order, string.format('%.0f', now), key)
+  local expired = string.format('%.0f', now - keep_s * 1e6)
+  local old = redis.call('ZRANGEBYSCORE', order, '-inf', expired, 'LIMIT', 0, 8)
+  if redis.call('ZCARD', order) > tonumber(most) then
+    table.insert(old, redis.call('ZRANGE', order, 0, 0)[1])
+  end
+  for _, one in ipairs(old) do
+    redis.call('HDEL', keys, one)
+    redis.call('ZREM', order, one)
+  end
+  redis.call('EXPIRE', keys, keep_s)
+  redis.call('EXPIRE', order, keep_s)
+end
+"""
 # ARGV: data, limit and size of a record in bytes, idempotency key ("" = none), digest of its
-# events, seconds to keep it, most keys of a user; then for each run of features the index after its
-# last event, its layout, its rows.
-APPEND = """
-local log, first, keys, order, features = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+# events, seconds to keep it, most keys of a user, time of the oldest event; then for each run of
+# features the index after its last event, its layout, its rows.
+APPEND = (
+    _KEYS
+    + """
+local log, first, features = KEYS[1], KEYS[2], KEYS[5]
 if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
 local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
 local before = redis.call('STRLEN', log)
 if before % record ~= 0 then return -4 end
-local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
-if key ~= '' then
-  local time = redis.call('TIME')
-  now = time[1] * 1e6 + time[2]  -- microseconds, so that keys have an order
-  keep = ARGV[6] * 1e6
-  local known = redis.call('HGET', keys, key)
-  local at = tonumber(redis.call('ZSCORE', order, key) or 0)
-  if known and at + keep > now then
-    if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
-    if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
-    return {tonumber(string.sub(known, 41 + #digest)), 0}
-  end
+local key, digest = ARGV[4], ARGV[5]
+local done = key ~= '' and known(key, digest, ARGV[6])
+if done then return done end
+if before > 0 and #ARGV[1] > 0 then  -- a record is item (8 bytes), action (2), time (8), check
+  local time = redis.call('GETRANGE', log, before - record + 10, before - record + 17)
+  if struct.unpack('<i8', time) > tonumber(ARGV[8]) then return -7 end
 end
-if #ARGV > 7 then
+if #ARGV > 8 then
   local total = (tonumber(redis.call('GET', first)) or 0) + before / record
   local newest = redis.call('XREVRANGE', features, '+', '-', 'COUNT', 1)[1]
   if newest and tonumber(string.match(newest[1], '%d+')) > total then return -6 end
-  for at = 8, #ARGV, 3 do
+  for at = 9, #ARGV, 3 do
     local id = string.format('%.0f-0', total + ARGV[at])
     redis.call('XADD', features, id, ARGV[at + 1], ARGV[at + 2])
   end
@@ -199,24 +228,10 @@ if size >= 2 * limit then  -- trimmed every `limit` bytes, so O(appended bytes) 
   size = limit
 end
 local kept = math.floor(math.min(size, limit) / record)
-if key ~= '' then
-  local answer = digest .. string.format('%d', kept)
-  redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
-  redis.call('ZADD', order, string.format('%.0f', now), key)
-  local expired = string.format('%.0f', now - keep)
-  local old = redis.call('ZRANGEBYSCORE', order, '-inf', expired, 'LIMIT', 0, 8)
-  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then
-    table.insert(old, redis.call('ZRANGE', order, 0, 0)[1])
-  end
-  for _, one in ipairs(old) do
-    redis.call('HDEL', keys, one)
-    redis.call('ZREM', order, one)
-  end
-  redis.call('EXPIRE', keys, ARGV[6])
-  redis.call('EXPIRE', order, ARGV[6])
-end
+if key ~= '' then remember(key, digest, kept, ARGV[6], ARGV[7]) end
 return {kept, 1}
 """
+)
 # Returns the SHA-1 of a user's events and features, by which a change is detected.
 _STATE = """
 local function state()
@@ -229,8 +244,9 @@ local function state()
   return redis.sha1hex(table.concat(parts))
 end
 """
-# ARGV: number of bytes to read, size of a record, and 1 to return the state too. Runs of features
-# are returned by layout: the ends of all runs with it, their sizes, their rows.
+# ARGV: number of bytes to read, size of a record, 1 to return the state too, and the number of
+# bytes before which no older records are returned (0 = none are). Runs of features are returned by
+# layout: the ends of all runs with it, their sizes, their rows.
 READ = (
     _STATE
     + """
@@ -259,24 +275,31 @@ for at, layout in ipairs(groups) do
   local ends, sizes = table.concat(group[1], ' '), table.concat(group[2], ' ')
   groups[at] = {layout, ends, sizes, table.concat(group[3])}
 end
-return {index, redis.call('GETRANGE', KEYS[1], from, -1), groups, ARGV[3] == '1' and state() or ''}
+local oldest, older = math.max(0, size - ARGV[4]), ''
+if oldest < from then older = redis.call('GETRANGE', KEYS[1], oldest, from - 1) end
+local records = redis.call('GETRANGE', KEYS[1], from, -1)
+return {index, records, groups, ARGV[3] == '1' and state() or '', older}
 """
 )
-# ARGV: new records, number of older events, and the state that they replace ("" = any); then for
-# each run of features the index after its last event, its layout, its rows.
+# ARGV: new records, number of older events, the state that they replace ("" = any), idempotency key
+# ("" = none), digest of its events, seconds to keep it, most keys of a user, and the answer to it;
+# then for each run of features the index after its last event, its layout, its rows.
 PUT = (
-    _STATE
+    _KEYS
+    + _STATE
     + """
 if ARGV[3] ~= '' then
   if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
   if state() ~= ARGV[3] then return -5 end
+  if ARGV[4] ~= '' and known(ARGV[4], ARGV[5], ARGV[6]) then return -5 end
 end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], ARGV[2])
 redis.call('DEL', KEYS[5], KEYS[6])
-for at = 4, #ARGV, 3 do
+for at = 9, #ARGV, 3 do
   redis.call('XADD', KEYS[5], ARGV[at] .. '-0', ARGV[at + 1], ARGV[at + 2])
 end
+if ARGV[4] ~= '' then remember(ARGV[4], ARGV[5], ARGV[8], ARGV[6], ARGV[7]) end
 return 1
 """
 )

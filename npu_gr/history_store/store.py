@@ -14,12 +14,22 @@ from msgspec.structs import replace
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, widened
-from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
+from npu_gr.core.history import (
+    Events,
+    StoreHealth,
+    UserKey,
+    Write,
+    Written,
+    count_late,
+    in_time_order,
+)
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.core.tls import TlsFiles
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
+
+NO_ITEMS: I64 = np.empty(0, np.int64)
 
 MAX_EVENTS = 8_388_608  # for each user, so that a value of Redis stays under its 512 MiB limit
 MAX_FEATURE_BYTES = 65_536  # for each event
@@ -91,6 +101,9 @@ class StoredHistory(NamedTuple):
 
     events: Events
     first_index: int  # index of `events[0]` among all events that the user ever had
+    older_items: I64 | None = (
+        None  # [n] items of all stored events before `events`; None = not read
+    )
 
 
 class IdempotencyKey(NamedTuple):
@@ -103,29 +116,28 @@ class IdempotencyKey(NamedTuple):
     def make(cls, key: str, events: Events) -> IdempotencyKey:
         """Digest a client's key and the events that came with it."""
         text = key.encode("utf-8", "surrogatepass")
-        return cls(
-            hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint())
-        )
+        digest = bytes.fromhex(in_time_order(events).fingerprint())
+        return cls(hashlib.blake2b(text, digest_size=16).digest(), digest)
 
 
 class HistoryStore(Protocol):
-    """Append-only behaviours by user. A store that fails raises StoreFailed."""
+    """Behaviours by user, in time order. A store that fails raises StoreFailed."""
 
     @property
     def health(self) -> StoreHealth:
         """Health of the store."""
         ...
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        """Append in the given order; durable when it returns.
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
+        """Add events in time order, after stored ones of equal times; durable when it returns.
 
         Args:
             user: User of the events.
-            events: Events, oldest first.
+            events: Events in any order; equal ones are kept.
             key: Idempotency key. If the store remembers it for this user, nothing is appended.
 
         Returns:
-            Number of events that are stored for the user now, or were when the key was first used.
+            The result; `num_events` is that of the first append with the key.
 
         Raises:
             Unprocessable: the key was used for other events, or the features take too many bytes.
@@ -146,8 +158,14 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
-        """Read the newest `last` >= 0 events, oldest first; none for an unknown user."""
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
+        """Read the newest `last` >= 0 events, oldest first; none for an unknown user.
+
+        Args:
+            user: The user.
+            last: Number of events.
+            all_items: Also read the items of all older events.
+        """
         ...
 
     async def actions(self) -> tuple[str, ...]:
@@ -224,6 +242,7 @@ class Merged(NamedTuple):
     events: Events  # the newest `max_events` of both, oldest first
     num_added: int  # number of them that were not stored before
     num_filled: int  # number of stored events that gained features
+    num_late: int  # number of new events that came after newer ones
     is_append: bool  # the added events come last, and the stored ones are unchanged
 
     @property
@@ -252,15 +271,17 @@ def merge(stored: Events, events: Events, max_events: int) -> Merged:
     if len(stored) >= max_events:
         is_new &= events.timestamps > stored.timestamps.min()
     new = events.take(is_new)
-    new = new.take(np.argsort(new.timestamps, kind="stable"))
-    if not len(new) or not len(stored) or new.timestamps[0] >= stored.timestamps.max():
+    newest = int(stored.timestamps.max()) if len(stored) else None
+    num_late = count_late(new.timestamps, newest)
+    new = in_time_order(new)
+    if not len(new) or newest is None or new.timestamps[0] >= newest:
         added = new[-max_events:]
-        return Merged(
-            (stored + added)[-max_events:], len(added), num_filled, is_append=not num_filled
-        )
+        both = (stored + added)[-max_events:]
+        return Merged(both, len(added), num_filled, num_late, is_append=not num_filled)
     both = stored + new
     order = np.argsort(both.timestamps, kind="stable")[-max_events:]
-    return Merged(both.take(order), int((order >= len(stored)).sum()), num_filled, is_append=False)
+    num_added = int((order >= len(stored)).sum())
+    return Merged(both.take(order), num_added, num_filled, num_late, is_append=False)
 
 
 def _places(stored: Events, events: Events) -> I64:

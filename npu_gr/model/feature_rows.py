@@ -140,6 +140,15 @@ class NewItems(NamedTuple):
     codes: I32  # [n, levels of `item_codes`]; codebook size of the level = no code
     values: Encoded | None = None  # n rows of the schema's item features; None = there are none
 
+    def take(self, places: I64) -> NewItems:
+        """Return some of the items."""
+        values = self.values
+        return NewItems(
+            tuple(column[places] for column in self.features),
+            self.codes[places],
+            None if values is None else Encoded(values.codes[places], values.numbers[places]),
+        )
+
 
 class ItemCodeRows(nn.Module):
     """The codes of the trained items, and a row for each code of each level."""

@@ -63,7 +63,10 @@ class ItemVocabulary:
             self._before = int(self._sorted[0]) - 1  # id of the first slot
             self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
             self._table[ids - self._before] = np.arange(len(ids))
-        self.new_ids: I64 = np.empty(0, np.int64)  # id of each row behind the trained ones
+        self.number = 0  # of changes since the training
+        # id of each row behind the trained ones, also of rows that `rows` does not find
+        self.new_ids: I64 = np.empty(0, np.int64)
+        self.stamps: I64 = self.new_ids  # digest of the content of each of these rows
         self._new_rows: I64 = self.new_ids  # rows of the new items, by ascending id
         self._new_sorted: I64 = self.new_ids
 
@@ -71,21 +74,21 @@ class ItemVocabulary:
         """Number of rows, trained and new."""
         return len(self.ids) + len(self.new_ids)
 
-    def with_new(self, ids: I64) -> ItemVocabulary:
-        """Return this vocabulary with new items on the rows behind its last one.
-
-        The tables of trained ids are shared.
+    def with_new(self, ids: I64, stamps: I64, known: I64) -> ItemVocabulary:
+        """Return this vocabulary with other new items; the tables of trained ids are shared.
 
         Args:
-            ids: int64 [n], distinct, none of a trained item. An id that is already new moves to its
-                later row.
+            ids: int64 [n], the id of each row behind the trained ones, none of a trained item.
+            stamps: int64 [n], a digest of the content of each row.
+            known: int64 [k], places in `ids` of the rows that are found; their ids are distinct.
         """
         made = copy.copy(self)
-        made.new_ids = np.concatenate([self.new_ids, ids])
-        newest_first = made.new_ids[::-1]
-        # np.unique keeps the first of equal ids: the newest row
-        made._new_sorted, place = np.unique(newest_first, return_index=True)
-        made._new_rows = len(made) - 1 - place
+        made.number += 1
+        made.new_ids = ids
+        made.stamps = stamps
+        order = known[np.argsort(ids[known])]
+        made._new_sorted = ids[order]
+        made._new_rows = len(self.ids) + order
         return made
 
     def rows(self, ids: I64) -> I64:
@@ -116,7 +119,6 @@ class ItemVocabulary:
 
 
 NO_FEATURES = ModelFeatures()
-NO_NEW_ROW = 1 << 62  # beyond every row
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
@@ -131,8 +133,8 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     # [1] the user's features; None = there are no tokens of the user
     user: Encoded | None = None
     features: Encoded | None = None  # [e] features of the events; None = the model has none
-    # rows from this one on belong to items that the model was not trained with
-    first_new_row: int = NO_NEW_ROW
+    # with which `rows` was made; as long as it lives, these rows keep their contents
+    vocabulary: ItemVocabulary | None = None
     user_tokens: int = 1  # number of tokens of the user's features, which stay together
     plain: str = ""  # `Events.fingerprint` of all events without features; "" = not computed yet
     # by number of tokens; `report` has the fingerprint of the history as sent
@@ -167,9 +169,9 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
     def _of(self, own: slice, user: Encoded | None) -> Tokens:
         features = _some(self.features, own)
-        new = self.first_new_row
+        known = self.vocabulary
         return Tokens(
-            self.events[own], self.rows[own], self.report, user, features, new, self.user_tokens
+            self.events[own], self.rows[own], self.report, user, features, known, self.user_tokens
         )
 
     @property
@@ -185,8 +187,8 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
 
-        It includes the rows of new items: an item that is withdrawn and added again, with other
-        features, gets another row.
+        It includes the contents of the rows of new items: an item that is withdrawn and added again
+        may have other features.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
@@ -202,9 +204,12 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
             plain = (
                 replace(events, features=NO_COLUMNS) if events.features else events
             ).fingerprint()
-        rows = self.rows[:num_events]
-        if self.first_new_row != NO_NEW_ROW and len(new := rows[rows >= self.first_new_row]):
-            plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
+        if self.vocabulary is not None and len(self.vocabulary.new_ids):
+            first = len(self.vocabulary.ids)
+            rows = self.rows[:num_events]
+            if len(new := rows[rows >= first]):
+                contents = self.vocabulary.stamps[new - first].tobytes()
+                plain = xxhash.xxh3_128_hexdigest(plain.encode() + contents)
         if self.user is None and self.features is None:
             return plain
         digest = xxhash.xxh3_128(plain.encode())
@@ -329,7 +334,7 @@ def tokenize(
         report,
         user,
         of_events,
-        len(vocabulary.ids) if len(vocabulary.new_ids) else NO_NEW_ROW,
+        vocabulary,
         features.num_user_tokens,
         plain if events is given else "",
     )

@@ -269,11 +269,12 @@ class ItemVectors:
         return self._add_common(x, ids, codes, values)
 
     @torch.inference_mode()
-    def write(self, first_row: int, vectors: Tensor) -> None:
-        """Write vectors of new items, [n, dim], into spare rows that no request reads yet."""
+    def write(self, rows: Tensor, vectors: Tensor) -> None:
+        """Write vectors of new items, [n, dim], into n spare rows that no request reads."""
         assert self.table is not None
-        assert self._model.config.num_items <= first_row <= self.num_rows - len(vectors)
-        self.table[first_row : first_row + len(vectors)] = vectors
+        assert self._model.config.num_items <= int(rows.min())
+        assert int(rows.max()) < self.num_rows
+        self.table[rows] = vectors
 
     def vectors(self) -> Tensor:
         """Return the vectors that u is multiplied with, fp32 [num_rows, dim].

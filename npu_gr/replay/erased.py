@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from npu_gr.core.durable_files import replace_file
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.file_permissions import make_private, open_private, warn_if_shared
 from npu_gr.core.history import UserKey
@@ -212,27 +213,11 @@ def _who(salt: bytes, names: UserKey) -> str:
 
 
 def _replace(folder: Path, salt: str, until: Mapping[str, float]) -> None:
-    temporary = folder / f".{LIST}.tmp"
-    make_private(temporary)
     lines = [
         msgspec.json.encode(_Salt(salt)),
         *(msgspec.json.encode(_Line(who, at)) for who, at in until.items()),
     ]
-    with temporary.open("wb") as file:
-        file.write(b"".join(line + b"\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / LIST)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and removals in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_file(folder / LIST, b"".join(line + b"\n" for line in lines))
 
 
 def _lock(handle: int, folder: Path) -> None:

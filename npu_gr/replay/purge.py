@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from npu_gr.core.durable_files import sync_folder
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.file_permissions import open_private
 from npu_gr.core.health import STOP_S, Worker
@@ -124,7 +125,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
             temporary.replace(path)
         else:
             path.unlink()
-        erased.sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return removed, unreadable

@@ -32,7 +32,7 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.file_permissions import warn_if_shared
 from npu_gr.core.health import Worker
-from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.history import Events, HistoryRef, UserKey, in_time_order
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
@@ -139,7 +139,9 @@ def _history_ref(request: Request) -> HistoryRef:
 
 def _history(request: Request) -> Events | None:
     """Return the events that the request has."""
-    return request.events if isinstance(request, EventsRequest) else _history_ref(request).events
+    if isinstance(request, EventsRequest):
+        return in_time_order(request.events)  # so that any policy of `unsorted_history` replays it
+    return _history_ref(request).events
 
 
 def _arrays_bytes(message: Any) -> int:

@@ -384,12 +384,17 @@ def observe(
         metrics.reloads.loaded(Reloaded.VECTORS)
     versions = service.versions
     if versions.rankers is not None:
-        metrics.process.observe_limits({"history_tokens": lambda: versions.ranker().max_events})
+        metrics.process.observe_limits(
+            {
+                "history_tokens": lambda: versions.ranker().max_events,
+                "spare_item_rows": lambda: versions.ranker().items.spare.num_rows,
+            }
+        )
         metrics.rank.observe_switch(lambda: versions.ranker().relay.settings.is_switched_off)
         metrics.rank.observe_items(
-            lambda: versions.ranker().items.num_new,
+            lambda: versions.ranker().items.spare.num_known,
             lambda: versions.ranker().items.num_unscored,
-            lambda: versions.ranker().items.num_spare,
+            lambda: versions.ranker().items.spare.num_available,
         )
     if versions.generators is not None:
         metrics.process.observe_limits(

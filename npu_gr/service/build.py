@@ -21,7 +21,7 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalogue.names import EMPTY, ItemNames, load_actions
-from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
@@ -310,8 +310,8 @@ async def open_generation(
     Args:
         config, backend, scheduler, metrics: Parts of the instance; the scheduler is started.
         serving: The current generator, whose pages are shared. Its catalogue, with added and
-            withdrawn items, is shared too if file and codes are the same. It is returned if version
-            and section are the same.
+            withdrawn items, is shared too if file and codes are the same; else the new one has its
+            changes. It is returned if version and section are the same.
         folder: Folder to read in the place of the configured checkpoint.
 
     Raises:
@@ -364,17 +364,10 @@ async def open_generation(
     if serving is not None and section.items == serving.config.items:
         items = serving.items
     else:
-        items = ServedCatalogue(
-            Path(section.catalogue),
-            section.codes,
-            section.first_token,
-            section.filter_cache_bytes,
-            scheduler,
-            backend.device,
-        )
+        items = ServedCatalogue(section, scheduler, backend.device)
         try:
-            await items.reload()
-        except DataError as error:
+            await items.reload(carried=None if serving is None else serving.items.changes)
+        except (DataError, Unavailable) as error:
             raise ConfigError(f"generate.catalogue: {error}") from error
     await warm_up(section, engine, items)
 

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from npu_gr.catalogue.records import read_popular
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable
+from npu_gr.core.errors import ConfigError, DataError, NpuGrError, StoreFailed, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
@@ -350,16 +350,24 @@ class Reload:
         """Let rankers prepare for a new catalogue, or a new ranker for the current one."""
         versions = self._versions
         commits = []
-        if items is not None:
-            items.follow = versions.follow
-            commits.append(await items.followed())
-        elif versions.generators is not None:
-            items = versions.generators.current.items
+        served = None if versions.generators is None else versions.generators.current.items
+        successor = None if items is served else items
+        if successor is not None and served is not None:
+            if successor.carried is not served.changes:  # changed since this one was read
+                try:
+                    await successor.reload(carried=served.changes)
+                except DataError as error:
+                    raise ConfigError(f"generate.catalogue: {error}") from error
+            successor.follow = versions.follow
+            commits.append(await successor.followed())
+        catalogue = successor or served
         rankers = versions.rankers
         follows = rankers is not None and any(one.items is scored for one in rankers.all())
-        if scored is not None and items is not None and not follows:
-            with items.pin() as (snapshot, _):
+        if scored is not None and catalogue is not None and not follows:
+            with catalogue.pin() as (snapshot, _):
                 commits.append(await scored.follow(snapshot, False))
+        if successor is not None and served is not None:
+            await successor.succeed(served)  # last, since it cannot be undone
         return commits
 
     def _reconfigure(self, new: Config) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from npu_gr.catalogue.change_log import log_path, read_log
 from npu_gr.catalogue.records import read_items, read_popular
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
@@ -276,7 +277,19 @@ def _generator(section: GenerateConfig, element_bytes: int) -> Iterator[Opened]:
         return f"{section.catalogue}: {len(items)} items"
 
     yield _tried("generate.checkpoint", model)
+
+    def changes() -> str:
+        path = log_path(section.catalogue, section.change_log)
+        if path is None:
+            return "none: changes are lost when the instance stops"
+        found = read_log(path)
+        if found is None:
+            return f"{path}: no changes yet"
+        counts = len(found.changes.added), len(found.changes.withdrawn | found.changes.removed)
+        return f"{path}: {{}} items added, {{}} withdrawn".format(*counts)
+
     yield _tried("generate.catalogue", catalogue)
+    yield _tried("generate.change_log", changes)
 
 
 def _vectors(section: MatchConfig) -> Iterator[Opened]:

@@ -34,7 +34,7 @@ from npu_gr.service.config import Config, load
 # Names (without the section) of settings that are files or folders.
 _FILE = (
     "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
-    "|hstu_library"
+    "|hstu_library|change_log"
 )
 # The beginning of the line about a setting, where it is not the setting's name; None if the line of
 # another setting covers it.

@@ -132,11 +132,8 @@ class ServiceWriter:
                 if isinstance(before, Written):
                     results[place] = done
                     if isinstance(done, Written):
-                        added, filled = (
-                            before.num_added + done.num_added,
-                            before.num_filled + done.num_filled,
-                        )
-                        results[place] = Written(done.num_events, added, filled)
+                        counts = zip(before[1:], done[1:], strict=True)
+                        results[place] = Written(done.num_events, *map(sum, counts))
         return results
 
     async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
@@ -343,7 +340,7 @@ def _result(one: UserWritten) -> Written | NpuGrError:
     if one.error is not None:
         kind = StoreFailed if one.error.status >= 500 else Unprocessable
         return kind(one.error.detail)
-    return Written(one.num_events or 0, one.num_added, one.num_filled)
+    return Written(one.num_events or 0, one.num_added, one.num_filled, one.sorted_events)
 
 
 def _rejected(url: str, status: int, data: bytes) -> NpuGrError:

@@ -104,6 +104,8 @@ class EventConsumer:
         text = "Messages by result: written, known (a duplicate), dead (a dead letter)."
         messages = metric(prometheus_client.Counter, "messages", text, ("result",))
         self.counts = {result: messages.labels(result) for result in ("written", "known", "dead")}
+        text = "Events that were older than stored ones of their user, and were put in their place."
+        self._late = metric(prometheus_client.Counter, "late_events", text)
         self._retries = metric(prometheus_client.Counter, "retries", "Retries of a round.")
         text = "Uncommitted messages of a partition."
         self._lag = metric(prometheus_client.Gauge, "lag_messages", text, ("topic", "partition"))
@@ -179,6 +181,7 @@ class EventConsumer:
         for pair, result in zip(current.pairs, results, strict=True):
             if isinstance(result, Written):
                 self.counts["written" if result.num_added else "known"].inc()
+                self._late.inc(result.num_late)
             elif isinstance(result, StoreFailed) and not is_last:
                 again.append(pair)
             else:

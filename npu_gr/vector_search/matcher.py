@@ -193,6 +193,7 @@ class Matcher:
         allow_items: I64 | None,
         deny_items: I64 | None,
         history: I64 = NO_ITEMS,
+        max_folded: int | None = None,
     ) -> MatchQuery:
         """Choose the basis and the filters of the search for a user. Unknown item ids are ignored.
 
@@ -205,8 +206,13 @@ class Matcher:
             deny_items: Item ids that must not be found; None = no such item.
             history: the user's item ids of both domains, oldest first; items of the training may be
                 omitted.
+            max_folded: Number of newest items of `history` from which a vector is computed; None =
+                all. All of them are hidden.
         """
         row = self._rows.get(user, -1)
+        seen = history
+        if max_folded is not None:
+            history = history[-max_folded:]
         events = rows_of(self.vectors.item_ids, history)
         trained_events = self._trained_on(row)
         trained_on = np.unique(trained_events)
@@ -215,9 +221,10 @@ class Matcher:
         hidden = NO_ITEMS
         if exclude_seen:
             source = self.vectors.source
-            hidden = (
-                history if source is None else np.union1d(history, source.near_duplicates(owned))
-            )
+            hidden = np.union1d(history, rows_of(self.vectors.item_ids, seen))
+            if source is not None:
+                had, _ = self._owned(row, seen)
+                hidden = np.union1d(hidden, source.near_duplicates(had))
         if deny_items is not None:
             hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)

@@ -182,9 +182,9 @@ class Scripted:
         finally:
             self.running -= 1
 
-    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> Written:
         await self._do()
-        return 1
+        return Written(1, 1)
 
     async def write_many(
         self, batch: Sequence[Write]
@@ -192,7 +192,7 @@ class Scripted:
         await self._do()
         return [Written(1, 1)] * len(batch)
 
-    async def read(self, user: UserKey, last: int) -> StoredHistory:
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
         await self._do()
         return StoredHistory(events(3), 0)
 
@@ -317,7 +317,7 @@ async def test_a_caller_that_gives_up_in_the_queue_never_begins() -> None:
     await settled()
     assert guard.writes.num_calls == 0
     assert store.began == 3
-    assert await guard.append(USER, events(1)) == 1
+    assert await guard.append(USER, events(1)) == Written(1, 1)
     await guard.close()
 
 
@@ -401,7 +401,7 @@ async def test_a_full_disk_has_its_name(tmp_path: Path) -> None:
     assert len((await guard.read(USER, 9)).events) == 9  # reads go on
     writer.execute("PRAGMA max_page_count = 100000")
     await asyncio.sleep(0.02)
-    assert await guard.append(USER, events(1)) > 0
+    assert (await guard.append(USER, events(1))).num_events > 0
     assert not guard.writes.is_open
     await guard.close()
 

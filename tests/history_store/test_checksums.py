@@ -26,7 +26,7 @@ from npu_gr.history_store.embedded_check import check, repair
 from npu_gr.history_store.redis import RedisStore
 from npu_gr.history_store.store import EVENT, HistoryConfig, key_bytes, pack
 from tests.history_store.redis_server import redis_path
-from tests.models import events
+from tests.models import after, events
 
 NUM_USERS = 60
 
@@ -53,7 +53,8 @@ def fill(path: Path) -> None:
         await store.write_many(
             [Write(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)]
         )
-        await store.append(user(0), events(5, seed=99), "a key")
+        newer = after(events(length(0), seed=0), events(5, seed=99))
+        await store.append(user(0), newer, "a key")
         await store.close()
 
     asyncio.run(work())
@@ -169,7 +170,7 @@ async def test_nothing_is_appended_to_what_is_damaged(path: Path) -> None:
             await call
         assert failed.value.fault is StoreFault.CORRUPT
     await store.erase(user(7))
-    assert await store.append(user(7), events(1)) == 1  # an erased user begins anew
+    assert (await store.append(user(7), events(1))).num_events == 1  # an erased user begins anew
     await store.close()
 
 
@@ -308,9 +309,10 @@ def test_an_older_file_is_read_and_gets_its_checksums(tmp_path: Path) -> None:
     async def work() -> None:
         store = EmbeddedStore(config(path))
         assert equal((await store.read(user(1), 999)).events, history)
-        assert await store.append(user(1), events(4, seed=1), "k") == 304
+        newer = after(history, events(4, seed=1))
+        assert (await store.append(user(1), newer, "k")).num_events == 304
         read = (await store.read(user(1), 999)).events
-        assert equal(read, history + events(4, seed=1))
+        assert equal(read, history + newer)
         await store.close()
 
     asyncio.run(work())
@@ -409,14 +411,15 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
 
             await client.set(name(1, "events"), pack(events(30)))
             await client.set(name(1, "first"), 12)
-            assert await store.append(user(1), events(3, seed=1)) == 33
-            read, first = await store.read(user(1), 99)
+            newer = after(events(30), events(3, seed=1))
+            assert (await store.append(user(1), newer)).num_events == 33
+            read, first, _ = await store.read(user(1), 99)
             assert first == 12
-            assert equal(read, events(30) + events(3, seed=1))
+            assert equal(read, events(30) + newer)
             assert not await client.exists(name(1, "events"))
             await client.set(name(2, "events"), pack(events(30)))
-            await store.write_many([Write(user(2), events(2, seed=1)), Write(user(3), events(2))])
-            assert equal((await store.read(user(2), 99)).events, events(30) + events(2, seed=1))
+            await store.write_many([Write(user(2), newer), Write(user(3), events(2))])
+            assert equal((await store.read(user(2), 99)).events, events(30) + newer)
 
             await client.setrange(name(3, "log"), 5, b"\xff")
             with pytest.raises(StoreFailed) as failed:

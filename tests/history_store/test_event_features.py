@@ -35,7 +35,7 @@ from npu_gr.history_store.redis import check_redis
 from npu_gr.history_store.store import HistoryConfig, HistoryStore, key_bytes, merge
 from tests.features_of import random_features, values
 from tests.history_store.test_store import equal
-from tests.models import events
+from tests.models import after, events
 
 USER = UserKey("t", "u")
 
@@ -86,10 +86,11 @@ async def test_what_is_read_is_what_was_written(store: HistoryStore, seed: int) 
     whole = Events.empty()
     while len(whole) < 3200:
         part = featured(int(random.integers(1, 700)), int(random.integers(0, 99)))
+        part = after(whole, part)
         whole += part
         await store.append(USER, part)
     for last in (1, 17, 255, 256, 257, 800, 1000):
-        read, first = await store.read(USER, last)
+        read, first, _ = await store.read(USER, last)
         assert first == len(whole) - last
         assert equal(read, whole[-last:])
     await store.write_many([Write(USER, numbered(2000), Mode.REPLACE)])
@@ -127,8 +128,8 @@ def test_the_later_of_equal_events_is_filled_as_the_later_one() -> None:
 
 
 async def test_a_key_with_other_features_is_another_append(store: HistoryStore) -> None:
-    assert await store.append(USER, numbered(3), "a") == 3
-    assert await store.append(USER, numbered(3), "a") == 3
+    assert (await store.append(USER, numbered(3), "a")).num_events == 3
+    assert (await store.append(USER, numbered(3), "a")).num_events == 3
     with pytest.raises(Unprocessable, match="idempotency_key"):
         await store.append(USER, numbered(3, value=1.0), "a")
     assert len((await store.read(USER, 99)).events) == 3
@@ -151,7 +152,9 @@ async def test_merges_and_appends_at_once_lose_nothing(store: HistoryStore) -> N
 async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> None:
     opened = await open_store(msgspec.structs.replace(config, max_feature_bytes_per_event=20))
     assert opened is not None
-    assert await opened.append(USER, numbered(2)) == 2, "a number and two names are 20 bytes"
+    assert (await opened.append(USER, numbered(2))).num_events == 2, (
+        "a number and two names are 20 bytes"
+    )
     wide = Columns(numbered(2).features.numbers, {"tags": np.ones((2, 3), np.uint64)})
     with pytest.raises(
         Unprocessable,

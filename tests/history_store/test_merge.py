@@ -77,8 +77,10 @@ async def test_a_store_merges(store: HistoryStore) -> None:
     assert equal((await store.read(USER, 999)).events, history[100:500])
     await store.append(USER, history[500:])
     # older ones
-    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [Written(600, 100)]
-    read, first = await store.read(USER, 999)
+    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [
+        Written(600, 100, num_late=100)
+    ]
+    read, first, _ = await store.read(USER, 999)
     assert first == 0
     assert equal(read, history)
     assert equal((await store.read(USER, 10)).events, history[590:])
@@ -105,11 +107,11 @@ async def test_a_store_replaces(store: HistoryStore) -> None:
         assert await store.write_many([Write(USER, events(300), Mode.REPLACE)]) == [
             Written(300, 300)
         ]
-        read, first = await store.read(USER, 999)
+        read, first, _ = await store.read(USER, 999)
         assert (equal(read, events(300)), first) == (True, 0)
     assert equal((await store.read(other, 9)).events, events(5, seed=2))
     await store.append(USER, events(700, seed=1), "k")  # its key is still known
-    assert await store.append(USER, events(2, seed=3)) == 302
+    assert (await store.append(USER, events(2, seed=3))).num_events == 302
     assert await store.write_many([Write(USER, events(1200), Mode.REPLACE)]) == [
         Written(1000, 1000)
     ]

@@ -84,7 +84,7 @@ async def test_histories_are_kept_over_mutual_tls(authority: Authority, port: in
     )
     assert opened is not None
     user = UserKey("t", "u")
-    assert await opened.append(user, events(7)) == 7
+    assert (await opened.append(user, events(7))).num_events == 7
     read = await opened.read(user, 10)
     assert read.events.fingerprint() == events(7).fingerprint()
     await opened.close()

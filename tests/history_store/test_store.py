@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable, Unprocessable
-from npu_gr.core.history import Events, UserKey, Write
+from npu_gr.core.history import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store import embedded_file
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.open import open_store
 from npu_gr.history_store.store import HistoryConfig, HistoryStore, key_bytes
-from tests.models import events
+from tests.models import after, events
 
 USER = UserKey("t", "u")
 
@@ -37,18 +37,18 @@ async def test_order_and_the_newest(store: HistoryStore) -> None:
     for start in range(0, 700, 90):
         part = history[start : start + 90]
         kept += len(part)
-        assert await store.append(USER, part) == kept
-    read, first = await store.read(USER, 10_000)
+        assert (await store.append(USER, part)).num_events == kept
+    read, first, _ = await store.read(USER, 10_000)
     assert first == 0
     assert equal(read, history)
     for last in (1, 255, 256, 257, 699):
-        read, first = await store.read(USER, last)
+        read, first, _ = await store.read(USER, last)
         assert first == 700 - last
         assert equal(read, history[700 - last :])
 
 
 async def test_an_unknown_user_has_no_history(store: HistoryStore) -> None:
-    read, first = await store.read(UserKey("", "unknown"), 10)
+    read, first, _ = await store.read(UserKey("", "unknown"), 10)
     assert (len(read), first) == (0, 0)
 
 
@@ -56,9 +56,9 @@ async def test_old_events_are_given_up_and_indices_go_on(store: HistoryStore) ->
     history = events(3000)
     kept = 0
     for start in range(0, 3000, 100):
-        kept = await store.append(USER, history[start : start + 100])
+        kept = (await store.append(USER, history[start : start + 100])).num_events
     assert kept == 1000
-    read, first = await store.read(USER, 1000)
+    read, first, _ = await store.read(USER, 1000)
     assert first == 2000
     assert equal(read, history[2000:])
 
@@ -146,7 +146,7 @@ async def test_a_job_that_breaks_does_not_stop_the_writer(
         patch.setattr(embedded_file, "pack", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await store.append(USER, events(3))
-    assert await store.append(USER, events(3)) == 3
+    assert (await store.append(USER, events(3))).num_events == 3
     await store.close()
 
 
@@ -155,9 +155,10 @@ async def test_a_caller_that_goes_away_breaks_nothing(store: HistoryStore) -> No
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    await store.append(USER, events(3, seed=1))
+    newer = after(events(10), events(3, seed=1))
+    await store.append(USER, newer)
     read = (await store.read(USER, 99)).events
-    assert equal(read[-3:], events(3, seed=1))
+    assert equal(read[-3:], newer)
     assert len(read) in (3, 13)
 
 
@@ -242,12 +243,13 @@ def test_records_are_packed() -> None:
 
 async def test_a_key_is_applied_once(store: HistoryStore) -> None:
     history = events(3)
-    assert await store.append(USER, history, "a") == 3
-    assert await store.append(USER, events(4, seed=1)) == 7
-    assert await store.append(USER, history, "a") == 3  # what it answered the first time
-    assert await store.append(USER, history, "b") == 10
+    assert (await store.append(USER, history, "a")).num_events == 3
+    assert (await store.append(USER, events(4, seed=1))).num_events == 7
+    # what it answered the first time
+    assert (await store.append(USER, history, "a")).num_events == 3
+    assert (await store.append(USER, history, "b")).num_events == 10
     # another user's key is another key
-    assert await store.append(UserKey("t", "v"), history, "a") == 3
+    assert (await store.append(UserKey("t", "v"), history, "a")).num_events == 3
     assert len((await store.read(USER, 99)).events) == 10
 
 
@@ -263,14 +265,14 @@ async def test_a_key_is_applied_once_by_all_who_come_at_once(store: HistoryStore
     kept = await asyncio.gather(
         *(store.append(USER, history, f"k{number % 5}") for number in range(50))
     )
-    assert sorted(kept) == sorted([2, 4, 6, 8, 10] * 10)
+    assert sorted(one.num_events for one in kept) == sorted([2, 4, 6, 8, 10] * 10)
     assert len((await store.read(USER, 99)).events) == 10
 
 
 async def test_erasing_forgets_the_keys(store: HistoryStore) -> None:
     await store.append(USER, events(3), "a")
     await store.erase(USER)
-    assert await store.append(USER, events(3), "a") == 3
+    assert (await store.append(USER, events(3), "a")).num_events == 3
 
 
 async def test_keys_are_bounded_in_number(config: HistoryConfig) -> None:
@@ -278,13 +280,9 @@ async def test_keys_are_bounded_in_number(config: HistoryConfig) -> None:
     assert opened is not None
     for number in range(6):
         await opened.append(USER, events(1), f"k{number}")
-    assert [await opened.append(USER, events(1), f"k{number}") for number in (2, 3, 4, 5)] == [
-        3,
-        4,
-        5,
-        6,
-    ]
-    assert await opened.append(USER, events(1), "k0") == 7  # forgotten
+    again = [await opened.append(USER, events(1), f"k{number}") for number in (2, 3, 4, 5)]
+    assert [one.num_events for one in again] == [3, 4, 5, 6]
+    assert (await opened.append(USER, events(1), "k0")).num_events == 7  # forgotten
     await opened.close()
 
 
@@ -295,9 +293,9 @@ async def test_keys_expire(tmp_path: Path) -> None:
     for number in range(20):
         await store.append(USER, events(1), f"k{number}")
     now[0] += 59
-    assert await store.append(USER, events(1), "k0") == 1
+    assert (await store.append(USER, events(1), "k0")).num_events == 1
     now[0] += 2
-    assert await store.append(USER, events(1), "k0") == 21
+    assert (await store.append(USER, events(1), "k0")).num_events == 21
     for number in range(3):
         await store.append(USER, events(1), f"new{number}")
     (left,) = store._reader.execute("SELECT count(*) FROM keys").fetchone()
@@ -318,7 +316,7 @@ async def test_keys_expire_in_redis(redis_url: str) -> None:
     async with redis.from_url(redis_url) as client, asyncio.timeout(10):
         while [name async for name in client.scan_iter(f"npu_gr:*{name}*:keys")]:  # noqa: ASYNC110  (another process)
             await asyncio.sleep(0.05)
-    assert await store.append(user, events(1), "a") == 2
+    assert (await store.append(user, events(1), "a")).num_events == 2
     await store.close()
 
 
@@ -331,7 +329,7 @@ async def test_one_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(store, EmbeddedStore)
     whole = embedded_file.append
 
-    def breaks(db: sqlite3.Connection, key: bytes, history: Events, max_events: int) -> int:
+    def breaks(db: sqlite3.Connection, key: bytes, history: Events, max_events: int) -> Written:
         kept = whole(db, key, history, max_events)
         if len(history) == 7:
             raise sqlite3.DatabaseError("database disk image is malformed")
@@ -343,7 +341,7 @@ async def test_one_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.Mo
         *(store.append(UserKey("", f"u{number}"), events(n)) for number, n in enumerate(lengths)),
         return_exceptions=True,
     )
-    assert [one if isinstance(one, int) else type(one) for one in done] == [
+    assert [one.num_events if isinstance(one, Written) else type(one) for one in done] == [
         3,
         StoreFailed,
         4,
@@ -366,7 +364,7 @@ async def test_a_group_that_cannot_be_committed_is_tried_in_parts(tmp_path: Path
     failed, *kept = await asyncio.gather(large, *small, return_exceptions=True)
     assert isinstance(failed, StoreFailed)
     assert failed.fault is StoreFault.DISK_FULL
-    assert kept == [3] * 20
+    assert kept == [Written(3, 3)] * 20
     await store.close()
 
 

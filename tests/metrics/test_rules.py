@@ -153,6 +153,11 @@ def degraded(num: int, reads: int) -> dict[str, str]:
     return {DEGRADED: f"0+{num}x20", CALLS % ("read", "ok"): f"0+{reads}x20"}
 
 
+def spare(rows: int, of: int) -> dict[str, str]:
+    limit = 'npu_gr_limit{instance="a",name="spare_item_rows"}'
+    return {'npu_gr_spare_item_rows{instance="a"}': f"{rows}x9", limit: f"{of}x9"}
+
+
 def of_users(num: int, fetched: int) -> dict[str, str]:
     return {USERS % "nothing": f"0+{num}x20", USERS % "source": f"0+{fetched}x20"}
 
@@ -316,6 +321,9 @@ CAUSES: list[Case] = [
         of="server",
     ),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
+    *one("NpuGrSpareItemRowsLow", spare(12, 64), spare(13, 64), 8, **INSTANCE),
+    # a ranker without row dropout has none
+    Case(spare(0, 0), 8, {}, ["NpuGrSpareItemRowsLow"]),
 ]
 
 

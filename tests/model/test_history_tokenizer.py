@@ -116,7 +116,13 @@ def test_a_fingerprint_that_is_known_is_not_computed_again(num_events: int) -> N
         assert part.fingerprint(len(part)) == part.events.fingerprint()
 
 
-def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> None:
+def with_new(vocabulary: ItemVocabulary, ids: list[int], stamps: list[int]) -> ItemVocabulary:
+    return vocabulary.with_new(
+        np.array(ids, np.int64), np.array(stamps, np.int64), np.arange(len(ids))
+    )
+
+
+def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_content() -> None:
     history = Events.make([3, 900, 5], [1, 1, 1], [10, 20, 30])
 
     def read(vocabulary: ItemVocabulary) -> Tokens:
@@ -124,13 +130,17 @@ def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> N
             history, vocabulary, 3, max_tokens=9, cut_step_tokens=1, reject_unknown=False
         )
 
-    known = VOCABULARY.with_new(np.array([900], np.int64))
-    again = known.with_new(np.array([900], np.int64))
+    known = with_new(VOCABULARY, [900], [7])
+    again = with_new(VOCABULARY, [900], [8])  # other features on the same row
+    moved = with_new(VOCABULARY, [901, 900], [9, 7])  # the same on another row
     tokens = [read(vocabulary) for vocabulary in (VOCABULARY, known, again)]
     assert [len(one) for one in tokens] == [2, 3, 3]
     assert len({one.fingerprint(len(one)) for one in tokens}) == 3
     assert len({one.fingerprint(1) for one in tokens}) == 1  # what is before it is the same prefix
-    assert read(again).fingerprint(3) == tokens[2].fingerprint(3)
+    assert read(moved).fingerprint(3) == tokens[1].fingerprint(3)
+    # every part of a request keeps the rows that it has looked up
+    for part in (tokens[1], tokens[1][:1], tokens[1].newest(1), tokens[0]):
+        assert part.vocabulary is (known if part is not tokens[0] else VOCABULARY)
 
 
 def test_the_users_token_stands_in_front_and_stays_when_old_events_go() -> None:
@@ -185,30 +195,25 @@ def test_rows(ids: list[int], asked: list[int], dense_from: int | None) -> None:
 @given(
     num_trained=st.integers(1, 40),
     spread=st.sampled_from([1, 1_000_003]),
-    added=st.lists(st.lists(st.integers(0, 9), max_size=5, unique=True), max_size=6),
+    rows=st.lists(st.integers(0, 9), max_size=12),
 )
-def test_new_items_have_the_row_that_they_got_last(
-    num_trained: int, spread: int, added: list[list[int]]
+def test_new_items_have_the_row_where_they_are_found(
+    num_trained: int, spread: int, rows: list[int]
 ) -> None:
+    """Of several rows with one id, the last one counts here; the others have only the id."""
     trained = np.arange(num_trained, dtype=np.int64) * spread
-    vocabulary = ItemVocabulary(trained)
-    where = {item: row for row, item in enumerate(trained.tolist())}
-    id_of = trained.tolist()
-    for some in added:
-        before = vocabulary
-        held = before.rows(np.array(id_of, np.int64)).tolist()
-        ids = [num_trained * spread + 1 + item for item in some]
-        vocabulary = vocabulary.with_new(np.array(ids, np.int64))
-        where |= {item: len(id_of) + place for place, item in enumerate(ids)}
-        # who holds the one before sees no change
-        assert before.rows(np.array(id_of, np.int64)).tolist() == held
-        id_of += ids
-    questions = np.array([*where, -1, 2**61], np.int64)
-    assert vocabulary.rows(questions).tolist() == [*where.values(), UNKNOWN, UNKNOWN]
-    assert vocabulary.ids_of(np.arange(len(vocabulary))).tolist() == id_of
-    assert vocabulary.trained_rows(questions).tolist() == [
-        row if row < num_trained else UNKNOWN for row in [*where.values(), UNKNOWN, UNKNOWN]
-    ]
+    before = ItemVocabulary(trained)
+    ids = [num_trained * spread + 1 + item for item in rows]
+    last = {item: place for place, item in enumerate(ids)}
+    known = np.array([*last.values()], np.int64)
+    vocabulary = before.with_new(np.array(ids, np.int64), np.arange(len(ids)), known)
+    questions = np.array([*trained, *last, -1, 2**61], np.int64)
+    found = [*(num_trained + place for place in last.values()), UNKNOWN, UNKNOWN]
+    assert vocabulary.rows(questions).tolist() == [*range(num_trained), *found]
+    assert vocabulary.ids_of(np.arange(len(vocabulary))).tolist() == [*trained, *ids]
+    assert vocabulary.number == before.number + 1
+    # a request that has the one before sees no change
+    assert before.rows(questions).tolist() == [*range(num_trained), *([UNKNOWN] * len(found))]
 
 
 @pytest.mark.parametrize("spread", [1, 1_000_003])

@@ -71,7 +71,7 @@ def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch
     table = model.items.vectors().clone()
     new = new_items()
     wide = with_new_items(model, new)
-    model.items.write(300, model.items.new_vectors(new))
+    model.items.write(torch.tensor([300, 301, 302]), model.items.new_vectors(new))
     written = model.items.vectors()
     assert torch.equal(written[:303], wide.items.vectors())
     assert torch.equal(written[:300], table[:300])
@@ -93,9 +93,10 @@ def test_retrieval_compares_with_the_written_row_too(dtype: torch.dtype, norm: s
     model = ranker(dtype, head_item_norm=norm)
     engine = RankEngine(model, CPU, Scheduler(SchedulerConfig()), None)  # type: ignore[arg-type]
     before = engine._table().clone()
-    engine.write_items(300, new_items())
+    engine.write_items(np.array([303, 300, 302]), new_items())
     assert torch.equal(engine._table(), model.items.vectors())
-    assert not torch.equal(engine._table(), before)
+    changed = (engine._table() != before).any(1).nonzero()[:, 0]
+    assert changed.tolist() == [300, 302, 303]
 
 
 def test_features_of_the_schema_belong_to_a_new_row() -> None:
@@ -114,10 +115,9 @@ def test_features_of_the_schema_belong_to_a_new_row() -> None:
 
 def test_a_row_is_written_among_the_spare_ones_alone() -> None:
     model = ranker()
-    with pytest.raises(AssertionError):
-        model.items.write(299, model.items.new_vectors(new_items(1)))
-    with pytest.raises(AssertionError):
-        model.items.write(302, model.items.new_vectors(new_items(3)))
+    for row in (299, 304):
+        with pytest.raises(AssertionError):
+            model.items.write(torch.tensor([row]), model.items.new_vectors(new_items(1)))
 
 
 def test_the_start_leaves_every_sum_as_it_was() -> None:

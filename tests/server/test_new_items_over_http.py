@@ -432,8 +432,10 @@ async def test_a_start_and_a_new_version_score_what_the_catalogue_has(
         await post(client, "/v1/models/reload")
         again = await rank(client, SEEN, three)
         assert again["scores"]["click"] == pytest.approx(afterwards, abs=1e-5)
-        # the file lacks 902: nothing recommends it, and histories keep it
-        await post(client, "/v1/catalog/reload")
+        await post(client, "/v1/catalog/reload")  # the file lacks 902, but the log has it
+        assert 902 in (await recommend(client, SEEN, 65, exclude_seen=False))["items"]
+        # nothing recommends a withdrawn item, and histories keep it
+        await post(client, "/v1/catalog/items", withdraw=[902])
         assert 902 not in (await recommend(client, SEEN, 65, exclude_seen=False))["items"]
         assert (await rank(client, SEEN, [902]))["unknown_candidates"] == 0
 

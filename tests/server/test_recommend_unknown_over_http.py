@@ -86,6 +86,7 @@ def sections(
     generate = {
         "checkpoint": str(folder / "decoder"),
         "catalogue": str(folder / "items.jsonl"),
+        "change_log": "none",  # tests share the folder
         "codes": [8, 8, 8],
         "max_beams": 128,
         "beam_width": 128,
@@ -318,7 +319,7 @@ async def test_a_cascade_of_strangers_does_not_start(folder: Path) -> None:
 
 
 async def test_a_catalogue_of_strangers_is_rejected_and_single_items_are_not(folder: Path) -> None:
-    async with serving(folder, **sections(folder, KNOWN)) as (client, service):
+    async with serving(folder, **sections(folder, KNOWN[:40])) as (client, service):
         served = (await service.catalogue.info()).version
         write_catalogue(folder / "items.jsonl", KNOWN[:40] + list(range(60)))
         rejected = await post(client, "/v1/catalog/reload", 422)
@@ -329,14 +330,14 @@ async def test_a_catalogue_of_strangers_is_rejected_and_single_items_are_not(fol
         assert (await service.catalogue.info()).version == served
         assert await coverage(client) == {"generate": 1.0}
         new = [{"item_id": name, "sid": [0, 0, number]} for number, name in enumerate(named(NEW))]
-        await post(client, "/v1/catalog/items", add=new, withdraw=named(KNOWN[20:]))
+        await post(client, "/v1/catalog/items", add=new, withdraw=named(KNOWN[20:40]))
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
         await post(client, "/v1/catalog/rollback")
         assert await coverage(client) == {"generate": 1.0}
         await post(client, "/v1/catalog/rollback")  # undone: what was served is never rejected
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
-        write_catalogue(folder / "items.jsonl", KNOWN[:80] + list(range(20)))
-        await post(client, "/v1/catalog/reload")  # too few, and more than now
+        write_catalogue(folder / "items.jsonl", KNOWN + list(range(12)))
+        await post(client, "/v1/catalog/reload")  # too few, and more than now, with the changes
         assert await coverage(client) == {"generate": 0.8}
 
 

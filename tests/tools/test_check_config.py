@@ -213,6 +213,7 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     found = examined(tmp_path, **generating(tmp_path))
     assert found["generate.checkpoint"].state is OpenedState.OK, found
     assert found["generate.catalogue"].words.endswith("2 items")
+    assert found["generate.change_log"].words.endswith("c.jsonl.changes: no changes yet")
     room = re.search(r"room for (\d+) beams, max_beams is 512", found["generate.checkpoint"].words)
     assert room, found
     most = int(room[1])

@@ -356,7 +356,9 @@ class RankMetrics:
             ("state",),
         )
         self._spare_items = make.gauge(
-            "spare_item_rows", "Free rows of the ranker's table for new items."
+            "spare_item_rows",
+            "Rows of the ranker's table that new items can get: free ones, and those of items that "
+            "neither the catalogue nor its version before has.",
         )
 
     def answered(self, answer: RankAnswer) -> None:
@@ -390,7 +392,7 @@ class RankMetrics:
         Args:
             scored: Function that counts the new items with a row.
             unscored: Function that counts the new items without a row.
-            spare: Function that counts the free rows.
+            spare: Function that counts the rows that new items can get.
         """
         self._new_items.labels("scored").set_function(scored)
         self._new_items.labels("unscored").set_function(unscored)

@@ -179,6 +179,10 @@ class StoreMetrics:
             for source in SOURCES
             for fault in StoreFault
         }
+        self.late_events = make.counter(
+            "history_late_events_total",
+            "Events that were written or read after newer ones of their user, and sorted.",
+        )
         self._open = make.gauge(
             "store_breaker_open", "1 while the circuit breaker is open.", ("store", "lane")
         )

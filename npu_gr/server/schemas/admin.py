@@ -63,7 +63,7 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The served version of the catalogue, and `previous`, to which a rollback returns.
 
     `sids` maps the items of a change to their computed semantic IDs, `rejected` the new items that
-    it left out to the reason.
+    it left out to the reason. `durable` says whether changes survive a restart.
     """
 
     version: str
@@ -71,6 +71,7 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_bytes: int
     age_s: float
     previous: str | None
+    durable: bool
     sids: dict[str, list[int]] = {}
     rejected: dict[str, str] = {}
 

@@ -43,7 +43,8 @@ class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     num_events: int  # events that the store now has of the user
-    # events that were sent after newer ones and were sorted (`service.unsorted_history`)
+    # events that came after newer ones of the user, in this request or an earlier one, and were
+    # sorted
     sorted_events: int
 
 

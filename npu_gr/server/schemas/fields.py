@@ -212,7 +212,7 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     unknown_items: int  # events whose items the catalogue lacks
     source: str  # request | store | last_known | nothing; the last two: the history store failed
     fault: str  # fault of the history store: store_unavailable | store_slow | ...; "" = none
-    # events that were sent after newer ones and were sorted (`service.unsorted_history`)
+    # events that came after newer ones and were sorted (`service.unsorted_history`)
     sorted_events: int
     # events that the model read for this answer: the newest ones, if the outcome is degraded;
     # absent in answers of older versions
@@ -273,7 +273,7 @@ def parse_events(
     names: Names,
     version: str | None = None,
     *,
-    continues: bool = False,
+    is_sorted_later: bool = False,
 ) -> Events:
     """Convert the columns of a history to arrays.
 
@@ -283,8 +283,8 @@ def parse_events(
         limit: Largest number of events.
         names: Actions of the served models, and the policy for events that are not in time order.
         version: Version of the ranker that defines the actions; None = the current one.
-        continues: The events continue a base. Under the policy "sort" they are then left unsorted
-            here, because the code that has the base sorts all of them.
+        is_sorted_later: Under the policy "sort", leave the events unsorted here, because the code
+            that has the earlier events (of the base, or of the store) sorts all of them.
 
     Raises:
         TooLarge: As `parse_items` does.
@@ -314,12 +314,13 @@ def parse_events(
         ids, actions, times, features=parse_columns(given, of_event, len(ids), f"{field}.features")
     )
     policy = names.unsorted_history
-    return events if continues and policy == "sort" else oldest_first(events, policy, field)
+    return events if is_sorted_later and policy == "sort" else oldest_first(events, policy, field)
 
 
 def stored_events(history: History, config: ServerConfig, names: Names) -> Events:
     """Parse events for the history store. Raises as `parse_events` does."""
-    return parse_events(history, "events", config.max_history_events, names)
+    limit = config.max_history_events
+    return parse_events(history, "events", limit, names, is_sorted_later=True)
 
 
 def parse_history(
@@ -340,10 +341,8 @@ def parse_history(
     )
     if body.history is None:
         return HistoryRef(base=body.base, user_features=user)
-    continues = body.base is not None
-    events = parse_events(
-        body.history, "history", config.max_history_events, names, version, continues=continues
-    )
+    limit, has_base = config.max_history_events, body.base is not None
+    events = parse_events(body.history, "history", limit, names, version, is_sorted_later=has_base)
     return HistoryRef(events=events, base=body.base, user_features=user)
 
 

@@ -68,6 +68,9 @@ class UserWritten(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int | None = None  # events that the store now has of the user
     num_added: int = 0
     num_filled: int = 0  # stored events that gained features by a merge
+    # new events that came after newer ones of the user, in this request or an earlier one, and were
+    # sorted
+    sorted_events: int = 0
     error: UserFailure | None = None
 
 
@@ -103,7 +106,10 @@ def render(
     def out(one: Written | NpuGrError) -> UserWritten:
         if isinstance(one, Written):
             return UserWritten(
-                num_events=one.num_events, num_added=one.num_added, num_filled=one.num_filled
+                num_events=one.num_events,
+                num_added=one.num_added,
+                num_filled=one.num_filled,
+                sorted_events=one.num_late,
             )
         return UserWritten(error=UserFailure(status=one.status, title=one.title, detail=str(one)))
 

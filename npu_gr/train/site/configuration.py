@@ -26,6 +26,7 @@ EVALUATED_CONFIG = "evaluated.yaml"
 _MEANING = {
     "checkpoint": "folder of the decoder, a Hugging Face checkpoint",
     "catalogue": "items and their semantic IDs",
+    "change_log": "log of changes by POST /v1/catalog/items; one instance a log",
     "codes": "codes of each level of a semantic ID",
     "max_beams": "largest beam width of a request",
     "beam_width": "default beam width of a request",
@@ -60,6 +61,8 @@ def configuration(
     """
     own = Path("evaluated") if is_evaluated else Path()
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
+    if not is_evaluated:  # outside of the folder that the next training replaces
+        generate["change_log"] = str(site / "catalogue.changes")
     repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
     seen = _line("  exclude_seen", cascade.exclude_seen, f"leave out what a user had; {repeats}")
     objectives = SLOConfig()

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from npu_gr.catalogue import change_log
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import value_name
@@ -156,6 +157,8 @@ class SiteFolder:
                     continue
                 if (self.place / name).is_dir():
                     shutil.rmtree(replaced, ignore_errors=True)
+                    for log in (self.place / name).glob(f"*{change_log.SUFFIX}"):
+                        os.rename(log, self.staged / name / log.name)  # goes with the instance
                     os.rename(self.place / name, replaced)
                 os.rename(self.staged / name, self.place / name)
             shutil.rmtree(self.staged)

@@ -107,6 +107,14 @@ def test_what_the_run_does_not_name_stays(tmp_path: Path) -> None:
     assert (tmp_path / "history.db").read_text() == "events"
 
 
+def test_the_log_of_the_catalogues_changes_moves_to_the_new_folder(tmp_path: Path) -> None:
+    make(tmp_path, "old")
+    (tmp_path / "ranker" / "items.jsonl.changes").write_text("withdrawn")
+    make(tmp_path, "new")
+    assert (tmp_path / "ranker" / "items.jsonl.changes").read_text() == "withdrawn"
+    assert served(tmp_path) == ["new"] * 4
+
+
 def test_two_do_not_make_one_site(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom npu_gr.train.site.folder import SiteFolder\n"

@@ -153,6 +153,7 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     assert evaluated.checkpoint == str(site / "ranker" / "evaluated")
     assert evaluated.generate is not None
     assert evaluated.generate.catalogue == str(site / "generator" / "evaluated" / "items.jsonl")
+    assert evaluated.generate.change_log is None
     serve, curl, _ = make.next_commands(site / "data", site).splitlines()
     assert serve == f"serve with: npu-gr serve --config {site / 'serve.yaml'}"
     assert curl.startswith("curl -s localhost:8080/v1/recommend ")
