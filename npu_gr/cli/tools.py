@@ -100,6 +100,12 @@ def calibrate(
     type=FILE,
     help="With --security: configuration of an instance or a router.",
 )
+@click.option(
+    "--accept",
+    "accepted",
+    multiple=True,
+    help="With --security: beginning of an open line that does not count for the exit code.",
+)
 @SET
 def doctor(
     as_json: bool,
@@ -112,6 +118,7 @@ def doctor(
     step: str | None,
     security: bool,
     config_path: Path | None,
+    accepted: tuple[str, ...],
     overrides: tuple[str, ...],
 ) -> None:
     """Check which kernels work on this machine, and print what to do about the others.
@@ -119,7 +126,7 @@ def doctor(
     Exit code: 0 = all work, 1 = some do not.
     """
     if security:
-        _doctor_security(as_json, config_path, overrides)
+        _doctor_security(as_json, config_path, overrides, accepted)
     from npu_gr.tools import acceptance as steps
     from npu_gr.tools.doctor import examine, is_well
 
@@ -141,14 +148,17 @@ def doctor(
 
 
 def _doctor_security(
-    as_json: bool, config_path: Path | None, overrides: tuple[str, ...]
+    as_json: bool,
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+    accepted: tuple[str, ...],
 ) -> NoReturn:
     from npu_gr.tools.check_config import table
-    from npu_gr.tools.doctor_security import examine, is_closed
+    from npu_gr.tools.doctor_security import accept, examine, is_closed
 
     if config_path is None:
         raise click.UsageError("--security needs --config")
-    found = examine(config_path, overrides)
+    found = accept(examine(config_path, overrides), accepted)
     if as_json:
         click.echo(
             json.dumps({"ok": is_closed(found), "ways_in": [way._asdict() for way in found]})

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -111,10 +112,20 @@ class Gathered(NamedTuple):
 # Errors of PyYAML for invalid values: too deep, a key that is a list, the day 2027-13-45,
 # `!!int x`, `!!bool x`, `!!timestamp x`.
 _OF_VALUES = (RecursionError, TypeError, ValueError, LookupError, AttributeError)
+_OF_YAML_1_1 = re.compile(r"[-+]?0[0-9_]|.*:")  # numbers with the base 8 or 60
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that rejects repeated keys."""
+    """A YAML loader that rejects repeated keys, and reads numbers as YAML 1.2 does.
+
+    YAML 1.1 reads `1:30` as 90 and `0100` as 64; here they are texts, which no number accepts.
+    """
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Choose the type of a value without a tag."""
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_number = tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        return "tag:yaml.org,2002:str" if is_number and _OF_YAML_1_1.match(value) else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping without repeated keys."""
@@ -284,6 +295,9 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
     """
     known = settings_of(cls)
     table = renamed.with_new_names(table, known, where)
+    for path, value in _numbers(table, ""):
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {path}: expected a finite number, got {value}")
     try:
         return msgspec.convert(plain(table, inspect.type_info(cls)), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
@@ -375,6 +389,18 @@ def _leaves(value: Any, at: str = "") -> list[str]:
         for key, inner in value.items()
         for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))
     ]
+
+
+def _numbers(value: Any, at: str) -> Iterator[tuple[str, float]]:
+    """Yield path and value of all numbers with a point."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{at}.{key}" if at else str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{at}[{index}]")
+    elif isinstance(value, float):
+        yield at, value
 
 
 def _has(value: object, path: str) -> bool:

@@ -44,6 +44,11 @@ AGENT_MS = 100  # period of the agent-check
 PACED_MS = 50
 # Parameter of a path. No percent-encoding and no dot segments, which parsers may read differently.
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+# Connections over `limits.max_connections`, for the admin address and HAProxy's own sockets.
+OWN_CONNECTIONS = 1_000
+# While more than this fraction of the connections is open, no address may open one that has half of
+# them: the connections of one client never shut all others out.
+CROWDED = 0.75
 # routes that the router itself answers
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
@@ -155,7 +160,7 @@ def _process(config: RouterConfig, inputs: RenderInputs) -> str:
     )
     return f"""global
   nbthread {config.threads}
-  maxconn {config.limits.max_connections}
+  maxconn {config.limits.max_connections + OWN_CONNECTIONS}
   no strict-limits  # a low limit of open files is a warning, not an error
   tune.bufsize {config.limits.buffer_bytes}  # bodies up to this size can be retried
   tune.maxrewrite 1024
@@ -191,8 +196,15 @@ defaults
 
 def _frontend(config: RouterConfig, inputs: RenderInputs) -> str:
     user = config.user_header
+    most = config.limits.max_connections
     return f"""frontend npu_gr
   bind {joined(config.host, config.port)} backlog 4096{_bind_tls(config.tls)}
+  maxconn {most}
+  stick-table type ipv6 size 100k expire 10s store conn_cur
+  tcp-request connection track-sc0 src
+  tcp-request connection reject \
+if {{ fe_conn gt {int(CROWDED * most)} }} {{ sc0_conn_cur gt {most // 2} }}
+{_exact()}
 {_ready()}
 {_no_foreign_pages(config.host)}
 {_keys(config, "keys.map")}
@@ -200,18 +212,19 @@ def _frontend(config: RouterConfig, inputs: RenderInputs) -> str:
   acl everywhere method DELETE
   http-request deny deny_status 413 \
 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
+  http-request set-var(txn.normal) bool(true) if {{ req.hdr(x-npugr-service) -m str normal }}
   # clients must not set the headers that the router sets
-  http-request del-header X-NpuGr-Instance
-  http-request del-header X-NpuGr-Placement
+  http-request del-header X-NpuGr- -m beg
   http-request del-header Forwarded
   http-request del-header X-Forwarded -m beg
   http-request set-header X-Forwarded-For %[src]
+  http-request set-header Via "1.1 npu_gr"  # with it an instance accepts the client's Host
 {_acl("by_user", _paths(*_BY_USER))}
 {_acl("follow", _paths(Routing.FOLLOW))}
   http-request set-var(txn.follow) bool(true) if follow
-  acl normal req.hdr(x-npugr-service) -m str normal
+  acl normal var(txn.normal) -m bool
   # a slow sender occupies no instance; with the user in a header the body is not parsed
-  http-request wait-for-body time {_ms(config.header_timeout_s)} if METH_POST
+{_wait_for_body(config)}
   http-request set-var(txn.user) req.hdr({user}) if {{ req.hdr({user}) -m found }}
   http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}),url_dec -m found }}
   http-request set-var(txn.user) req.body,json_query('$.user_id') \
@@ -246,6 +259,7 @@ def _admin(config: RouterConfig) -> str:
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
     return f"""frontend admin  # metrics, and changes at every instance
   bind {joined(config.admin_host, config.admin_port)}{tls}
+{_exact()}
 {_ready()}
 {_no_foreign_pages(config.admin_host)}
   acl metrics path /metrics
@@ -254,6 +268,7 @@ def _admin(config: RouterConfig) -> str:
 string '{_problem("not found")}' unless metrics METH_GET or changes METH_POST
 {_keys(config, "observe.map", "metrics")}
 {_keys(config, "admin.map", "changes")}
+{_wait_for_body(config)}
   {metrics}
   default_backend everywhere
 """
@@ -340,6 +355,18 @@ def _any(config: RouterConfig, inputs: RenderInputs) -> str:
 
 
 # ---- parts of sections
+
+
+def _exact() -> str:
+    """Reject `GET http://host/path`, which HAProxy's ACLs read as `/path`; h2 is never sent so."""
+    rejection = f"content-type application/problem+json string '{_problem('not found')}'"
+    return (
+        f"  http-request return status 404 {rejection} if {{ req.ver 1.0 1.1 }} !{{ url -m beg / }}"
+    )
+
+
+def _wait_for_body(config: RouterConfig) -> str:
+    return f"  http-request wait-for-body time {_ms(config.header_timeout_s)}"
 
 
 def _ready() -> str:

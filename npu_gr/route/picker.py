@@ -23,6 +23,7 @@ from urllib.parse import unquote_to_bytes
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Routing
@@ -32,6 +33,7 @@ from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig, joined
 from npu_gr.route.fan_out import InstanceCalls
 from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order, routing_of
+from npu_gr.server.grpc.calls import waiting
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 CHUNK_BYTES = 62_000  # chunk of a forwarded body, within the limit of gateways
 MOST_MESSAGE_BYTES = 1 << 20  # largest message of a gateway; bodies come in several
 MOST_BODY_BYTES = 4 << 20  # largest body that is searched for the user
+FIRST_S = 5.0  # time for the first message of a request
 MOST_STREAMS = 1_000  # concurrent requests per connection
 MOST_REQUESTS = 10_000  # concurrent requests of all connections
 # body modes in which the picker may read the whole body before it chooses
@@ -354,11 +357,20 @@ class Services:
 
     async def process(self, requests: AsyncIterator[pb.ProcessingRequest], context: Any) -> None:
         """Answer the messages of one request."""
+        await _reject_pages(context)
         pick = PickRequest(self._fleet)
+        coming = aiter(requests)
         try:
-            async for request in requests:
+            async with waiting(FIRST_S):
+                request = await anext(coming, None)
+            while request is not None:
                 for response in pick.answer(request):
                     await context.write(response)
+                request = await anext(coming, None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message has arrived")
+        except (DecodeError, UnicodeDecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message cannot be parsed")
         except PickerRejection as rejection:
             body = msgspec.json.encode(
                 {"type": "about:blank", "title": rejection.why, "status": rejection.status}
@@ -373,10 +385,9 @@ class Services:
         finally:
             pick.end()
 
-    async def check(
-        self, request: pb.HealthCheckRequest, _context: object
-    ) -> pb.HealthCheckResponse:
+    async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         """Answer a health check: liveness of the picker, else readiness of an instance."""
+        await _reject_pages(context)
         serves = request.service in ("", "liveness") or bool(self._fleet.ready)
         status = pb.HealthCheckResponse.SERVING if serves else pb.HealthCheckResponse.NOT_SERVING
         return pb.HealthCheckResponse(status=status)
@@ -393,6 +404,12 @@ class Services:
             grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
             grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
         ]
+
+
+async def _reject_pages(context: Any) -> None:
+    """Reject a call that a browser sends for a page: no gateway names an origin."""
+    if {"origin", "sec-fetch-site"} & {name for name, _ in context.invocation_metadata() or ()}:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a page sent this call")
 
 
 @asynccontextmanager

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
+from yarl import URL
 
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import RANK, Routing
 from npu_gr.core.logs import random_id
 from npu_gr.route.fan_out import Answered, Change, combined_answer
 from npu_gr.route.placement import routing_of
-from npu_gr.server.auth.rules import Address
+from npu_gr.server.auth.rules import Address, is_loopback_name
 from npu_gr.server.http import from_error
 from npu_gr.server.run import listen_at, make_runner
 from npu_gr.service.config import Config
@@ -135,7 +136,7 @@ class ScalingPolicy:
 class RayReplica:
     """A replica: an instance in this process, with Unix sockets for its public and admin routes."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, config: Config, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
         from npu_gr.service.app import instance
 
         self._config = config
@@ -146,7 +147,12 @@ class RayReplica:
         self._stack.push_async_callback(runner.cleanup)
         folder = tempfile.mkdtemp(prefix="npu_gr")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._http = await self._listen(runner, app, Address(is_admin=False), f"{folder}/http")
+        # the proxy passes the client's Host on, which on loopback may be that of another site
+        public = Address(
+            is_admin=False,
+            rejects_foreign_hosts=is_loopback_name(host) and not config.server.api_keys_file,
+        )
+        self._http = await self._listen(runner, app, public, f"{folder}/http")
         self._admin = await self._listen(runner, app, Address(is_public=False), f"{folder}/admin")
         self._ranks = (0.0, 0.0)  # counts at the last report: all ranks, and those within the SLO
 
@@ -155,7 +161,7 @@ class RayReplica:
     ) -> aiohttp.ClientSession:
         await listen_at(runner, app, address, path)
         http = aiohttp.ClientSession(
-            "http://instance", connector=aiohttp.UnixConnector(path, limit=0)
+            "http://localhost", connector=aiohttp.UnixConnector(path, limit=0)
         )
         self._stack.push_async_callback(http.close)
         return http
@@ -167,9 +173,11 @@ class RayReplica:
         headers = {
             name: value for name in _FORWARDED if (value := request.headers.get(name)) is not None
         }
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        # as it was sent: the instance serves no other spelling of a path
+        path = request.scope.get("raw_path", b"").decode("latin-1") or request.url.path
+        target = path + (f"?{request.url.query}" if request.url.query else "")
         change = Change(request.method, target, headers, await request.body())
-        if routing_of(request.method, request.url.path) is Routing.EVERYWHERE:
+        if routing_of(request.method, path) is Routing.EVERYWHERE:
             made = await self._everywhere(change)
             return Response(made.body, made.status, dict(made.headers))
         async with self._ask(change) as answer:
@@ -182,9 +190,8 @@ class RayReplica:
             return Response(await answer.read(), answer.status, given)
 
     def _ask(self, change: Change) -> Any:
-        return self._http.request(
-            change.method, change.target, data=change.body, headers=change.headers
-        )
+        target = URL(change.target, encoded=True)
+        return self._http.request(change.method, target, data=change.body, headers=change.headers)
 
     async def do(self, change: Change) -> tuple[str, Answered]:
         """Send a change to this instance; return its process id and its answer."""
@@ -272,7 +279,7 @@ def application(config: Config, options: RayOptions) -> Any:
         ),
         **count,
     )
-    return deployment.bind(config)
+    return deployment.bind(config, options.host)
 
 
 def deploy(config: Config, options: RayOptions, until: threading.Event | None = None) -> None:

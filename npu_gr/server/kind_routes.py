@@ -71,14 +71,12 @@ def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str
     aiohttp's own decoding leaves some characters encoded.
 
     Raises:
-        BadRequest: The fixed part of the path is percent-encoded, or the variable is not UTF-8.
+        BadRequest: The variable is not UTF-8.
     """
     prefix, _, name = kind.path.partition("{")
     if not name:
         return {}
     sent = request.raw_path.partition("?")[0]
-    if not sent.startswith(prefix):
-        raise BadRequest(f"path: must begin with {prefix}, not percent-encoded")
     name = name.rstrip("}")
     try:
         return {

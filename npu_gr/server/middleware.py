@@ -20,7 +20,13 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, UnsupportedMedia
+from npu_gr.core.errors import (
+    DeadlineExceeded,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    UnsupportedMedia,
+)
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.core.logs import CURRENT
 from npu_gr.metrics.registry import Metrics
@@ -29,7 +35,14 @@ from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import COUNTED, Admission
 from npu_gr.server.auth.keys import KeyRing
-from npu_gr.server.auth.rules import PAGES, Address, Rule, reject_foreign_pages, rules
+from npu_gr.server.auth.rules import (
+    PAGES,
+    Address,
+    Rule,
+    is_exact,
+    reject_foreign_pages,
+    rules,
+)
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.media import check_type
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -208,9 +221,13 @@ class Pipeline:
             name = None if kind is None else kind.name
             self._lifecycle.metrics.requests.done(name, route, response.status, 0.0)
 
-    def agent_line(self, asker: str) -> bytes:
+    def agent_line(self) -> bytes:
         """Return the answer to HAProxy's agent-check; see `Admission.agent_line`."""
-        return self._admission.agent_line(asker, is_ready=self._service.is_ready()[0])
+        return self._admission.agent_line(is_ready=self._service.is_ready()[0])
+
+    def agent_asked(self, asker: str) -> None:
+        """Note that an address asks the agent-check as a proxy does."""
+        self._admission.agent_asked(asker)
 
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = _route(request)
@@ -255,11 +272,17 @@ class Pipeline:
                 "address serve different routes"
             )
         if call.route not in self._health:
-            is_loopback = address.rejects_foreign_hosts and not self._admission.is_proxy(request)
+            # only a trusted proxy may name another host; a browser's page cannot set Via
+            is_proxy = "Via" in request.headers and self._admission.is_proxy(request)
+            is_loopback = address.rejects_foreign_hosts and not is_proxy
             reject_foreign_pages(request.headers, is_loopback=is_loopback)
         rule = self._rules.get((_method(request), call.route))
         if rule is None or rule.scope is not None:
             await self._check_key(request, call, rule)
+        elif request.body_exists:
+            raise TooLarge(f"{call.route} takes no body")  # without a key none is read
+        if call.route == NO_ROUTE and request.match_info.http_exception is None:
+            raise NotFound(f"{path}: write the path as the documentation does, without the host")
         _check_media(request)
         kind = call.kind
         if kind is not None:
@@ -340,9 +363,13 @@ def _is_infer(request: web.Request) -> bool:
 
 
 def _route(request: web.Request) -> str:
-    """Return the pattern of the matched route, for labels: bounded in number, free of user data."""
+    """Return the pattern of the matched route, for labels: bounded in number, free of user data.
+
+    A path in another spelling has no route.
+    """
     resource = request.match_info.route.resource
-    return resource.canonical if resource else NO_ROUTE
+    route = resource.canonical if resource else NO_ROUTE
+    return route if is_exact(route, request.raw_path) else NO_ROUTE
 
 
 def _span_attributes(call: ServerCall, status: int) -> dict[str, str | int]:

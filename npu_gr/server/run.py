@@ -29,7 +29,7 @@ TLS = web.AppKey("tls", ServerTls)
 # Time to read the rest of a body after a response that closes the connection; without it a TCP
 # reset could overtake the response.
 LINGER_S = 2.0
-AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check
+AGENT_TIMEOUT_S = 1.0  # time for a proxy to read the answer to its agent-check, and to close
 LOOK_S = 1.0  # interval between two looks at what hangs
 
 
@@ -230,11 +230,20 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
         yield None
         return
 
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_proxy = False
+        try:
             async with asyncio.timeout(AGENT_TIMEOUT_S):
-                writer.write(pipeline.agent_line(writer.get_extra_info("peername")[0]))
-                await writer.drain()
+                writer.write(pipeline.agent_line())
+                writer.write_eof()
+                # HAProxy sends nothing; a browser that a page leads here sends its request
+                is_proxy = not await reader.read(1)
+        except ConnectionResetError:
+            is_proxy = True
+        except (OSError, TimeoutError):
+            pass
+        if is_proxy:
+            pipeline.agent_asked(writer.get_extra_info("peername")[0])
         writer.close()
 
     try:

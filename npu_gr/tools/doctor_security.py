@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec.inspect import CustomType
+from msgspec import inspect
 
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
@@ -26,18 +26,19 @@ from npu_gr.core.secret import SecretUrl
 from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import config as router_config
-from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
+from npu_gr.route.config import DNSConfig, InstanceConfig, PickerConfig, RouterConfig
+from npu_gr.route.discovery import InstancesFile
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
 from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
 
-# Names (without the section) of settings that are files or folders.
+# Names (without the section) of texts that are files or folders.
 _FILE = (
     "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
     "|hstu_library|change_log"
 )
-# The beginning of the line about a setting, where it is not the setting's name; None if the line of
-# another setting covers it.
+# The beginning of the line about a setting, where it is not the setting's name; None if it is used
+# only together with another one, whose line covers it.
 LINES: dict[str, str | None] = {
     "server.host": "server ",
     "server.port": "server ",
@@ -54,15 +55,25 @@ LINES: dict[str, str | None] = {
     "admin_host": "router.admin ",
     "admin_port": "router.admin ",
     "api_keys_file": "key",
+    "peers": "peers.",
     "picker.host": "router.picker ",
     "picker.port": "router.picker ",
-    **dict.fromkeys(
-        f"discovery.{section}.{name}"
+    **{
+        f"discovery.{section}.{name}": "agent " if name == "agent_port" else "instances "
         for section in ("instances", "dns")
         for name in ("host", "port", "admin_port", "agent_port")
-    ),
+    },
 }
+# texts that reach nothing by themselves: names, and what the line of `feature_store.entry` covers
+NO_WAY_IN = {
+    "feature_store.options",
+    *("calibration.version", "calibration.device"),
+    *("discovery.instances.name", "instances_tls.server_name", "peer", "user_header"),
+}
+_CODE = ("recommend.hook", "feature_store.entry")
 
+# HAProxy has neither keys nor TLS for these
+_ONLY_ROUTERS = "allow only the routers to connect, then --accept {}"
 SOON_S = 14 * 86_400.0  # warn of keys that expire sooner
 
 
@@ -71,6 +82,7 @@ class Openness(StrEnum):
 
     CLOSED = "closed"  # only those who should
     LOCAL = "local"  # every account on this machine
+    KNOWN = "known"  # others too, and the operator says so (`--accept`)
     OPEN = "open"  # others too
 
 
@@ -99,17 +111,46 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> list[WayIn]:
     return [*found, *_others(config, found)]
 
 
+def accept(found: list[WayIn], names: Sequence[str]) -> list[WayIn]:
+    """Mark open entry points that begin with one of these names as known.
+
+    Raises:
+        ConfigError: Nothing open begins with a name.
+    """
+    for name in names:
+        if not any(way.what.startswith(name) and way.openness is Openness.OPEN for way in found):
+            raise ConfigError(f"--accept {name}: no open line begins so")
+    return [
+        way._replace(openness=Openness.KNOWN)
+        if way.openness is Openness.OPEN and way.what.startswith(tuple(names))
+        else way
+        for way in found
+    ]
+
+
 def ways_in(cls: type[msgspec.Struct]) -> list[str]:
-    """Return the paths of all settings that are a host, port, URL, file or folder."""
+    """Return the paths of all settings that may be a host, port, path, URL or file, by their types.
+
+    Each text, secret and port (a number up to 65535) is one, unless `NO_WAY_IN` has it.
+    """
     return [
         path
         for path, setting in settings_of(cls).items()
-        if setting.section is None
-        and (
-            re.fullmatch(rf"(.*_)?(host|port|url|endpoint|socket)|{_FILE}", path.rpartition(".")[2])
-            or any(isinstance(one, CustomType) for one in options(setting.field.type))
-        )
+        if path not in NO_WAY_IN and _may_reach(setting.field.type)
     ]
+
+
+def _may_reach(kind: inspect.Type) -> bool:
+    for one in options(kind):
+        match one:
+            case inspect.StrType() | inspect.CustomType() | inspect.IntType(le=65_535):
+                return True
+            case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner):
+                if _may_reach(inner):
+                    return True
+            case _:
+                pass
+    return False
 
 
 def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn]:
@@ -125,9 +166,15 @@ def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn
         for name in path.split("."):
             # the section may be absent, or a list, whose elements have their own lines
             value = getattr(value, name, None)
-        if value is None:
+        if not value:  # absent, or port 0 of an agent: there is none
             continue
-        if re.fullmatch(_FILE, path.rpartition(".")[2]):
+        if path in _CODE:
+            yield WayIn(
+                f"{path} {value}",
+                Openness.CLOSED,
+                "the operator's own code, with the rights of the process; it may call others",
+            )
+        elif re.fullmatch(_FILE, path.rpartition(".")[2]):
             is_secret = path.endswith(("key", "key_file"))
             yield from (
                 _private(path, Path(value), 0o040) if is_secret else _unchanged(path, Path(value))
@@ -186,13 +233,14 @@ def examine_instance(config: Config) -> list[WayIn]:
     if server.grpc_port is not None:
         found += _address("server.grpc", server.host, server.grpc_port, PUBLIC, keys, tls)
     if server.agent_port is not None:
+        is_local = is_loopback_name(server.host)
         found.append(
             WayIn(
                 f"server.agent {server.host}:{server.agent_port}",
-                Openness.LOCAL,
+                Openness.LOCAL if is_local else Openness.OPEN,
                 "all hosts that can connect read the concurrency limit of the instance, and are "
                 "not slowed down when rejected",
-                "" if is_loopback_name(server.host) else "allow only the routers to connect",
+                "" if is_local else _ONLY_ROUTERS.format("server.agent"),
             )
         )
     found += _keys(keys)
@@ -300,6 +348,12 @@ def _proxies(networks: list[str]) -> Iterator[WayIn]:
                 Openness.OPEN,
                 "all clients count as a proxy, so none is slowed down when rejected",
                 "list only the addresses of the routers",
+            )
+        else:
+            yield WayIn(
+                f"server.trusted_proxies {network}",
+                Openness.CLOSED,
+                "proxies, which may name any host, and are not slowed down when rejected",
             )
 
 
@@ -437,13 +491,19 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
 
 def _instances(config: RouterConfig) -> Iterator[WayIn]:
     discovery = config.discovery
-    hosts = [instance.host for instance in discovery.instances]
-    agents = [instance for instance in discovery.instances if instance.agent_port]
+    # host -> its agent ports
+    hosts: dict[str, list[int]] = {}
+    instances: list[InstanceConfig | DNSConfig] = [*discovery.instances]
     if discovery.dns is not None:
-        hosts.append(discovery.dns.host)
+        instances.append(discovery.dns)
     if discovery.file is not None:
-        hosts.append(f"those of {discovery.file}")
-    for host in dict.fromkeys(hosts):
+        try:
+            instances += settings.load(Path(discovery.file), InstancesFile).instances
+        except ConfigError as error:
+            yield WayIn(f"instances of {discovery.file}", Openness.OPEN, str(error))
+    for one in instances:
+        hosts.setdefault(one.host, []).extend([one.agent_port] if one.agent_port else [])
+    for host in hosts:
         if config.instances_tls is not None:
             shown = (
                 "presents a certificate"
@@ -460,12 +520,14 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
                 "an eavesdropper reads keys and histories",
                 "set instances_tls: {ca, certificate, key}, and server.tls on the instances",
             )
-    yield from map(_agent, agents)
+    for host, ports in hosts.items():
+        for port in ports:
+            yield _agent(host, port)
 
 
-def _agent(one: InstanceConfig) -> WayIn:
-    what = f"agent {one.host}:{one.agent_port}"
-    if is_loopback_name(one.host):
+def _agent(host: str, port: int) -> WayIn:
+    what = f"agent {host}:{port}"
+    if is_loopback_name(host):
         return WayIn(
             what,
             Openness.LOCAL,
@@ -473,10 +535,10 @@ def _agent(one: InstanceConfig) -> WayIn:
         )
     return WayIn(
         what,
-        Openness.LOCAL,
+        Openness.OPEN,
         "in clear, as HAProxy requires; an attacker on the network path can drain the instance, "
         "but reads no personal data",
-        "allow only the routers to connect",
+        _ONLY_ROUTERS.format("agent"),
     )
 
 
@@ -509,5 +571,5 @@ def _peers(config: RouterConfig) -> Iterator[WayIn]:
                 f"peers.{name} {address}",
                 Openness.OPEN,
                 "all hosts that can connect read user ids, and can redirect their ranks",
-                "allow only the routers to connect, or remove `peers`",
+                f"remove `peers`, or {_ONLY_ROUTERS.format('peers')}",
             )

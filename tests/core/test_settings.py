@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.settings import GONE, Count, gather, load, parse
+from npu_gr.core.settings import GONE, Count, Seconds, gather, load, override, parse
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,3 +78,76 @@ def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) ->
             ConfigError, match=f"environment: {name} was removed: an instance for each core"
         ):
             gather(path, Settings, variables={name: "1"})
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 1
+    idle_s: Seconds = 1.0
+    share: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    by_name: dict[str, float] = {}
+    rows: list[Inner | Annotated[float, msgspec.Meta(ge=0)]] = []
+    name: str = ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: 1:30", "port: expected a whole number, got '1:30'"),
+        ("port: +1:30", r"port: expected a whole number, got '\+1:30'"),
+        ("port: 0100", "port: expected a whole number, got '0100'"),
+        ("port: 0_1", "port: expected a whole number, got '0_1'"),
+        ("idle_s: 1:30", "idle_s: expected a number of seconds"),
+        ("idle_s: 1:30.5", "idle_s: expected a number of seconds"),
+        ("idle_s: 00.5", "idle_s: expected a number of seconds"),
+        ("idle_s: .inf", "idle_s: expected a finite number, got inf"),
+        ("idle_s: 1.0e+999", "idle_s: expected a finite number, got inf"),
+        ("idle_s: 1e999", "idle_s: expected a number of seconds"),
+        ("idle_s: .nan", "idle_s: expected a finite number, got nan"),
+        ("port: .inf", "port: expected a finite number, got inf"),
+        ("share: -.inf", "share: expected a finite number, got -inf"),
+        ("share: .NaN", "share: expected a finite number, got nan"),
+        ("by_name: {a: .inf}", "by_name.a: expected a finite number, got inf"),
+        ("rows: [1.0, .inf]", r"rows\[1\]: expected a finite number, got inf"),
+        ("name: .inf", "name: expected a finite number, got inf"),
+    ],
+)
+def test_a_number_that_is_none_is_rejected_with_its_field(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^here: {words}"):
+        parse(text, Numbers, "here")
+    name, _, value = text.partition(": ")
+    if not value.startswith(("{", "[")):
+        with pytest.raises(ConfigError, match=words):
+            override(Numbers(), [f"{name}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("port: 8080", Numbers(port=8080)),
+        ("port: 0", Numbers(port=0)),
+        ("port: 0x50", Numbers(port=80)),
+        ("idle_s: 0.5", Numbers(idle_s=0.5)),
+        ("idle_s: 1_000", Numbers(idle_s=1000.0)),
+        ("name: 0042", Numbers(name="0042")),
+        ("name: 1:30", Numbers(name="1:30")),
+    ],
+)
+def test_numbers_and_texts_that_resemble_them_are_read(text: str, want: Numbers) -> None:
+    assert parse(text, Numbers, "here") == want
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("server.idle_timeout_s=.inf", "server.idle_timeout_s: expected a finite number"),
+        ("server.port=1:30", "server.port: expected a whole number"),
+        ("slo.rank_s=.nan", "slo.rank_s: expected a finite number"),
+    ],
+)
+def test_serve_and_check_config_say_the_same(setting: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("checkpoint: model\n")
+    for command in ("serve", "check-config"):
+        done = CliRunner().invoke(main, [command, "--config", str(path), "--set", setting])
+        assert done.exit_code != 0
+        assert words in f"{done.output}{done.exception}"

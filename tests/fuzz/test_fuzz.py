@@ -115,9 +115,12 @@ async def _wait_closed(writer: asyncio.StreamWriter) -> None:
 class Fuzzed:
     """The instance under attack."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, errors: Path) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, ports: dict[str, int], errors: Path
+    ) -> None:
         self.process = process
-        self.port = port
+        self.ports = ports  # listener -> its port
+        self.port = ports["public"]
         self.errors = errors
         self.statuses: Counter[int] = Counter()
         self.slowest_health_s = 0.0
@@ -177,7 +180,7 @@ async def attacked(folder: Path) -> AsyncIterator[Fuzzed]:
         async with asyncio.timeout(3 * PATIENCE_S):
             line = await process.stdout.readline()
         assert line, errors.read_text()[-4000:]
-        fuzzed = Fuzzed(process, int(line), errors)
+        fuzzed = Fuzzed(process, json.loads(line), errors)
         health = asyncio.create_task(fuzzed.ask_health())
         try:
             yield fuzzed

@@ -265,6 +265,27 @@ async def test_what_is_too_large_or_no_message_ends_the_stream_and_nothing_else(
         assert len(await a.chosen("/v1/rank", "u")) == 2
 
 
+async def test_calls_that_say_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picker, "FIRST_S", 0.05)
+    async with asked() as a:
+        for silent in [a._process() for _ in range(20)]:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await silent.read()
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(await a.chosen("/v1/rank", "u")) == 2
+
+
+async def test_no_page_of_a_browser_asks() -> None:
+    async with asked() as a:
+        given = (("origin", "http://evil.example"),)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await a._process(metadata=given).read()
+        assert ended.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await a._check(pb.HealthCheckRequest(), metadata=given)
+        assert ended.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 async def test_gateways_come_over_tls_with_a_certificate(authority: Authority) -> None:
     pair, own = authority.issue("127.0.0.1"), authority.issue("gateway")
     tls = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import pickle
 import signal
@@ -60,7 +61,8 @@ async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     replica = Replica.__new__(Replica)
-    await replica.__init__(make_config(tmp_path, history_store={"kind": "none"}))  # type: ignore[misc]
+    config = make_config(tmp_path, history_store={"kind": "none"})
+    await replica.__init__(config, "0.0.0.0")  # type: ignore[misc]
     try:
         body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
         # Ray's proxy alone reaches the socket, so any name is its callers'
@@ -75,6 +77,39 @@ async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics
             async with replica._http.get(path) as answer:
                 assert answer.status == 404
         assert (await replica.record_autoscaling_stats())[QUEUE_DEPTH] == 0.0
+    finally:
+        await replica._stack.aclose()
+
+
+async def test_on_loopback_a_replica_serves_no_other_name_and_no_other_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's proxy passes on what the page of a browser sent."""
+    responses = ModuleType("starlette.responses")  # the least of it, where Ray is not installed
+    vars(responses)["Response"] = lambda body, status, headers: status
+    monkeypatch.setitem(sys.modules, "starlette", ModuleType("starlette"))
+    monkeypatch.setitem(sys.modules, "starlette.responses", responses)
+    write_checkpoint(tmp_path / "checkpoint")
+    replica = Replica.__new__(Replica)
+    config = make_config(tmp_path, history_store={"kind": "none"})
+    await replica.__init__(config, "127.0.0.1")  # type: ignore[misc]
+    body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
+
+    async def status(raw_path: str, host: str) -> Any:
+        return await replica(
+            SimpleNamespace(  # type: ignore[arg-type]
+                method="POST",
+                headers={"host": host, "content-type": "application/json"},
+                url=SimpleNamespace(path="/v1/rank", query=""),
+                scope={"raw_path": raw_path.encode()},
+                body=lambda: asyncio.sleep(0, json.dumps(body).encode()),
+            )
+        )
+
+    try:
+        assert await status("/v1/rank", "localhost:8090") == 200
+        assert await status("/v1/rank", "evil.example") == 403
+        assert await status("/v1/%72ank", "localhost:8090") == 404
     finally:
         await replica._stack.aclose()
 
@@ -120,7 +155,7 @@ async def test_an_erasure_is_done_when_every_replica_has_done_it(
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     replica = Replica.__new__(Replica)
-    await replica.__init__(make_config(tmp_path))  # type: ignore[misc]
+    await replica.__init__(make_config(tmp_path), "127.0.0.1")  # type: ignore[misc]
     erasure = Change("DELETE", "/v1/users/ann", {"x-request-id": "of-the-caller"})
     try:
         rank = {"user_id": "ann", "candidates": [FIRST_ID], "history": columns(events(20))}

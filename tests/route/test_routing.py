@@ -16,7 +16,9 @@ from npu_gr.core.kinds import Scope
 from npu_gr.route import haproxy
 from npu_gr.route.process import TEACHES_S
 from npu_gr.server.auth.keys import hash_of
+from npu_gr.server.auth.rules import rules
 from tests.route.fake import Fake, Site, row, site, until
+from tests.server.test_paths import SPELLINGS, V1
 
 KEY, OTHER_KEY = "k" * 32, "o" * 32
 
@@ -295,27 +297,97 @@ async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_in
             assert answer.status == 200
 
 
+@pytest.mark.parametrize("name", SPELLINGS)
+async def test_another_spelling_of_a_kind_reaches_no_instance(name: str) -> None:
+    async with site(1) as s:
+        for path in V1:
+            target = SPELLINGS[name](path)
+            assert await asked_raw(s, target) in (400, 404), target
+        for path in ("/v1/catalog/items", "/metrics", "/v1/models/reload"):
+            for port in ("port", "admin_port"):
+                target = f"http://localhost{path}"
+                assert await asked_raw(s, target, port=port) in (400, 404), target
+        assert not s.fakes[0].seen
+        assert await asked_raw(s, "/v1/rank?a=b") == 200
+
+
+async def asked_raw(s: Site, target: str, port: str = "port", more: bytes = b"") -> int:
+    """The status of a POST to a target that no client library sends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.table[port])
+    head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nX-User-Id: u\r\n".encode()
+    writer.write(head + more + b"Content-Length: 2\r\n\r\n{}")
+    first = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    return int(first.split()[1])
+
+
 async def test_a_caller_cannot_say_what_only_the_router_may() -> None:
     async with site(1) as s:
         forged = {"X-Forwarded-For": "1.2.3.4", "Forwarded": "for=1.2.3.4", "X-NpuGr-Instance": "x"}
+        forged |= {"x-npugr-anything": "x", "X-NpuGr-Not-Taken": "1", "Via": "1.1 evil"}
         await s.post("rank", "u", **forged, X_Forwarded_Host="evil")
         (seen,) = s.fakes[0].seen
         assert seen.headers.getall("X-Forwarded-For") == ["127.0.0.1"]
-        assert not {"Forwarded", "X-NpuGr-Instance", "X-Forwarded-Host"} & set(seen.headers)
+        assert seen.headers.getall("Via") == ["1.1 npu_gr"]
+        assert not {"Forwarded", "X-Forwarded-Host"} & set(seen.headers)
+        assert not [name for name in seen.headers if name.lower().startswith("x-npugr-")]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"X: " + b"a" * 2_000_000, b"\r\n".join(b"X%d: a" % n for n in range(200)), b"\0: a"],
+    ids=["long", "many", "no name"],
+)
+async def test_an_answer_with_a_head_over_the_limits_is_502(head: bytes) -> None:
+    """And the client gets none of it."""
+    async with site(1, health={"failures": 1000}) as s:
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked = await reader.readuntil(b"\r\n\r\n")
+            is_probe = asked.startswith(b"GET /readyz")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n")
+            writer.write(b"\r\n" if is_probe else head + b"\r\n\r\n")
+            with suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+        fake = s.fakes[0]
+        await fake.stop()
+        async with (
+            await asyncio.start_server(answer, "127.0.0.1", fake.port),
+            s.http.post(f"{s.url}/v1/signal", data=b"{}", headers={"X-User-Id": "u"}) as got,
+        ):
+            assert got.status == 502
+            assert (await got.json(content_type=None))["title"] == "bad gateway"
+            assert not [name for name in got.headers if name.startswith("X")]
 
 
 async def test_no_page_of_another_site_reaches_an_instance() -> None:
     async with site(1) as s:
+        evil = f"evil.example:{s.table['port']}"
         for headers in (
-            {"Host": f"evil.example:{s.table['port']}"},
+            {"Host": evil},
+            # of a browser, after the name has come to mean this machine
+            {"Host": evil, "Origin": f"http://{evil}", "Sec-Fetch-Site": "same-origin"},
+            {"Host": "127.0.0.1.evil.example"},
+            {"Host": "localhost.evil.example"},
+            {"Host": "[::1].evil"},
             {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+            {"Origin": "http://localhost:1"},
             {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"},
         ):
-            for url in (f"{s.url}/v1/rank", f"{s.admin}/v1/catalog/reload"):
-                async with s.http.post(
-                    url, data=b"{}", headers={"X-User-Id": "u", **headers}
-                ) as answer:
-                    assert answer.status == 403
+            for (method, pattern), rule in rules().items():
+                path = pattern.replace("{model}", "m").replace("{version}", "1")
+                path = path.replace("{user_id}", "u")
+                for url, serves in ((s.url, rule.is_public), (s.admin, rule.is_admin)):
+                    if rule.scope is None or not serves:
+                        continue
+                    async with s.http.request(
+                        method, url + path, headers={"X-User-Id": "u", **headers}
+                    ) as answer:
+                        assert answer.status == 403, (method, path, headers)
         own = {"Origin": s.url, "Sec-Fetch-Site": "same-origin"}
         async with s.http.post(
             f"{s.url}/v1/rank", data=b"{}", headers={"X-User-Id": "u", **own}
@@ -370,6 +442,56 @@ async def test_a_body_over_the_limit_is_rejected_by_what_its_head_says() -> None
             f"{s.url}/v1/rank", data=b"x" * 100_000, headers={"X-User-Id": "u"}
         ) as answer:
             assert (await answer.json())["size"] == 100_000
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+async def test_bodies_that_are_announced_and_not_sent_hold_no_place(method: str) -> None:
+    """More of them than an instance has places, or the requests for every instance."""
+    limits = {"instance_inflight": 8, "instance_queue": 8}
+    paths = {"POST": "/v1/rank", "GET": "/v1/models", "DELETE": "/v1/users/u"}
+    async with site(1, limits=limits) as s:
+        silent = []
+        for _ in range(132):
+            _, writer = await asyncio.open_connection("127.0.0.1", s.table["port"])
+            head = f"{method} {paths[method]} HTTP/1.1\r\nHost: localhost\r\nX-User-Id: u\r\n"
+            writer.write(head.encode() + b"Content-Length: 4194304\r\n\r\n")
+            silent.append(writer)
+        await asyncio.sleep(0.1)
+        for _ in range(10):
+            assert (await s.post("signal"))[0] == 202
+            assert (await s.post("rank"))[0] == 200
+            async with s.http.get(f"{s.url}/v1/models") as answer:
+                assert answer.status == 200
+            async with s.http.delete(f"{s.url}/v1/users/u") as answer:
+                assert answer.status == 204
+        for writer in silent:
+            writer.close()
+
+
+async def test_connections_of_one_address_leave_room_for_others() -> None:
+    """A client that opens as many as there may be is rejected, and no other address is."""
+    limits = {"max_connections": 40}
+    async with site(1, limits=limits) as s:
+        flood = []
+        for _ in range(60):
+            with suppress(ConnectionError):
+                _, writer = await asyncio.open_connection("127.0.0.1", s.table["port"])
+                flood.append(writer)
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", s.table["port"], local_addr=("127.0.0.2", 0)
+            )
+            writer.write(
+                b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nX-User-Id: u\r\n"
+                b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"
+            )
+            assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+            writer.close()
+        async with s.http.get(f"{s.admin}/metrics") as answer:  # its connections are others
+            assert answer.status == 200
+        for writer in flood:
+            writer.close()
 
 
 async def test_a_slow_sender_holds_no_instance() -> None:

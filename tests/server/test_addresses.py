@@ -207,12 +207,17 @@ async def test_the_own_page_and_what_is_no_browser_are_served() -> None:
 
 
 async def test_a_trusted_proxy_passes_the_names_of_its_callers_on() -> None:
+    """A browser on the same machine has the proxy's address, but its pages cannot set Via."""
     theirs = {"Host": "recommend.shop.example"}
+    passed_on = theirs | {"Via": "1.1 npu_gr"}
     async with site(trusted_proxies=["127.0.0.1"]) as at:
-        assert await at.status(f"{at.public}/v1/rank", "POST", headers=theirs, **RANK) == 200
-        assert await at.status(f"{at.public}/v1/rank", "POST", headers=theirs | EVIL, **RANK) == 403
+        rank = f"{at.public}/v1/rank"
+        assert await at.status(rank, "POST", headers=passed_on, **RANK) == 200
+        assert await at.status(rank, "POST", headers=passed_on | EVIL, **RANK) == 403
+        for headers in (theirs, theirs | {"X-Forwarded-For": "1.2.3.4"}):
+            assert await at.status(rank, "POST", headers=headers, **RANK) == 403
     async with site() as at:
-        assert await at.status(f"{at.public}/v1/rank", "POST", headers=theirs, **RANK) == 403
+        assert await at.status(f"{at.public}/v1/rank", "POST", headers=passed_on, **RANK) == 403
 
 
 def test_names_are_checked_where_a_page_could_do_without_a_key() -> None:

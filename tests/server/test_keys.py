@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from yarl import URL
 
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.metrics.registry import Metrics
@@ -105,16 +104,6 @@ async def test_a_head_needs_what_its_get_needs(tmp_path: Path) -> None:
     async with serving_fake(fake(), api_keys_file=path) as (client, _):
         assert (await client.head("/metrics", headers=bearer("feed"))).status == 403
         assert (await client.head("/healthz")).status == 200
-
-
-async def test_a_path_in_disguise_needs_the_same_scope(tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", entry("feed", scopes=[Scope.INGEST]))
-    async with serving_fake(service := fake(), api_keys_file=path) as (client, _):
-        url = URL("/v1/%72ank", encoded=True)
-        assert (
-            await client.post(url, json=EXAMPLES["rank"].body, headers=bearer("feed"))
-        ).status == 403
-        assert not service.served
 
 
 async def test_what_is_not_there_is_told_to_any_key(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ are on both, without a key.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from urllib.parse import urlsplit
 
 from npu_gr.core.errors import Forbidden
@@ -88,6 +89,23 @@ def rules() -> dict[tuple[str, str], Rule]:
         for path in kind.paths
     }
     return kinds | _OTHERS
+
+
+@cache
+def _spelling(route: str) -> re.Pattern[str]:
+    fixed = map(re.escape, re.split(r"\{\w+\}", route))
+    return re.compile(".+".join(fixed), re.DOTALL)
+
+
+def is_exact(route: str, sent: str) -> bool:
+    """Whether a request target spells a route as the table does.
+
+    Parsers read `/v1/%72ank`, `//v1/rank` and `http://host/v1/rank` differently. HAProxy and the
+    picker compare raw paths, so an instance serves no other spelling. Values of variables may be
+    percent-encoded.
+    """
+    path = sent.partition("?")[0]
+    return path == route or ("{" in route and _spelling(route).fullmatch(path) is not None)
 
 
 class Address:

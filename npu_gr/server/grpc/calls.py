@@ -12,7 +12,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -31,9 +32,22 @@ from npu_gr.core.kinds import Scope
 from npu_gr.metrics.slo import ABANDONED
 from npu_gr.server import http
 from npu_gr.server.access_log import ServerCall
+from npu_gr.server.auth.rules import reject_foreign_pages
 from npu_gr.server.middleware import RequestLifecycle
 
 log = logging.getLogger(__name__)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of grpcio's log is about more than bytes that a client sent, or left unread.
+
+    It logs a traceback for each header or path that is not UTF-8, which needs no key.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ not in ("UnicodeDecodeError", "ExecuteBatchError")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_ours)
 
 STATUS = "npu-gr-status"  # trailing metadata of an error: the more precise HTTP status
 # Clients wait so long before a retry, where their service config allows retries.
@@ -48,8 +62,32 @@ CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+# Calls that wait for a message of their client, or watch the health: a quarter of those that the
+# server takes at once, so that calls that say nothing never shut others out.
+MAX_WAITING = 1024
+_waiting: dict[asyncio.Timeout, None] = {}  # oldest first
 Metadata = tuple[tuple[str, str], ...]
 Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def waiting(left_s: float | None) -> AsyncIterator[None]:
+    """Wait for a client; where more than `MAX_WAITING` calls do, the one that waits longest ends.
+
+    Raises:
+        TimeoutError: `left_s` passed, or the call has waited longest.
+    """
+    async with asyncio.timeout(left_s) as timer:
+        _waiting[timer] = None
+        if len(_waiting) > MAX_WAITING:
+            oldest = next(iter(_waiting))
+            del _waiting[oldest]
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+        try:
+            yield
+        finally:
+            _waiting.pop(timer, None)
 
 
 async def unary(
@@ -88,11 +126,21 @@ async def stream(
     """
     call = begin(lifecycle, path, context)
     try:
-        if scope is not None:
-            await lifecycle.find_key(call, scope)
+        await _check(lifecycle, call, scope)
         await answer(context)
     except NpuGrError as error:
         await context.abort(*status_of(error, call))
+
+
+async def _check(lifecycle: RequestLifecycle, call: ServerCall, scope: Scope | None) -> None:
+    """Check that no page of a browser sends the call, and its key.
+
+    Raises:
+        Forbidden, Unauthorized: A page sends it, or the client has no such key.
+    """
+    reject_foreign_pages(call.headers, is_loopback=False)
+    if scope is not None:
+        await lifecycle.find_key(call, scope)
 
 
 def begin(lifecycle: RequestLifecycle, path: str, context: Any) -> ServerCall:
@@ -129,8 +177,7 @@ async def counted(
     failure: Exception | None = None
     lifecycle.metrics.requests.in_flight.inc()
     try:
-        if scope is not None:
-            await lifecycle.find_key(call, scope)
+        await _check(lifecycle, call, scope)
         lifecycle.limit(call, context.time_remaining())
         sent = await _read(lifecycle, call, context) if body is None else body
         lifecycle.keys.spend(call.key)
@@ -156,7 +203,7 @@ async def counted(
 async def _read(lifecycle: RequestLifecycle, call: ServerCall, context: Any) -> bytes:
     left_s = min(call.until_at - time.monotonic(), lifecycle.config.body_timeout_s)
     try:
-        async with asyncio.timeout(left_s):
+        async with waiting(left_s):
             body = await context.read()
     except TimeoutError:
         late = "the message did not arrive within the time limit or server.body_timeout_s"

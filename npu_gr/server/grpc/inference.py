@@ -9,6 +9,7 @@ client.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -21,7 +22,7 @@ from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import Scope
 from npu_gr.core.text_format import cut, quoted
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.grpc.calls import Work, begin, counted, status_of
+from npu_gr.server.grpc.calls import Work, begin, counted, status_of, waiting
 from npu_gr.server.oip.models import (
     BYTES,
     MOST_TENSORS,
@@ -149,8 +150,9 @@ class InferenceService:
         under_way: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_UNDER_WAY)
 
         async def read(group: asyncio.TaskGroup) -> None:
-            while isinstance(body := await context.read(), bytes):
-                await under_way.put(group.create_task(self._streamed(context, body)))
+            with suppress(TimeoutError):  # then the stream ends as if the client had ended it
+                while isinstance(body := await _heard(context), bytes):
+                    await under_way.put(group.create_task(self._streamed(context, body)))
             await under_way.put(None)
 
         async with asyncio.TaskGroup() as group:
@@ -170,6 +172,11 @@ class InferenceService:
         return _written(
             name, infer_response=message("inference.ModelInferResponse").FromString(made)
         )
+
+
+async def _heard(context: Any) -> object:
+    async with waiting(None):
+        return await context.read()
 
 
 # Messages of a stream that run at once; the next is read when the oldest has been answered.
@@ -260,7 +267,15 @@ class HealthService:
         return _written("grpc.health.v1.HealthCheckResponse", status=status)
 
     async def watch(self, context: Any) -> None:
-        """Send the status now and after every change, until the client cancels."""
+        """Send the status now and after every change, until the client cancels.
+
+        Where very many clients watch, the oldest watch ends; its client asks again.
+        """
+        with suppress(TimeoutError):
+            async with waiting(None):
+                await self._watch(context)
+
+    async def _watch(self, context: Any) -> None:
         body = await context.read()
         name = _read(
             "grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b""

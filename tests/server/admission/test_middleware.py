@@ -110,6 +110,7 @@ async def test_rejections_to_clients_wait_for_their_turn_and_those_to_a_proxy_do
         if asks_agent:
             async with agent(at.client.server.app[PIPELINE], ServerConfig(agent_port=0)) as port:
                 await agent_line(port)
+                await until(lambda: at.admission._asked_at)
         at.service.admission.work.kinds["rank"].service_time.seconds = 1.0
         with await at.service.fill():
             raw.send(WHOLE)
@@ -133,17 +134,43 @@ async def test_a_client_that_disconnects_while_it_is_queued_is_forgotten_and_cou
         assert at.admission.receiving_bytes == 0
 
 
-async def test_heads_that_announce_large_bodies_hold_nothing() -> None:
-    limit = ServerConfig().max_body_bytes
-    async with site(max_receiving_bytes=limit) as at:
+@pytest.mark.parametrize(
+    "head",
+    [RANK, RANK.replace(b"POST /v1/rank", b"GET /healthz"), RANK.replace(b"v1/rank", b"nothing")],
+    ids=["a rank", "health", "no route"],
+)
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_heads_that_announce_large_bodies_hold_nothing(
+    head: bytes, has_keys: bool, tmp_path: Any
+) -> None:
+    """66 bodies of 4 MiB are more than `max_receiving_bytes`; none is sent, and no key."""
+    keys = {"api_keys_file": write_keys(tmp_path / "keys")} if has_keys else {}
+    whole = WHOLE.replace(
+        b"Host: x", b"Host: x\r\nAuthorization: Bearer %s" % secret("all").encode()
+    )
+    async with site(**keys) as at:
         for _ in range(66):
             raw = await at.connect()
-            raw.send(RANK + b"Content-Length: %d\r\n\r\n" % limit)
+            raw.send(head + b"Content-Length: %d\r\n\r\n" % at.admission._config.max_body_bytes)
         await asyncio.sleep(0.05)
         assert at.admission.receiving_bytes == 0
         asked = await at.connect()
-        asked.send(WHOLE)
-        assert (await asked.answer())[0] == 200
+        for _ in range(20):
+            asked.send(whole)
+            assert (await asked.answer())[0] == 200
+        assert at.count("admissions_total", kind="rank", verdict="overloaded") in (None, 0)
+
+
+async def test_health_takes_no_body() -> None:
+    """Without a key nobody has a body read: it would count against those of others."""
+    async with site(max_receiving_bytes=1000) as at:
+        raw = await at.connect()
+        raw.send(RANK.replace(b"POST /v1/rank", b"GET /healthz") + b"Content-Length: 999\r\n\r\n")
+        raw.send(b" " * 900)
+        status, _, body = await raw.answer()
+        assert (status, json.loads(body)["detail"]) == (413, "/healthz takes no body")
+        assert await raw.is_closed()
+        assert at.admission.receiving_bytes == 0
 
 
 async def test_bytes_count_as_they_arrive_and_are_given_back_when_their_sender_leaves() -> None:
@@ -159,6 +186,32 @@ async def test_bytes_count_as_they_arrive_and_are_given_back_when_their_sender_l
         asked = await at.connect()
         asked.send(WHOLE)
         assert (await asked.answer())[0] == 200
+
+
+async def test_a_client_that_fills_the_room_for_bodies_rejects_no_other() -> None:
+    """One address sends nearly all of many bodies; the ranks of another are all answered."""
+    size, num, fit = 4000, 12, 5
+    sent = size - 100
+    async with site(max_receiving_bytes=fit * sent, max_body_bytes=size) as at:
+        greedy = [await at.connect() for _ in range(num)]
+        for raw in greedy:
+            raw.send(RANK + b"Content-Length: %d\r\n\r\n" % size + b" " * sent)
+        answers = [asyncio.create_task(raw.answer()) for raw in greedy]
+        # of one client the newest are rejected, as there is no other that holds more
+        await until(lambda: sum(one.done() for one in answers) == num - fit)
+        assert at.count("receiving_bytes") == fit * sent
+        other = await at.connect(from_host="127.0.0.2")
+        for _ in range(20):
+            other.send(WHOLE)
+            assert (await other.answer())[0] == 200
+        await until(lambda: sum(one.done() for one in answers) == num - fit + 1)
+        assert sorted(one.result()[0] for one in answers if one.done()) == [429, *[503] * 7]
+        assert at.count("admissions_total", kind="rank", verdict="over_rate") == 1
+        assert at.count("receiving_bytes") == (fit - 1) * sent
+        for one in answers:
+            one.cancel()
+    assert not at.admission._arriving
+    assert at.admission.receiving_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -237,8 +290,21 @@ async def test_the_proxies_that_asked_the_agent_are_forgotten(
     async with site() as at:
         monkeypatch.setattr("npu_gr.server.admission.middleware.AGENT_MEMORY_S", 0.0)
         for i in range(5):
-            at.admission.agent_line(f"10.0.0.{i}", is_ready=True)
+            at.admission.agent_asked(f"10.0.0.{i}")
         assert list(at.admission._asked_at) == ["10.0.0.4"]
+
+
+async def test_a_browser_at_the_agent_is_no_proxy() -> None:
+    config = ServerConfig(agent_port=0)
+    async with site() as at, agent(at.client.server.app[PIPELINE], config) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+        assert (await reader.read()).startswith(b"up ready maxconn:")
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert not at.admission._asked_at
+        await agent_line(port)
+        await until(lambda: at.admission._asked_at)
 
 
 async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:

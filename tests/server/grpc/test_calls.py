@@ -23,6 +23,7 @@ from npu_gr.core.errors import ConfigError, NotTaken, Overloaded, UnknownPrefix
 from npu_gr.core.kinds import Scope
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc import calls
 from npu_gr.server.grpc.inference import HEALTH, INFERENCE, MOST_UNDER_WAY, message
 from npu_gr.server.grpc.server import RPC
 from npu_gr.server.oip.models import MODELS
@@ -544,3 +545,36 @@ async def test_a_port_that_is_taken_is_told() -> None:
 def test_settings_that_exclude_each_other(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         ServerConfig(**settings)
+
+
+# ---- calls that say nothing
+
+
+@pytest.mark.parametrize("path", [f"/{HEALTH}/Watch", f"/{INFERENCE}/ModelStreamInfer", INFER])
+async def test_calls_that_say_nothing_shut_no_other_out(
+    path: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them ends, so that the places of the server are never all held by them."""
+    monkeypatch.setattr(calls, "MAX_WAITING", 8)
+    silent = [rig.channel.stream_stream(path)(timeout=60) for _ in range(40)]
+    await until(lambda: sum(one.done() for one in silent) >= 32)
+    assert len(calls._waiting) == 8
+    assert (await rig.infer("rank", SMALL)).model_name == "rank"
+    for one in silent:
+        one.cancel()
+    await until(lambda: not calls._waiting)
+
+
+async def test_no_page_of_a_browser_calls(rig: Rig) -> None:
+    for name in ("origin", "sec-fetch-site"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.channel.unary_unary(f"/{HEALTH}/Check")(
+                b"", metadata=((name, "http://evil.example"),)
+            )
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in rig.channel.unary_stream(f"/{HEALTH}/Watch")(
+                b"", metadata=((name, "http://evil.example"),)
+            ):
+                pass
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
