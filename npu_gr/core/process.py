@@ -121,7 +121,8 @@ def end_if_blocked(seconds: int) -> None:
 def trim_heap() -> None:
     """Give freed memory back to the system: after a load, copies of weights stay in the heap.
 
-    Only with glibc. It takes milliseconds for each GB, so call it in a thread.
+    Only with glibc. It takes up to 0.5 s for each GB, in which no thread can allocate: call it when
+    no request waits.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
