@@ -191,6 +191,20 @@ async def test_a_node_of_a_cluster_is_rejected_in_words(tmp_path: Path) -> None:
         await open_store(config(f"unix://{path}"), may_be_away=True)
 
 
+@pytest.mark.parametrize("field", ["redis_mode", "server_mode"])  # that of Valkey
+async def test_a_node_of_a_cluster_is_known_by_either_name(field: str, tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            about = f"{field}:cluster\r\n".encode()
+            hello = b"%1\r\n$5\r\nproto\r\n:3\r\n"
+            writer.write(hello if b"HELLO" in data else b"$%d\r\n%b\r\n" % (len(about), about))
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "node"):
+        with pytest.raises(ConfigError, match="a node of a Redis Cluster"):
+            await open_store(config(f"unix://{tmp_path}/node"))
+
+
 @contextmanager
 def sentinel(folder: Path) -> Iterator[int]:
     """Run a Sentinel, and yield its port."""
