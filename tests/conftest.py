@@ -34,7 +34,7 @@ def pytest_runtest_logfinish() -> None:
     objects, and not their bytes.
     """
     global _freed_at_bytes
-    web_app._cached_build_middleware.cache_clear()  # type: ignore[attr-defined]
+    web_app._cached_build_middleware.cache_clear()
     if _resident_bytes() > _freed_at_bytes + GROWTH_BYTES:
         gc.collect()
         _freed_at_bytes = _resident_bytes()

@@ -52,6 +52,10 @@ GONE = {
 class _Group(click.Group):
     """Turns NpuGrError, and a missing torch, into one line on stderr and exit code 2."""
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the commands as they are added: first the way from a log to a service."""
+        return list(self.commands)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -103,9 +107,8 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(prepare, serve, route, check_config, config, keys, fleet),
-    *(train, import_, load, kafka_ingest, store, replay, record, erase_check),
-    *(simulate, calibrate, doctor, build_ops),
-    *(dashboards, evaluate, demo),
+    *(demo, prepare, train, serve, load, evaluate),
+    *(check_config, config, keys, doctor, dashboards, calibrate, import_),
+    *(route, fleet, kafka_ingest, store, erase_check, record, replay, simulate, build_ops),
 ):
     main.add_command(_command)

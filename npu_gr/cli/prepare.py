@@ -20,7 +20,10 @@ from npu_gr.cli.options import FILE, names_of
     help="Folder of the dataset; an existing dataset is replaced at the end.",
 )
 @click.option(
-    "--user", default="", metavar="COLUMN", help="Column with the user; default: guessed by name."
+    "--user",
+    default="",
+    metavar="COLUMN[,COLUMN]",
+    help="Column with the user, or several: the first that is set; default: guessed by name.",
 )
 @click.option(
     "--item", default="", metavar="COLUMN", help="Column with the item; default: guessed by name."
@@ -121,7 +124,7 @@ from npu_gr.cli.options import FILE, names_of
 )
 @click.option(
     "--format",
-    type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")),
+    type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc")),
     help="Format of LOG; default: by its name.",
 )
 @click.option(

@@ -21,7 +21,6 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 
     SIGTERM drains and stops it, SIGHUP reloads the configuration, SIGUSR1 logs stacks.
     """
-    from npu_gr.core.process import end_within
     from npu_gr.server.access_log import lines_to_stdout
     from npu_gr.server.run import check_ports
     from npu_gr.service.app import run
@@ -29,9 +28,7 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     config = load_config(config_path, overrides)
     check_ports(config.server)
     lines_to_stdout()
-    _serve(
-        lambda: run(config, read=lambda: load_config(config_path, overrides), end_within=end_within)
-    )
+    _serve(lambda: run(config, read=lambda: load_config(config_path, overrides), owns_process=True))
 
 
 @click.command(short_help="Run HAProxy in front of the instances.")

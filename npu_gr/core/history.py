@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.core.arrays import I16, I64, holds_any
+from npu_gr.core.arrays import I16, I64, holds_any, smallest
 from npu_gr.core.errors import StoreFault, Unprocessable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 
@@ -250,6 +250,9 @@ OnUnsorted = Literal["reject", "sort"]
 
 def count_late(times: I64, newest: int | None = None) -> int:
     """Count the times that are before an earlier one of the row, or before `newest`."""
+    is_behind = newest is not None and len(times) > 0 and smallest(times) < newest
+    if not is_behind and not holds_any(times[1:] < times[:-1]):
+        return 0  # an append in order, as most are
     if newest is not None:
         times = np.concatenate([np.array([newest], np.int64), times])
     return int(np.count_nonzero(times < np.maximum.accumulate(times)))

@@ -10,7 +10,8 @@ instance imports leave 207,000 objects, and a full collection takes 95 to 126 ms
 frozen, 13,400 objects and 1.3 ms. Objects of models are not frozen: the engine and the relay of a
 version form a cycle, which would keep its weights for ever.
 
-`stop_signals` receives SIGTERM and SIGINT. `end_within` ends a process that cannot stop.
+`stop_signals` receives SIGTERM and SIGINT. `end_within` and `end_if_blocked` end a process
+that cannot stop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -83,8 +85,9 @@ def set_up_process() -> bool:
 
 
 def end_now(status: int = HUNG) -> None:
-    """End the process without waiting for anything but its logs."""
+    """End the process without waiting for anything but its logs; the last are all stacks."""
     close_logs()
+    faulthandler.dump_traceback(all_threads=True)
     os._exit(status)
 
 
@@ -99,10 +102,30 @@ def end_within(seconds: float) -> None:
     threading.Thread(target=work, name="npu_gr-end", daemon=True).start()
 
 
+def end_if_blocked(seconds: int) -> None:
+    """End the process if the event loop does not turn for `seconds`, since no signal reaches it."""
+    loop = asyncio.get_running_loop()
+    turned = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            while True:
+                turned.clear()
+                loop.call_soon_threadsafe(turned.set)
+                # counted, so that a standstill of the whole process is one second
+                if not any(turned.wait(1.0) for _ in range(seconds)):
+                    log.critical("the event loop has not turned for %d s; it ends now", seconds)
+                    end_now()
+                time.sleep(1.0)
+
+    threading.Thread(target=work, name="npu_gr-loop", daemon=True).start()
+
+
 def trim_heap() -> None:
     """Give freed memory back to the system: after a load, copies of weights stay in the heap.
 
-    Only with glibc. It takes milliseconds for each GB, so call it in a thread.
+    Only with glibc. It takes up to 0.5 s for each GB, in which no thread can allocate: call it when
+    no request waits.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

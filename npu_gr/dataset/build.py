@@ -317,6 +317,7 @@ class _Build:
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
             "filtered": self._log.num_left_out,
+            "examples": self._log.examples(),
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),
@@ -378,6 +379,8 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     for column in manifest["unused"]:
         hint = f"; {column['hint']}" if column["hint"] else ""
         yield f"  {'not used':14} {quoted(column['name'])} ({column['values']}){hint}"
+    for example in manifest["examples"]:
+        yield f"  {'for example':14} {_example(example, has_time='time' in manifest['columns'])}"
     items = manifest["items"]
     counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
     yield ", ".join(counted(count, what) for what, count in counts.items())
@@ -406,6 +409,18 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     if manifest["rejected"] or manifest["rejected_items"] or manifest["rejected_users"]:
         yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
     yield from manifest["notes"]
+
+
+def _example(example: Mapping[str, Any], *, has_time: bool) -> str:
+    """Write the first events of a user in the order that models read."""
+    day = ""
+    parts = []
+    for item, action, time_us in example["events"]:
+        at = f"{datetime.fromtimestamp(time_us // 1_000_000, UTC):%Y-%m-%d %H:%M:%S}"
+        clock = at.removeprefix(day) if has_time else ""
+        day = at[:11]
+        parts.append(" ".join(filter(None, (action and cut(action, 24), cut(item, 24), clock))))
+    return f"{cut(example['user'], 24)}: {', '.join(parts)}"
 
 
 def _actions(names: list[str], events: list[int]) -> Iterator[str]:

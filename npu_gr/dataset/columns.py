@@ -314,6 +314,11 @@ def _required(
     option: str = "",
 ) -> Column:
     option = option or f"--{role}"
+    if role == "user" and named.get(role, "") not in columns and "," in named.get(role, ""):
+        names = tuple(name.strip() for name in named[role].split(","))
+        for name in names:
+            _named(name, columns, source, option)
+        return Column(named[role], f"{option} says so; the first that is set", names)
     if role in named:
         return _named(named[role], columns, source, option)
     found = _candidates(role, kinds)

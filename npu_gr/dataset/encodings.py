@@ -1,14 +1,19 @@
-"""Text files that are not UTF-8: recognise Windows-1252, and transcode to UTF-8."""
+"""Files that are unpacked or transcoded before they are read: .xz, .zip, and other encodings."""
 
 from __future__ import annotations
 
 import codecs
+import lzma
 import re
+import shutil
+import zipfile
 from pathlib import Path
+from typing import IO
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.lines import PACKED, read_chunks
 
+UNPACKED = (".xz", ".zip")
 UTF8 = "utf-8"
 WINDOWS = "windows-1252"
 _SAMPLE_BYTES = 4 << 20
@@ -53,4 +58,31 @@ def transcoded(path: Path, encoding: str, folder: Path) -> Path:
             file.write(decoder.decode(b"", final=True).encode())
     except UnicodeError as error:
         raise DataError(f"{path}: not {encoding}: {error}; give another --encoding") from error
+    return found
+
+
+def unpacked(path: Path, folder: Path) -> Path:
+    """Unpack a .xz or .zip file into a folder; return the new path.
+
+    Raises:
+        DataError: The file is damaged, or a .zip has more than one file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if path.suffix == ".xz":
+            with lzma.open(path) as packed:
+                return _copied(packed, folder / path.stem)
+        with zipfile.ZipFile(path) as archive:
+            inside = [one for one in archive.infolist() if not one.is_dir()]
+            if len(inside) != 1:
+                raise DataError(f"{path}: {len(inside)} files; give an archive of one")
+            with archive.open(inside[0]) as member:
+                return _copied(member, folder / Path(inside[0].filename).name)
+    except (EOFError, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
+        raise DataError(f"{path}: damaged, truncated or encrypted: {error}") from error
+
+
+def _copied(packed: IO[bytes], found: Path) -> Path:
+    with found.open("wb") as file:
+        shutil.copyfileobj(packed, file, 1 << 20)
     return found

@@ -65,6 +65,8 @@ from npu_gr.dataset.time_parts import joined, joined_sql
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
 from npu_gr.history_store.interactions import DeclaredKind, LogFeatureOf
 
+EXAMPLE_USERS = 3  # whose first events the summary shows
+EXAMPLE_EVENTS = 3
 MAX_TITLE_CHARS = 256
 MAX_VALUE_BYTES = 512  # of a feature's cell; longer ones are descriptions
 BATCH_ROWS = 1 << 17
@@ -295,6 +297,27 @@ class Log:
             ).fetchall()
         )
 
+    def examples(self) -> list[dict[str, Any]]:
+        """Return the first events of some users: user, and item, action and microseconds each."""
+        action = "event" if self.columns.event is not None else "NULL"
+        if self.columns.value is not None:
+            action = "CAST(value AS VARCHAR)"
+        users = self._con.execute(
+            "SELECT user FROM log WHERE reason = 0 GROUP BY user ORDER BY "
+            f"count(*) < {EXAMPLE_EVENTS}, min(n) LIMIT {EXAMPLE_USERS}"
+        ).fetchall()
+        return [
+            {
+                "user": user,
+                "events": self._con.execute(
+                    f"SELECT item, {action}, time_us FROM log WHERE reason = 0 AND user = ? "
+                    f"ORDER BY time_us, n LIMIT {EXAMPLE_EVENTS}",
+                    [user],
+                ).fetchall(),
+            }
+            for (user,) in users
+        ]
+
     def lost_events(self) -> list[tuple[str, int, int]]:
         """List event types of which most rows were rejected: name, rejected rows, all rows."""
         if self.columns.event is None:
@@ -366,10 +389,13 @@ class Log:
             ("item", columns.item),
             ("event", columns.event),
         ):
-            if column is not None:
-                with_point = role != "event" and has_point(self._source.sample[column.name])
-                found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
-                has_blanks.append(has_blanks_sql(cell[column.name], kinds[column.name]))
+            texts = []
+            for name in (column.parts or (column.name,)) if column is not None else ():
+                with_point = role != "event" and has_point(self._source.sample[name])
+                texts.append(name_sql(cell[name], kinds[name], with_point=with_point))
+                has_blanks.append(has_blanks_sql(cell[name], kinds[name]))
+            if texts:
+                found[role] = f"coalesce({', '.join(texts)})" if len(texts) > 1 else texts[0]
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
         # in a log without times, `sorted_rows` makes the time of the row number

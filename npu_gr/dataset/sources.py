@@ -21,7 +21,7 @@ from npu_gr.dataset.cells import (
     plain_sql,
     pq,
 )
-from npu_gr.dataset.encodings import UTF8, guess, transcoded
+from npu_gr.dataset.encodings import UNPACKED, UTF8, guess, transcoded, unpacked
 from npu_gr.dataset.engine import duckdb_errors, in_memory
 from npu_gr.dataset.line_sources import (
     SAMPLE_ROWS,
@@ -52,13 +52,16 @@ from npu_gr.dataset.unfold import find_list, unfolded
 
 SAMPLE_CELLS = 400_000  # of a sample; fewer rows, if they have more columns
 OTHERS = "; name other columns with --user, --item, --time ..."
-FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic")
+FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc")
 _OF_SUFFIX = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".tab": "tsv",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".feather": "feather",
+    ".arrow": "feather",
+    ".orc": "orc",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
@@ -250,6 +253,11 @@ def open_source(
             )
         return TableSource("the frame", [Path()], log)
     name, paths = str(log), _paths(Path(log), format)
+    if scratch is not None:
+        paths = [
+            unpacked(path, scratch / f"unpacked-{place}") if path.suffix in UNPACKED else path
+            for place, path in enumerate(paths)
+        ]
     found = {format or _format(path) for path in paths}
     if len(found) > 1:
         raise DataError(
@@ -263,6 +271,8 @@ def open_source(
         )
     if kind == "parquet":
         return TableSource(name, paths)
+    if kind in ("feather", "orc"):
+        return TableSource(name, paths[:1], _read_table(paths, kind))
     is_guess = not encoding
     encoding = encoding or guess(paths[0])
     if scratch is not None and encoding.lower().replace("_", "-") not in (UTF8, "utf8"):
@@ -296,6 +306,16 @@ def open_source(
     return source
 
 
+def _read_table(paths: Sequence[Path], kind: str) -> Any:
+    from pyarrow import feather, orc
+
+    try:
+        tables = [(feather if kind == "feather" else orc).read_table(path) for path in paths]
+        return pa.concat_tables(tables)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{paths[0]}: {error}") from error
+
+
 def _paths(log: Path, kind: str) -> list[Path]:
     """List the files of a path, a folder or a pattern, sorted by name.
 
@@ -321,7 +341,7 @@ def _paths(log: Path, kind: str) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in PACKED]
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (*PACKED, *UNPACKED)]
     return suffixes[-1].lower() if suffixes else ""
 
 
@@ -330,7 +350,8 @@ def _format(path: Path) -> str:
     if found is None:
         raise DataError(
             f"{path}: unknown suffix; name the format: --format {'|'.join(FORMATS)} "
-            f"(known suffixes: {' '.join(_OF_SUFFIX)}, each also with {' '.join(PACKED)})"
+            f"(known suffixes: {' '.join(_OF_SUFFIX)}, each also with "
+            f"{' '.join((*PACKED, *UNPACKED))})"
         )
     return found
 

@@ -335,7 +335,7 @@ class Ranking:
         stages_s: dict[str, float],
     ) -> RankAnswer:
         """Make the answer of a pass, and start a self-check of some."""
-        if lease.cached:
+        if lease.cached and len(scored.logits):  # else every candidate is unknown
             self._selfcheck.maybe(work, scored.logits, request.user, self._config)
         return RankAnswer(
             model_version=self.version,

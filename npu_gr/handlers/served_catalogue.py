@@ -39,6 +39,7 @@ from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot, restor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.lifetime import to_the_end
+from npu_gr.core.memory import free_memory, misfit
 from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
@@ -50,6 +51,11 @@ log = logging.getLogger(__name__)
 
 # Attribute -> values. An item passes if it has one of the values of every attribute.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]
+
+
+# Memory that reading a file of JSON lines takes at most, by its size: 8 to 11 were measured on
+# 400,000 items.
+LOADS = 12.0
 
 
 class FilterCache:
@@ -321,6 +327,10 @@ class ServedCatalogue:
         return self.info()
 
     def _read(self) -> Snapshot:
+        if self._tables and self._path.suffix == ".jsonl" and self._path.exists():
+            size = LOADS * self._path.stat().st_size
+            if words := misfit(self._path, size, free_memory()):
+                raise CatalogueError(words)
         items = read_items(self._path)
         if len(items) and items.sids.shape[1] != len(self._codes):
             raise CatalogueError(

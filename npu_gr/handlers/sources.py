@@ -166,6 +166,7 @@ class SharedEncoderUse:
         except BaseException:  # also a cancellation, since pages may be partially written
             lease.discard()
             await self._release()
+            self.read = self._tokens
             raise
         self._first = used
         self._found = found
@@ -223,19 +224,15 @@ class SharedEncoderUse:
             call: Start and deadline of this stage.
 
         Returns:
-            The answer, with the prefix outcome of the first pass. It is degraded if one of both is,
-            and names the fewer events that one of them read.
+            The answer, with the prefix outcome of the first pass, but degraded if one of both is:
+            this pass reads no more events than the first one.
         """
         first, found = self._first, self._found
         vector = None if found is None else found.vector
         ranked = await self._ranking.rank(
-            request, self._tokens, call, lease=self._lease, vector=vector
+            request, self.read, call, lease=self._lease, vector=vector
         )
-        if first is None:
-            return ranked
-        reports = (self.read.report, ranked.history)
-        ranked = replace(ranked, history=min(reports, key=lambda report: report.read_events))
-        if ranked.outcome is Outcome.DEGRADED:
+        if first is None or ranked.outcome is Outcome.DEGRADED:
             return ranked
         cached = first.cached.num_tokens if first.cached else 0
         return replace(ranked, outcome=first.outcome, reason=first.reason, prefix_tokens=cached)

@@ -34,6 +34,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import numpy as np
+
 from npu_gr.core import durable_files
 from npu_gr.core.arrays import smallest
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
@@ -51,13 +53,13 @@ from npu_gr.history_store.event_features import (
     pack_runs,
 )
 from npu_gr.history_store.store import (
+    EVENT,
     NO_ITEMS,
     IdempotencyKey,
     StoredHistory,
     key_bytes,
     merge,
     pack,
-    unpack,
 )
 
 SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
@@ -267,8 +269,9 @@ def read(
     events = events_of(rows[num_older:], start % CHUNK)
     if not all_items:
         return StoredHistory(events, start)
-    older = unpack(b"".join(row.data for row in rows[: num_older + 1])).items
-    return StoredHistory(events, start, older[begin % CHUNK :][: start - begin])
+    records = np.frombuffer(b"".join(row.data for row in rows[: num_older + 1]), EVENT)
+    older = records["item"][begin % CHUNK :][: start - begin]
+    return StoredHistory(events, start, older.astype(np.int64))
 
 
 def erase(db: sqlite3.Connection, key: bytes) -> None:

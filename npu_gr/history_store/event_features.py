@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.core.arrays import I64
+from npu_gr.core.arrays import I64, largest
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, widened
 from npu_gr.core.feature_schema.encode import F32, U64
@@ -235,7 +235,7 @@ class Chunk(NamedTuple):
     @property
     def newest(self) -> int:
         """The latest time of its events."""
-        return int(np.frombuffer(self.data, EVENT)["timestamp"].max())
+        return largest(np.frombuffer(self.data, EVENT)["timestamp"])
 
     @classmethod
     def make(cls, key: bytes, chunk: int, data: bytes, features: bytes | None) -> Chunk:

@@ -48,9 +48,10 @@ async def check_listening(url: str) -> None:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(parts.hostname, port)
     except (OSError, TimeoutError) as error:
+        why = str(error) or f"after {CONNECT_S:g} s"
         raise Unavailable(
-            f"{url}: no connection ({str(error) or f'after {CONNECT_S:g} s'}); start the service "
-            "with npu-gr serve, or name it with --url"
+            f"{url}: no connection ({why}); start the service with npu-gr serve, or name it with "
+            "--url"
         ) from error
     writer.close()
 

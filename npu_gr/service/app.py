@@ -20,9 +20,10 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreFault
+from npu_gr.core.health import DEAD_S
 from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
-from npu_gr.core.process import trim_heap
+from npu_gr.core.process import end_if_blocked, end_within, trim_heap
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.feature_store.user_features import UserFeatures, open_source
@@ -220,7 +221,8 @@ async def run(
     config: Config,
     ready: asyncio.Event | None = None,
     read: Callable[[], Config] | None = None,
-    end_within: Callable[[float], None] = lambda _seconds: None,
+    *,
+    owns_process: bool = False,
 ) -> bool:
     """Serve until SIGTERM, then drain and stop; SIGHUP reloads the configuration.
 
@@ -230,7 +232,7 @@ async def run(
         config: Configuration of the instance.
         ready: Set once requests are accepted.
         read: See `instance`.
-        end_within: Callback at the beginning of the end, with the seconds that it may take.
+        owns_process: Whether to end the process if it cannot stop, or if the event loop is blocked.
 
     Returns:
         Whether something hung, so that this process must not go on.
@@ -243,12 +245,15 @@ async def run(
         async def drain() -> None:
             service.set_ready("draining")
             server = config.server
-            end_within(server.drain_grace_s + server.shutdown_timeout_s + END_S)
+            if owns_process:
+                end_within(server.drain_grace_s + server.shutdown_timeout_s + END_S)
 
         async def reload() -> None:
             with suppress(NpuGrError):  # it has been logged
                 await service.reload_models()
 
+        if owns_process:
+            end_if_blocked(round(DEAD_S))
         with on_sighup(reload):
             why_dead = await serve(
                 app, config.server, on_drain=drain, ready=ready, why_dead=service.why_dead

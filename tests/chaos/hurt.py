@@ -3,7 +3,7 @@
     python -m tests.chaos.hurt serve --config FILE
 
 Files in the folder of the variable HURT: `hang` holds every pass, `spoil` changes the cached KV
-that a pass reads.
+that a pass reads, `disk` holds every write of the history store.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from npu_gr.core.process import set_up_process
 def patch(folder: Path) -> None:
     """Let the files in a folder hurt the passes of every ranker."""
     from npu_gr.engine.rank_engine import RankEngine, RankPass
+    from npu_gr.history_store.embedded import GroupWriter
 
     forward = RankEngine.forward
 
@@ -35,6 +36,14 @@ def patch(folder: Path) -> None:
         return forward(engine, passes)
 
     RankEngine.forward = hurt  # type: ignore[method-assign,assignment]
+    commit = GroupWriter._commit
+
+    def hangs(writer: GroupWriter, group: Sequence[Any]) -> None:
+        while (folder / "disk").exists():
+            time.sleep(0.01)
+        commit(writer, group)
+
+    GroupWriter._commit = hangs  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from npu_gr.core.health import DEAD_S
 from npu_gr.core.process import HUNG
 from tests.chaos.open_loop import Answered, Ask, send
 from tests.chaos.rig import Bodies, Instance, running
+from tests.chaos.test_store import append
 
 BUDGET_S = 0.5
 LATE_S = 20.0  # until a busy machine has noticed what takes 2 s
@@ -106,6 +107,27 @@ async def test_an_instance_whose_pass_hangs_ends_by_itself(
         await until(lambda: is_status(http, f"{instance.url}/healthz", 503), DEAD_S + LATE_S)
         assert await instance.ended(within_s=40.0) == HUNG
         assert "has not moved for " in instance.log.read_text()
+
+
+@pytest.mark.chaos
+async def test_a_store_that_hangs_is_seen_and_does_not_keep_the_process(
+    bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    async with running(Hurt(tmp_path, checkpoint)) as instance, aiohttp.ClientSession() as http:
+        assert isinstance(instance, Hurt)
+        instance.start("disk")
+        assert (await send(http, instance.url, append(bodies, 0))).status in (503, 504)
+
+        async def is_late() -> bool:
+            return bool(await instance.metric('npu_gr_work_late{worker="history_writes"}'))
+
+        await until(is_late, within_s=3 * LATE_S)
+        assert (await rank(http, instance, bodies.ranks[0])).status == 200
+        assert await status(http, f"{instance.url}/readyz") == 200, "ranks do without"
+        assert await status(http, f"{instance.url}/healthz") == 200
+        instance.signal(signal.SIGTERM)
+        assert await instance.ended(within_s=40.0) == HUNG
+        assert "the process did not stop within" in instance.log.read_text()
 
 
 async def test_spoilt_kv_heals_and_is_switched_off_if_it_does_not(

@@ -100,3 +100,28 @@ def test_freed_memory_is_given_back() -> None:
     kept, left = map(int, done.stdout.split())
     assert kept > 150
     assert left < 20
+
+
+BLOCKED = """
+import asyncio, time
+from npu_gr.core.logs import set_up_logs
+from npu_gr.core.process import end_if_blocked
+set_up_logs("INFO")
+
+async def main():
+    end_if_blocked(1)
+    await asyncio.sleep(0.1)
+    while True:
+        time.sleep(60)  # no signal handler of the loop runs
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_event_loop_is_blocked_ends_and_says_where() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == HUNG
+    assert "the event loop has not turned for 1 s" in done.stderr
+    assert "in main" in done.stderr, "the stacks of all threads"

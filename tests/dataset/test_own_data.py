@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import lzma
+import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from pyarrow import feather, orc
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare
+from npu_gr.dataset.build import summary
 from npu_gr.dataset.files import read_dataset
 
 NINE = 1_709_283_600  # 2024-03-01 09:00 UTC
@@ -254,3 +260,48 @@ def test_a_dated_folder_keeps_the_actions_of_another(tmp_path: Path) -> None:
     failed = CliRunner().invoke(main, [*arguments, "--like", str(tmp_path)])
     assert failed.exit_code == 2
     assert "--like" in failed.output
+
+
+def test_two_identities_are_one_user(tmp_path: Path) -> None:
+    rows = f"u,c1,A,{NINE}\n,c1,B,{NINE}\n,,C,{NINE}\n"
+    manifest = made(tmp_path, f"user_id,anonymous_id,sku,ts\n{rows}", user="user_id,anonymous_id")
+    assert [(user, item) for user, item, *_ in events(tmp_path)] == [("c1", "B"), ("u", "A")]
+    assert manifest["rejected"]["no user"]["rows"] == 1
+
+
+@pytest.mark.parametrize("suffix", [".csv.xz", ".csv.zip", ".feather", ".arrow", ".orc"])
+def test_other_formats(tmp_path: Path, suffix: str) -> None:
+    text = f"user_id,sku,ts\nu,A,{NINE}\nu,B,{NINE + 1}\n"
+    log = tmp_path / f"log{suffix}"
+    if suffix == ".csv.xz":
+        log.write_bytes(lzma.compress(text.encode()))
+    elif suffix == ".csv.zip":
+        with zipfile.ZipFile(log, "w") as archive:
+            archive.writestr("day/log.csv", text)
+    else:
+        table = pa.table({"user_id": ["u", "u"], "sku": ["A", "B"], "ts": [NINE, NINE + 1]})
+        (orc.write_table if suffix == ".orc" else feather.write_feather)(table, str(log))
+    prepare(log, tmp_path / "out")
+    assert events(tmp_path) == [("u", "A", 0, "event"), ("u", "B", 1, "event")]
+    log.write_bytes(log.read_bytes()[:20])
+    with pytest.raises(DataError, match=re.escape(str(log))):
+        prepare(log, tmp_path / "out")
+
+
+def test_an_archive_of_two_files_is_an_error(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "log.csv.zip", "w") as archive:
+        archive.writestr("a.csv", "user_id,sku,ts\n")
+        archive.writestr("b.csv", "user_id,sku,ts\n")
+    with pytest.raises(DataError, match="2 files; give an archive of one"):
+        prepare(tmp_path / "log.csv.zip", tmp_path / "out")
+
+
+def test_the_summary_shows_users_as_models_read_them(tmp_path: Path) -> None:
+    rows = f"u,B,{NINE + 90_000},buy\nu,A,{NINE},view\nu,B,{NINE + 60},view\nv,A,{NINE},view\n"
+    manifest = made(tmp_path, f"user_id,sku,ts,event\n{rows}")
+    lines = summary(manifest, tmp_path).splitlines()
+    assert (
+        "  for example    u: view A 2024-03-01 09:00:00, view B 09:01:00, buy B 2024-03-02 10:00:00"
+        in lines
+    )
+    assert "  for example    v: view A 2024-03-01 09:00:00" in lines

@@ -99,7 +99,7 @@ async def test_writes_follow_the_name_to_the_new_master(tmp_path: Path) -> None:
             await asyncio.gather(*(store.read(UserKey("", f"u{n}"), 9) for n in range(8)))
             fail_over(a, b)
             name.leads_to(b)
-            assert await store.append(USER, events(3, seed=1)) == 8
+            assert (await store.append(USER, events(3, seed=1))).num_events == 8
             results = await store.write_many(
                 [Write(UserKey("", f"u{n}"), events(2, seed=n)) for n in range(8)]
             )
@@ -120,7 +120,7 @@ async def test_a_write_waits_until_the_name_leads_to_the_new_master(tmp_path: Pa
             await asyncio.sleep(0.3)
             assert not writing.done()
             name.leads_to(b)
-            assert await writing == 8
+            assert (await writing).num_events == 8
             # the same append, not done twice
             assert len((await store.read(USER, 99)).events) == 8
 
@@ -177,7 +177,7 @@ async def test_what_a_server_says_during_a_failover_is_asked_again(
                 while not num_answers:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             name.leads_to(real)
-            assert await writing == 3
+            assert (await writing).num_events == 3
             assert len((await store.read(USER, 99)).events) == 3
 
 
@@ -189,6 +189,20 @@ async def test_a_node_of_a_cluster_is_rejected_in_words(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"history_store\.url: .*a node of a Redis Cluster"),
     ):
         await open_store(config(f"unix://{path}"), may_be_away=True)
+
+
+@pytest.mark.parametrize("field", ["redis_mode", "server_mode"])  # that of Valkey
+async def test_a_node_of_a_cluster_is_known_by_either_name(field: str, tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            about = f"{field}:cluster\r\n".encode()
+            hello = b"%1\r\n$5\r\nproto\r\n:3\r\n"
+            writer.write(hello if b"HELLO" in data else b"$%d\r\n%b\r\n" % (len(about), about))
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "node"):
+        with pytest.raises(ConfigError, match="a node of a Redis Cluster"):
+            await open_store(config(f"unix://{tmp_path}/node"))
 
 
 @contextmanager
@@ -229,7 +243,7 @@ async def test_a_server_that_is_away_is_used_once_it_is_there(tmp_path: Path) ->
     with pytest.raises(StoreFailed, match="does not answer"):
         await store.append(USER, events(3))
     with redis_path(tmp_path):
-        assert await store.append(USER, events(3)) == 3
+        assert (await store.append(USER, events(3))).num_events == 3
     await store.close()
 
 
@@ -258,4 +272,4 @@ async def test_a_user_that_must_not_ask_for_the_kind_is_served(tmp_path: Path) -
         with redis.Redis(unix_socket_path=path) as admin:
             admin.execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "+@all", "-info")
         async with opened(f"unix://u:p@{path}") as store:
-            assert await store.append(USER, events(3)) == 3
+            assert (await store.append(USER, events(3))).num_events == 3

@@ -57,8 +57,12 @@ class Site:
         self.admission = client.server.app[PIPELINE]._admission
         self.raws: list[Raw] = []
 
-    async def connect(self) -> Raw:
-        self.raws.append(Raw(*await asyncio.open_connection("127.0.0.1", self.client.port)))
+    async def connect(self, from_host: str = "127.0.0.1") -> Raw:
+        """Connect from an address of this machine."""
+        streams = await asyncio.open_connection(
+            "127.0.0.1", self.client.port, local_addr=(from_host, 0)
+        )
+        self.raws.append(Raw(*streams))
         return self.raws[-1]
 
     def count(self, name: str, **labels: str) -> float | None:

@@ -249,6 +249,43 @@ async def test_forty_changes_of_one_item_fit_on_three_rows(folder: Path, tmp_pat
         assert await metric(client, "npu_gr_spare_item_rows") == 2
 
 
+async def test_no_rank_mixes_the_features_of_two_changes(folder: Path, tmp_path: Path) -> None:
+    """Ranks run while their item's rows are written again and again, with and without prefixes."""
+    item, sid = 900, SIDS[0].tolist()
+    scores = [
+        ByHand(folder / "checkpoint", {item: (sid, [genre])}).scores([*SEEN, item], [item])[0]
+        for genre in GENRES
+    ]
+    found: list[float] = []
+    async with serving(
+        folder, **sections(folder, tmp_path, service={"spare_items": 2, "selfcheck_ratio": 1.0})
+    ) as (client, _):
+
+        async def change() -> None:
+            for number in range(30):
+                await add(client, {item: (sid, [GENRES[number % 3]])})
+                await post(client, CHANGE, withdraw=[item])
+
+        async def ask(user: int) -> None:
+            body = {**asked([*SEEN, item]), "user_id": f"u{user}"}
+            signal = {name: value for name, value in body.items() if name != "timestamp"}
+            while not changing.done():
+                await post(client, "/v1/signal", 202, **signal)
+                for _ in range(2):
+                    answer = await post(client, "/v1/rank", **body, candidates=[item])
+                    (score,) = answer["scores"]["click"]
+                    if score is not None:  # the item is known
+                        found.append(score)
+
+        changing = asyncio.create_task(change())
+        await asyncio.gather(*(ask(user) for user in range(3)))
+        await changing
+        assert await metric(client, "npu_gr_selfcheck_failures_total") == 0
+    assert len(found) > 10
+    for score in found:
+        assert min(abs(score - one) for one in scores) < 1e-5
+
+
 async def test_an_item_that_left_the_catalogue_gives_its_row_to_another(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -17,11 +17,13 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.history import UserKey
 from npu_gr.core.memory import HostMemory
 from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.vector_search.vectors import save
 from tests.server.test_generate_over_http import generate
 from tests.service.test_reload import File, Traffic, gone, history
 from tests.service.test_reload_actions import write_ranker
 from tests.service.test_reload_generator import Generators
 from tests.serving import encoded, make_config, serving
+from tests.vector_search.vectors import make_vectors
 
 Client = TestClient[Any, Any]
 QUICK = {"relay": {"t_life_s": 0.3}}  # the old version ends soon
@@ -233,3 +235,25 @@ async def test_a_model_that_does_not_fit_is_rejected_before_it_is_read(
         monkeypatch.undo()
         await change(client, "reload")
         assert (await served(client))[0] == (new, False)
+
+
+async def test_a_catalogue_and_vectors_that_do_not_fit_are_rejected_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Generators(tmp_path)
+    save(make_vectors(), tmp_path / "vectors")
+    match = {"vectors": str(tmp_path / "vectors")}
+    async with serving(tmp_path, read=file.read, match=match, **file.sections) as (client, _):
+        for module in ("handlers.served_catalogue", "vector_search.vectors"):
+            monkeypatch.setattr(
+                f"npu_gr.{module}.free_memory", lambda: HostMemory(9, "the machine")
+            )
+        for what, path in (("catalog", "items.jsonl"), ("match", "vectors")):
+            async with client.post(f"/v1/{what}/reload") as response:
+                assert response.status == 422
+                detail = (await response.json())["detail"]
+                assert f"{tmp_path / path} needs about " in detail
+        monkeypatch.undo()
+        for what in ("catalog", "match"):
+            async with client.post(f"/v1/{what}/reload") as response:
+                assert response.status == 200

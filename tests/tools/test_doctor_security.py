@@ -241,7 +241,12 @@ INSTANCE: dict[str, Any] = {
         "tls": dict.fromkeys(("ca", "certificate", "key"), "{folder}/file"),
     },
     "feature_store": {"entry": "shop.features:Source", "options": {"url": "http://features"}},
-    "generate": {"checkpoint": "{folder}/model", "catalogue": "{folder}/file", "codes": [4]},
+    "generate": {
+        "checkpoint": "{folder}/model",
+        "catalogue": "{folder}/file",
+        "codes": [4],
+        "change_log": "{folder}/file",
+    },
     "match": {"vectors": "{folder}/model"},
     "recommend": {"hook": "shop.hook:run", "popular": "{folder}/file"},
     "record": {"folder": "{folder}/traffic", "hash_key_file": "{folder}/file"},

@@ -8,7 +8,8 @@ Nothing is parsed before a request is admitted.
                           '-- receive within budget -'
 
 A request whose body is still arriving holds no place, only the bytes received so far. So a client
-cannot occupy a place by announcing a body that it does not send.
+cannot occupy a place by announcing a body that it does not send. Where the bodies of all clients
+are over `max_receiving_bytes`, the client that holds most of those still arriving loses one.
 
 A rejected client that retries at once would cost more than it gets. Rejections to clients that
 connect directly are therefore delayed so that at most `REJECTIONS_PER_S` leave in a second. Proxies
@@ -24,7 +25,7 @@ import logging
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,6 +52,7 @@ SEARCHED_BYTES = 2048  # at each end of a body, for the name of its tenant
 AGENT_SHARE = 0.12
 AGENT_LIMITS = (2, 64)  # smallest and largest number of requests that a proxy sends at once
 AGENT_MEMORY_S = 5.0  # an address counts as a proxy for so long; a proxy asks ten times a second
+ENDED_AT = 0.0  # deadline of a body that made room for those of other clients
 BODY = web.RequestKey("body", bytes)
 COUNTED = web.RequestKey("counted", bool)  # the metrics have its end
 COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
@@ -73,6 +75,8 @@ class Admission:
         self._asked_at: dict[str, float] = {}  # address -> instant of its last agent-check
         self._counts: Counter[str] = Counter()  # rejections by kind since the last log line
         self.receiving_bytes = 0  # bodies that arrive, are queued or are served
+        # bytes of the bodies that still arrive, by client: the key's tenant, or an address
+        self._arriving: defaultdict[str, dict[asyncio.Timeout, int]] = defaultdict(dict)
         self.paused = 0  # rejections that are delayed now
         metrics.admission.observe(
             controller.work, lambda: self.paused, lambda: self.receiving_bytes
@@ -100,8 +104,10 @@ class Admission:
         Raises:
             TooLarge: The body is over `max_body_bytes`.
             BodyTooSlow: The body did not arrive within the time limit or `body_timeout_s`.
-            Unavailable: All bodies together are over `max_receiving_bytes`.
-            Overloaded: The body has not arrived, and the request would be rejected if it had.
+            Unavailable: All bodies together are over `max_receiving_bytes`, and no other client
+                holds more than this one.
+            Overloaded: The body has not arrived, and the request would be rejected if it had; or
+                its client held most of `max_receiving_bytes`, and another one needed room.
         """
         limit = self._config.max_body_bytes
         if (request.content_length or 0) > limit:
@@ -115,15 +121,12 @@ class Admission:
             if self._controller.would_reject(kind.name, tenant, now_at, granted_s):
                 await self._rejected(request, kind, granted_s, Rejection.LATE)
                 raise Overloaded(MESSAGES[Rejection.LATE])
-        timer = (
-            nullcontext()
-            if is_here
-            else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
-        )
+        timer = None if is_here else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
+        client = tenant or request.remote or ""
         chunks: list[bytes] = []
         num_bytes = 0
         try:
-            async with timer:
+            async with timer or nullcontext():
                 while chunk := await request.content.readany():
                     chunks.append(chunk)
                     num_bytes += len(chunk)
@@ -132,7 +135,13 @@ class Admission:
                         raise TooLarge(
                             f"the body is larger than the limit server.max_body_bytes, {limit}"
                         )
-                    if is_counted and self.receiving_bytes > self._config.max_receiving_bytes:
+                    if timer is not None and is_counted:
+                        self._arriving[client][timer] = num_bytes
+                    if (
+                        is_counted
+                        and self.receiving_bytes > self._config.max_receiving_bytes
+                        and not self._makes_room(client)
+                    ):
                         raise Unavailable(
                             "the bodies being received are over the limit "
                             f"server.max_receiving_bytes, {self._config.max_receiving_bytes}"
@@ -141,11 +150,40 @@ class Admission:
             self.receiving_bytes -= num_bytes * is_counted
             if not isinstance(error, TimeoutError):
                 raise
+            if timer is not None and timer.when() == ENDED_AT:
+                raise Overloaded(
+                    "other clients need room (server.max_receiving_bytes), and the bodies that "
+                    "this client sends hold most of it",
+                    reason=Rejection.SHARE,
+                ) from None
             raise BodyTooSlow(
                 "the body did not arrive within the request's time budget or server.body_timeout_s"
             ) from None
+        finally:
+            if timer is not None and client in self._arriving:
+                self._arriving[client].pop(timer, None)
+                if not self._arriving[client]:
+                    del self._arriving[client]
         request[BODY] = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         request[COUNTED_BYTES] = num_bytes * is_counted
+
+    def _makes_room(self, client: str) -> bool:
+        """End the largest body of the client that holds most, unless it is this client.
+
+        Returns:
+            Whether one was ended; its bytes are free a moment later.
+        """
+        sizes = {
+            name: {one: size for one, size in arriving.items() if is_open(one)}
+            for name, arriving in self._arriving.items()
+        }
+        held = {name: sum(own.values()) for name, own in sizes.items()}
+        most = max(held, key=held.__getitem__, default=client)
+        if held.get(most, 0) <= held.get(client, 0):
+            return False
+        # in the past, so its `receive` raises at once
+        max(sizes[most], key=sizes[most].__getitem__).reschedule(ENDED_AT)
+        return True
 
     def release(self, request: web.Request) -> None:
         """Release the bytes of a body; later calls do nothing."""
@@ -242,6 +280,11 @@ class Admission:
                 counts = ", ".join(f"{num} {plural}" for plural, num in self._counts.items())
                 log.warning("admission control rejected %s in %.1f s", counts, LOG_S)
                 self._counts.clear()
+
+
+def is_open(timer: asyncio.Timeout) -> bool:
+    """Whether a body still arrives: its time is not over, and `_makes_room` has not ended it."""
+    return not timer.expired() and timer.when() != ENDED_AT
 
 
 def named_tenant(body: bytes) -> str:

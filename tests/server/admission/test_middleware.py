@@ -188,6 +188,32 @@ async def test_bytes_count_as_they_arrive_and_are_given_back_when_their_sender_l
         assert (await asked.answer())[0] == 200
 
 
+async def test_a_client_that_fills_the_room_for_bodies_rejects_no_other() -> None:
+    """One address sends nearly all of many bodies; the ranks of another are all answered."""
+    size, num, fit = 4000, 12, 5
+    sent = size - 100
+    async with site(max_receiving_bytes=fit * sent, max_body_bytes=size) as at:
+        greedy = [await at.connect() for _ in range(num)]
+        for raw in greedy:
+            raw.send(RANK + b"Content-Length: %d\r\n\r\n" % size + b" " * sent)
+        answers = [asyncio.create_task(raw.answer()) for raw in greedy]
+        # of one client the newest are rejected, as there is no other that holds more
+        await until(lambda: sum(one.done() for one in answers) == num - fit)
+        assert at.count("receiving_bytes") == fit * sent
+        other = await at.connect(from_host="127.0.0.2")
+        for _ in range(20):
+            other.send(WHOLE)
+            assert (await other.answer())[0] == 200
+        await until(lambda: sum(one.done() for one in answers) == num - fit + 1)
+        assert sorted(one.result()[0] for one in answers if one.done()) == [429, *[503] * 7]
+        assert at.count("admissions_total", kind="rank", verdict="over_rate") == 1
+        assert at.count("receiving_bytes") == (fit - 1) * sent
+        for one in answers:
+            one.cancel()
+    assert not at.admission._arriving
+    assert at.admission.receiving_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("sent", "settings", "status", "words"),
     [

@@ -149,10 +149,13 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(
         ]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
-        odd = {**new, "title": "New", "features": {"kind": "odd"}}
+        # its order and its attribute follow from the others' and from the feature
+        odd = {"item_id": 7001, "title": "New", "features": {"kind": "odd"}}
         made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
         assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
+        again = {"user_id": "u", "history": HISTORY, "attributes": {"kind": ["odd"]}}
+        assert 7001 in (await asked("/v1/generate", 200, num_items=33, **again))["items"]
     assert {7001, 7002, 7003} <= set(found["items"]), (
         "a beam as wide as the catalogue finds every item"
     )
