@@ -57,8 +57,9 @@ def set_up_process() -> bool:
     """Set environment variables and heap parameters; call it before torch is imported.
 
     Waiting threads sleep instead of spinning, the heap keeps its memory, torch does not load device
-    packages automatically, and the NPU runtime has a queue per stream. Variables that are already
-    set stay. SIGUSR1 is ignored until a service handles it (`npu_gr/server/debug/stacks.py`).
+    packages automatically, the NPU runtime has a queue per stream, and grpcio's core is silent.
+    Variables that are already set stay. SIGUSR1 is ignored until a service handles it
+    (`npu_gr/server/debug/stacks.py`).
 
     Returns:
         Whether the C library accepted the heap parameters; only glibc has them.
@@ -74,6 +75,8 @@ def set_up_process() -> bool:
     # and does not allow graphs
     os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
     os.environ.setdefault("PER_STREAM_QUEUE", "1")
+    # grpcio's core writes a line to standard error for each header that it rejects, without a key
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

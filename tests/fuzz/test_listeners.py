@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MEANWHILE_S = 0.1
 EACH_S = 5e-3
 BYTE_S = 3e-6
-MESSAGES = 300
+MESSAGES = 150
 HEALTH = "/grpc.health.v1.Health/Check"
 GRPC = {
     "grpc": (f"/{INFERENCE}/ModelInfer".encode(), frames.inference_bodies(4_000_000)),
@@ -166,6 +166,8 @@ async def test_frames_cost_what_they_may(folder: Path, listener: str) -> None:
         cost = Cost(fuzzed)
         opening = frames.begun(path, frames.STREAMS)
         await alone(port, opening)  # what the process allocates once
+        for body in bodies.values():
+            await called(port, path.decode(), body)
         before = await fuzzed.figures()
         for name, data in frames.floods(path).items():
 
@@ -287,7 +289,7 @@ async def test_requests_of_operators_and_infers_cost_what_they_may(
             await cost.of(
                 f"{listener}: {name}",
                 partial(unframed, fuzzed, message, PATIENCE_S / 2),
-                4,
+                4 + data.count(b" HTTP/1."),
                 len(data),
             )
         assert not cost.over
