@@ -43,7 +43,7 @@ def patch(folder: Path) -> None:
             time.sleep(0.01)
         commit(writer, group)
 
-    GroupWriter._commit = hangs  # type: ignore[method-assign]
+    GroupWriter._commit = hangs  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def test_what_is_not_served_is_rejected_by_name(
 def test_a_folder_says_which_model_it_holds(tmp_path: Path) -> None:
     saved(tmp_path / "t5")
     decoders.saved(tmp_path / "decoder", **decoders.VARIANTS["qwen3 g1"])
-    assert generators.examine(tmp_path / "t5") == (97, False)
-    assert generators.examine(tmp_path / "decoder") == (97, True)
+    assert generators.examine(tmp_path / "t5")[:2] == (97, False)
+    assert generators.examine(tmp_path / "decoder")[:2] == (97, True)
     assert isinstance(generators.load(tmp_path / "t5", torch.bfloat16), T5)
     (tmp_path / "t5" / "config.json").write_text("{")
     for folder, message in (

@@ -199,8 +199,8 @@ async def test_what_the_store_cannot_keep_is_named(http: tuple[Any, Any]) -> Non
             told = await answer.json()
             assert answer.status == status, told
             assert said in told["detail"], told
-    given = {**columns(events(4)), "features": {"e0": [1.0, float("inf"), 2.0, 3.0]}}
-    packed = msgspec.msgpack.encode({"user_id": "bad", "events": given})
+    wide: dict[str, Any] = {**columns(events(4)), "features": {"e0": [1.0, float("inf"), 2.0, 3.0]}}
+    packed = msgspec.msgpack.encode({"user_id": "bad", "events": wide})
     async with client.post("/v1/events", data=packed, headers={"Content-Type": MSGPACK}) as answer:
         assert "out of the range of float32" in (await answer.json())["detail"]
     async with client.post(

@@ -230,7 +230,7 @@ async def test_a_denied_item_that_gets_another_row_meanwhile_does_not_come(
             """The search knew the old row alone."""
             items = await find(self, *given)
             scored = service.versions.ranker().items
-            scored.vocabulary = copy(scored.vocabulary)
+            scored.spare.vocabulary = copy(scored.vocabulary)
             return np.append(items, denied)
 
         monkeypatch.setattr(SharedEncoderUse, "find", then_found)

@@ -262,7 +262,7 @@ def test_generate_is_the_cpus_and_waits_once(
     assert npu.uploads == [True, True]
     assert np.array_equal(got.item_ids, want.item_ids)
     np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
-    assert got.status is want.status
+    assert got.is_cut is want.is_cut
 
 
 def test_generate_without_the_library_is_the_cpus_too(npu: FakeRuntime, tmp_path: Path) -> None:
