@@ -295,7 +295,7 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
     """
     known = settings_of(cls)
     table = renamed.with_new_names(table, known, where)
-    for path, value in _numbers(table, ""):
+    for path, value in _numbers(table, "", set()):
         if not math.isfinite(value):
             raise ConfigError(f"{where}: {path}: expected a finite number, got {value}")
     try:
@@ -391,16 +391,22 @@ def _leaves(value: Any, at: str = "") -> list[str]:
     ]
 
 
-def _numbers(value: Any, at: str) -> Iterator[tuple[str, float]]:
-    """Yield path and value of all numbers with a point."""
+def _numbers(value: Any, at: str, seen: set[int]) -> Iterator[tuple[str, float]]:
+    """Yield path and value of all numbers with a point.
+
+    Aliases of YAML can repeat a list, even within itself; each is read once (`seen` has their ids).
+    """
+    if isinstance(value, float):
+        yield at, value
+    if not isinstance(value, dict | list) or id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _numbers(inner, f"{at}.{key}" if at else str(key))
-    elif isinstance(value, list):
+            yield from _numbers(inner, f"{at}.{key}" if at else str(key), seen)
+    else:
         for index, inner in enumerate(value):
-            yield from _numbers(inner, f"{at}[{index}]")
-    elif isinstance(value, float):
-        yield at, value
+            yield from _numbers(inner, f"{at}[{index}]", seen)
 
 
 def _has(value: object, path: str) -> bool:

@@ -120,6 +120,15 @@ def test_a_number_that_is_none_is_rejected_with_its_field(text: str, words: str)
             override(Numbers(), [f"{name}={value}"])
 
 
+@pytest.mark.parametrize("depth", [0, 30])
+def test_aliases_are_read_once(depth: int) -> None:
+    """A list within itself, and lists that would be a billion when written out."""
+    lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, depth + 1)]
+    text = "\n".join(["a0: &a0 [*a0]" if not depth else "a0: &a0 [.inf]", *lines, "rows: *a0"])
+    with pytest.raises(ConfigError, match=r"^here: "):
+        parse(text, Numbers, "here")
+
+
 @pytest.mark.parametrize(
     ("text", "want"),
     [
