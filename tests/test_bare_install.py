@@ -73,7 +73,7 @@ def test_there_is_no_torch_and_nothing_is_missing(bare: Path, tmp_path: Path) ->
         ("keys", "list", "--help"),
         ("route", "--help"),
         ("replay", "--help"),
-        ("fleet", "envoy", "--help"),
+        ("fleet", "erase", "--help"),
     ],
     ids=" ".join,
 )
