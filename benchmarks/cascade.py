@@ -3,11 +3,11 @@
 The engine, relay, tiers and cascade are real. One request runs at a time, each of a new user with a
 history of the same length. Retrieval returns random items, in one of two ways:
 
-    elsewhere       it waits for the time of another machine: a multiple of the pre-infer
+    elsewhere       it waits for the time of another machine: a multiple of the prefill
     on this device  it keeps the only device thread busy with a full inference: nothing overlaps
 
 The floor is computed from the parts measured alone: (retrieval + full inference) / (retrieval +
-cached rank); it assumes that the pre-infer ends before the retrieval. Every request checks that
+cached rank); it assumes that the prefill ends before the retrieval. Every request checks that
 both arms return the same items.
 """
 
@@ -50,7 +50,7 @@ OPTIONS = (
     option("--layers", default=3, type=COUNT),
     option("--count", default=15, type=click.IntRange(3), help="Requests of each arm."),
 )
-MULTIPLES = (1.0, 2.0, 4.0)  # time of retrieval elsewhere, relative to the pre-infer
+MULTIPLES = (1.0, 2.0, 4.0)  # time of retrieval elsewhere, relative to the prefill
 ROUNDS = 3  # rounds in which the arms alternate
 NO_RELAY = Arm("no relay", signals=False)
 RELAY = Arm("relay")
@@ -99,7 +99,7 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
     floor = None
     if multiple is not None:
         wait_s = multiple * idle.prefill_s
-        where = f"{multiple:g}x the pre-infer, elsewhere"
+        where = f"{multiple:g}x the prefill, elsewhere"
         floor = (wait_s + idle.full_s) / (wait_s + idle.rank_s)
     case = (
         f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM "

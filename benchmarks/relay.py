@@ -16,7 +16,7 @@ fails even at the lowest rate, that rate is used for it, and the ratio is a lowe
 
     longest history   the longest history at which 99 of 100 requests meet the shape's objective, at
                       half the rate that full inference sustains at the widest objective
-    trigger off       pre-infer every signal, instead of those at risk; in a mix of few long and
+    trigger off       prefill every signal, instead of those at risk; in a mix of few long and
                       many short histories, where half of the signals lead to no rank
 
 Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x
@@ -327,7 +327,7 @@ class ShapeBench:
         """
         idle = self._rig.idle
         for name, part_s in (
-            ("pre-infer", idle.prefill_s),
+            ("prefill", idle.prefill_s),
             ("load", idle.load_s),
             ("rank, cached", idle.rank_s),
         ):

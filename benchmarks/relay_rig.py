@@ -73,7 +73,7 @@ class Idle(NamedTuple):
     """Seconds of each part on an idle machine."""
 
     full_s: float  # a full inference
-    prefill_s: float  # a pre-infer
+    prefill_s: float  # a prefill
     load_s: float  # a reload from DRAM
     rank_s: float  # a rank with a cached prefix
 
@@ -97,7 +97,7 @@ class ArmOutcomes(NamedTuple):
     latency_s: F32  # [ranks] from the due time; inf = failed, nan = the run was stopped before
     shares: dict[Outcome, float]  # shares of the ranks
     reloaded: float  # share of signals whose prefix came from DRAM
-    wasted: float  # pre-infers that no rank used, as a share of the signals
+    wasted: float  # prefills that no rank used, as a share of the signals
 
     def holds(self, goal_s: float) -> bool | None:
         """Return whether 99 of 100 took at most `goal_s`; None = the run was stopped before."""

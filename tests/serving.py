@@ -119,5 +119,5 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def encoded(relay: Relay[Any]) -> None:
-    """The pre-infer of a signal is done: a rank is a hit."""
+    """The prefill of a signal is done: a rank is a hit."""
     await until(lambda: len(relay.tiers[0]) > 0)

@@ -134,7 +134,7 @@ class Kind(Generic[Q, A]):
 SIGNAL: Kind[SignalRequest, SignalAnswer] = Kind(
     name="signal",
     plural="signals",
-    summary="Pre-infer a user's prefix.",
+    summary="Prefill a user's prefix.",
     path="/v1/signal",
     status=202,
     request=SignalRequest,

@@ -184,7 +184,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch_logits: Count = 1 << 25  # beams x vocabulary of generates; a rank has few
     max_batch_wait_s: SecondsOrZero = 0.0  # wait to fill a pass, if no deadline is at risk
     aging_s: Seconds = 2.0  # a job that has waited so long goes before all later ones
-    # tokens of one step of a prefill: a pre-infer delays a rank by one step at most
+    # tokens of one step of a prefill: a prefill delays a rank by one step at most
     prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512
 
 

@@ -30,19 +30,19 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which signals lead to a pre-infer."""
+    """Which signals lead to a prefill."""
 
     # always: every prefix that is long enough, if there is room
     policy: Literal["at_risk", "always"] = "at_risk"
     min_prefix_tokens: Count = 64  # shorter prefixes are never encoded ahead
-    max_inflight: Count = 8  # pre-infers and reloads at a time
+    max_inflight: Count = 8  # prefills and reloads at a time
     rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
     margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
     # c, for a signal that does not say how many
     num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200
     # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
     q_m_per_s: Positive | None = None
-    # share of Q_m that pre-infers may take
+    # share of Q_m that prefills may take
     q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     burst_s: Seconds = 0.5  # the bucket holds this many seconds of its rate
 
@@ -86,7 +86,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_token_bytes: SomeBytes  # keys and values of one token, all layers
     kv_p99_tokens: Count  # P99 of the length of a prefix
     t_life_s: Seconds  # T_life: P99 of the time from a signal to the end of its rank
-    # Q_m: pre-infers of kv_p99_tokens tokens a second, on a device that does nothing else
+    # Q_m: prefills of kv_p99_tokens tokens a second, on a device that does nothing else
     q_m_per_s: Positive
 
 

@@ -1,8 +1,8 @@
-"""The trigger decides whether a signal leads to a pre-infer, by arithmetic on metadata.
+"""The trigger decides whether a signal leads to a prefill, by arithmetic on metadata.
 
     at risk    queue_delay + T_full(n, c) + residual > B_rank - margin
                only a rank that would be late without a prefix needs one
-    load       running pre-infers and reloads <= max_inflight
+    load       running prefills and reloads <= max_inflight
     footprint  the prefix fits into HBM, so live bytes <= r1 * M always
     rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m), by token buckets
                L_max / T_life is Little's law
@@ -13,7 +13,7 @@ share still gets some, and a tenant at its share gets SKIP_SHARE.
     n, c    history tokens, candidates      B_rank  time budget of a rank, seconds
     T_full  seconds of a full inference     T_life  P99 of seconds from a signal to its rank's end
     M, r1   bytes of HBM, prefixes' share   L_max   prefixes alive at once: M * r1 / KV
-    KV      P99 of the bytes of a prefix,   Q_m     pre-infers a second that the device completes
+    KV      P99 of the bytes of a prefix,   Q_m     prefills a second that the device completes
             in whole pages                          when it does nothing else
 
 `decide` is pure. `RelayMeasurements` measures T_life and KV, and sets the rate of `TenantRates`.
@@ -46,14 +46,14 @@ class AtShare(NamedTuple):
 class Headroom(NamedTuple):
     """The load of this instance and the room in HBM, from the point of view of one tenant."""
 
-    inflight: int  # running pre-infers and reloads, less the one that would give way
+    inflight: int  # running prefills and reloads, less the one that would give way
     available_bytes: int  # part of the HBM budget that is free or can be freed for this tenant
     needed_bytes: int  # size of this prefix
     at_share: AtShare = AtShare()
 
 
 class Bucket(Protocol):
-    """Limits the pre-infers of a tenant to a rate."""
+    """Limits the prefills of a tenant to a rate."""
 
     def take(self, tenant: str) -> bool:
         """Take a token; return False if there is none."""
@@ -85,12 +85,12 @@ def live_limit(hbm_bytes: int, kv_p99_bytes: int) -> int:
 
 
 def admitted_rate(l_max: int, t_life_s: float, q_m_per_s: float | None) -> float:
-    """Return Q_inst in pre-infers a second: the lower of the limits by memory and by the device.
+    """Return Q_inst in prefills a second: the lower of the limits by memory and by the device.
 
     Args:
         l_max: Most prefixes alive at a time.
         t_life_s: T_life.
-        q_m_per_s: Part of Q_m that pre-infers may take; None = no limit by the device.
+        q_m_per_s: Part of Q_m that prefills may take; None = no limit by the device.
     """
     return min(l_max / t_life_s, math.inf if q_m_per_s is None else q_m_per_s)
 
@@ -113,7 +113,7 @@ def decide(
         forecast: Predicted seconds of its rank without a prefix.
         headroom: Load and room of this instance.
         config: Thresholds.
-        bucket: Rate limit; None = no limit. Asked last, so that only an admitted pre-infer takes a
+        bucket: Rate limit; None = no limit. Asked last, so that only an admitted prefill takes a
             token.
         tenant: Tenant that sent the signal.
     """
@@ -147,9 +147,9 @@ class _Allowance(Account):
 
 
 class TenantRates:
-    """Limits the pre-infers of all tenants together to a rate, with bursts of up to `burst`.
+    """Limits the prefills of all tenants together to a rate, with bursts of up to `burst`.
 
-    Each tenant that wants pre-infers has its own bucket, which fills at its share of the rate and
+    Each tenant that wants prefills has its own bucket, which fills at its share of the rate and
     holds its share of the burst. Overflow goes into a common bucket for all tenants. So a tenant
     alone has the whole rate, and a tenant within its share always finds a token. A new bucket
     starts with one token out of the common bucket.
@@ -183,7 +183,7 @@ class TenantRates:
         self._shares.weights = weights
 
     def is_shared(self) -> bool:
-        """Whether more than one tenant wants pre-infers."""
+        """Whether more than one tenant wants prefills."""
         return len(self._shares.ratios()) > 1
 
     def take(self, tenant: str) -> bool:
@@ -263,7 +263,7 @@ class RelayMeasurements:
 
     @property
     def q_inst_per_s(self) -> float:
-        """Q_inst: pre-infers a second to admit, from the measurements so far."""
+        """Q_inst: prefills a second to admit, from the measurements so far."""
         q_m = self._q_m_per_s
         l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
         fraction = self._settings.trigger.q_m_fraction

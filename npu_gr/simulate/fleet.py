@@ -34,7 +34,7 @@ MOST = 1000  # instances
 _SAMPLE = 2000  # number of ranks from which the lower bound is computed
 _COLUMNS = (
     "instances", "within SLO", "P50 ms", "P99 ms", "HBM hits", "joined", "DRAM hits",
-    "cached tokens", "pre-infers", "wasted", "device busy",
+    "cached tokens", "prefills", "wasted", "device busy",
 )  # fmt: skip
 _STATUS = {"": 200, "Overloaded": 429, "DeadlineExceeded": 504, "TimeoutError": 504}
 
@@ -56,8 +56,8 @@ class FleetResult:
     latencies_s: array[float] = field(default_factory=lambda: array("d"))  # answered ranks
     history_tokens: int = 0
     prefix_tokens: int = 0
-    num_produced: int = 0  # pre-infers and reloads after signals
-    num_wasted: int = 0  # pre-infers and reloads that no rank used
+    num_produced: int = 0  # prefills and reloads after signals
+    num_wasted: int = 0  # prefills and reloads that no rank used
     busy_ratio: float = 0.0  # share of time that the devices work, mean
     busiest_ratio: float = 0.0  # share of time that the busiest device works
 
@@ -68,7 +68,7 @@ class FleetResult:
 
     @property
     def wasted_ratio(self) -> float:
-        """Share of pre-infers that no rank used."""
+        """Share of prefills that no rank used."""
         return self.num_wasted / self.num_produced if self.num_produced else 0.0
 
     def hit_ratio(self, *outcomes: Outcome) -> float:
@@ -393,5 +393,5 @@ def _facts(found: FleetResult) -> list[tuple[str, str]]:
         ("outcomes", counts(dict(found.outcomes.most_common()))),
         ("signals", counts(dict(found.verdicts.most_common()))),
         ("routed", counts({str(key): value for key, value in found.how.most_common()})),
-        ("pre-infers that no rank used", f"{found.num_wasted} of {found.num_produced}"),
+        ("prefills that no rank used", f"{found.num_wasted} of {found.num_produced}"),
     ]

@@ -93,7 +93,7 @@ class SimulatedInstance:
         self._brownout = BrownoutControl(config.brownout)
         self._host_free_at = 0.0  # when the event loop has no more work
         self._observing: asyncio.Task[None] | None = None
-        self.num_produced = 0  # pre-infers and reloads of signals
+        self.num_produced = 0  # prefills and reloads of signals
         self.num_first_used = 0  # prefixes that a rank has read
         self.num_dram_hits = 0
 
@@ -117,7 +117,7 @@ class SimulatedInstance:
 
     @property
     def num_wasted(self) -> int:
-        """Count the pre-infers and reloads of signals that no rank has used."""
+        """Count the prefills and reloads of signals that no rank has used."""
         return max(0, self.num_produced - (self.num_first_used - self.num_dram_hits))
 
     def forget_counts(self) -> None:
@@ -133,7 +133,7 @@ class SimulatedInstance:
     # ---- requests
 
     async def signal(self, request: TrafficRequest) -> Verdict | None:
-        """Decide on a pre-infer and start it, as `Service` does; None = rejected."""
+        """Decide on a prefill and start it, as `Service` does; None = rejected."""
         began_at = self._loop.time()
         try:
             slot = await self._admission.enter(

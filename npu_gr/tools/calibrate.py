@@ -3,7 +3,7 @@
     cost, copy    from the passes and copies of the warm-up
     kv_p99        P99 of the history lengths in a query log; else the model's longest history
     T_life        P99 from a signal to the end of its rank in the log; else `relay.t_life_s`
-    Q_m           pre-infers of kv_p99 tokens per second, one per stream, on an idle device
+    Q_m           prefills of kv_p99 tokens per second, one per stream, on an idle device
 
 Source of the symbols: the trigger of RelayGR (arXiv:2601.01712).
 """

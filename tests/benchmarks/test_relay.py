@@ -185,7 +185,7 @@ def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = list(lines("cpu", (96,), (4,), 2, 64, 40, 0.1, 0, trace))
     cases = " ".join(line.case for line in found)
     for part in (
-        "pre-infer",
+        "prefill",
         "truncated",
         "relay, dram 75%",
         "dram trace",

@@ -48,7 +48,7 @@ def files(authority: Authority) -> Sequence[str]:
 async def test_a_replay(authority: Authority, instance: Running, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     lines = (
-        {"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2]}
+        {"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2, 3]}
         for i in range(20)
     )
     log.write_text("".join(json.dumps(one) + "\n" for one in lines))

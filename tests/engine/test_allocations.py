@@ -100,7 +100,7 @@ def test_generate(normalise: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rank(dtype: torch.dtype) -> None:
-    """A pre-infer of 4,096 tokens, a rank of 500 candidates against it, and one without a cache."""
+    """A prefill of 4,096 tokens, a rank of 500 candidates against it, and one without a cache."""
     shape = rank.config(num_layers=2)
     model = HSTU(shape).cast(dtype).eval()
     model.items.freeze()

@@ -115,7 +115,7 @@ async def test_any_way_to_send_a_history_gives_the_same_bits(
 async def test_a_rank_by_a_delta_finds_the_prefix_of_a_signal_with_the_whole(
     tmp_path: Path,
 ) -> None:
-    """Beyond the window, which moved, with unknown items: the pre-infer is not wasted."""
+    """Beyond the window, which moved, with unknown items: the prefill is not wasted."""
     random = np.random.default_rng(7)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         user, events = UserKey("", "u"), history(3 * WINDOW, 0.2, random)

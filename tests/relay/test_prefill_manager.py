@@ -169,7 +169,7 @@ async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> Non
 
 
 async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> None:
-    """A rank discards, its pre-infer is restarted for a second one, which leaves.
+    """A rank discards, its prefill is restarted for a second one, which leaves.
 
     A third rank adopts it.
 
@@ -224,7 +224,7 @@ async def test_an_erased_user_who_comes_back_is_spilled_again(
 async def test_a_rank_that_goes_away_while_it_takes_a_pre_infer_over(
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the very turn of the loop in which the pre-infer stops.
+    """In the very turn of the loop in which the prefill stops.
 
     Who has joined gets it all the same.
     """

@@ -133,7 +133,7 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
         assert (await own)[0].reason is Reason.NOT_BEGUN
         await later
         await b.idle()
-        assert order == [20, 20]  # one pass each: nothing is left of the pre-infer
+        assert order == [20, 20]  # one pass each: nothing is left of the prefill
 
 
 async def test_pre_infers_run_one_after_the_other() -> None:

@@ -1,4 +1,4 @@
-"""A promised prefix stays, and a tenant with fewer pre-infers than its share gets its turn."""
+"""A promised prefix stays, and a tenant with fewer prefills than its share gets its turn."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_pre_infer_that_a_rank_waits_for_does_not_give_way() -> None:
 
 @pytest.mark.parametrize("tenant", ["e", "v"])
 def test_the_device_takes_the_prefills_of_tenants_in_turn(tenant: str) -> None:
-    """A tenant with one pre-infer waits for the running one, not for the other tenant's queue."""
+    """A tenant with one prefill waits for the running one, not for the other tenant's queue."""
 
     async def work() -> bool:
         async with instance(640, max_inflight=8) as one:

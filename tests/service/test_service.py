@@ -56,9 +56,9 @@ async def test_waiting_counts_from_the_arrival_also_if_the_history_is_slow(tmp_p
         read, rank = store.read, engine.rank
         seen: list[float] = []
 
-        async def slow_read(user: UserKey, most: int) -> object:
+        async def slow_read(*given: Any) -> object:
             await asyncio.sleep(0.2)
-            return await read(user, most)
+            return await read(*given)
 
         async def noted(work: object, deadline_at: float, arrived_at: float, tenant: str) -> object:
             seen.append(arrived_at)

@@ -357,7 +357,7 @@ def table(found: Comparison) -> str:
     "--seconds", default=130.0, show_default=True, help="Of traffic, for each number of instances."
 )
 @click.option("--busy", default=0.4, show_default=True, help="Processors that passes shall use.")
-@click.option("--signals", is_flag=True, help="Pre-infer: then nearly every rank hits.")
+@click.option("--signals", is_flag=True, help="Prefill: then nearly every rank hits.")
 def main(instances: tuple[int, ...], seconds: float, busy: float, signals: bool) -> None:
     """Real instances against the prediction: measured, predicted, error."""
     for number in instances:

@@ -99,9 +99,9 @@ def configuration(
         _line(
             "  policy",
             "always",
-            "always: pre-infer whatever fits | at_risk: only if the rank would be late",
+            "always: prefill whatever fits | at_risk: only if the rank would be late",
         ),
-        _line("  min_prefix_tokens", 16, "shorter histories are not pre-inferred"),
+        _line("  min_prefix_tokens", 16, "shorter histories are not prefilled"),
         "",
         "kv_cache:",
         _line(
