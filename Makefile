@@ -17,7 +17,7 @@ demo: $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n 3 --ignore tests/chaos
+	$(BIN)/python -m pytest -q -n 4 --ignore tests/chaos
 	@# alone, because what these scenes measure would be the other tests
 	$(BIN)/python -m pytest -q tests/chaos
 
