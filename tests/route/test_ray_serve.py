@@ -96,15 +96,14 @@ async def test_on_loopback_a_replica_serves_no_other_name_and_no_other_spelling(
     body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
 
     async def status(raw_path: str, host: str) -> Any:
-        return await replica(
-            SimpleNamespace(  # type: ignore[arg-type]
-                method="POST",
-                headers={"host": host, "content-type": "application/json"},
-                url=SimpleNamespace(path="/v1/rank", query=""),
-                scope={"raw_path": raw_path.encode()},
-                body=lambda: asyncio.sleep(0, json.dumps(body).encode()),
-            )
+        request: Any = SimpleNamespace(
+            method="POST",
+            headers={"host": host, "content-type": "application/json"},
+            url=SimpleNamespace(path="/v1/rank", query=""),
+            scope={"raw_path": raw_path.encode()},
+            body=lambda: asyncio.sleep(0, json.dumps(body).encode()),
         )
+        return await replica(request)
 
     try:
         assert await status("/v1/rank", "localhost:8090") == 200
