@@ -399,7 +399,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         )
         yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
     if num := manifest["trimmed"]:
-        what = "blanks around a user, an item or an event, which do not count"
+        what = "blanks around a user, an item or an event; the blanks are removed"
         yield f"{counted(num, 'row')} with {what}"
     if num := manifest["filtered"]:
         yield f"{counted(num, 'row')} left out by --positive, --drop or --where"

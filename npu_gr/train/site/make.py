@@ -277,6 +277,7 @@ def _cascade(
         order="blended",
         exclude_seen=hides_seen(cases),
         repeat_ratio=repeat_ratio(cases),
+        words=() if hides_seen(cases) else (_seen_words(repeat_ratio(cases)),),
     )
     path = folder.write(
         EVALUATED_CONFIG,
@@ -290,6 +291,7 @@ def _cascade(
         return msgspec.structs.replace(
             usual,
             words=(
+                *usual.words,
                 "WARNING: the sources and the order of recommend could not be chosen, so it uses "
                 f"the ranker's own sources: {error}",
             ),
@@ -300,8 +302,16 @@ def _cascade(
         usual,
         sources={name: sources[name] for name in choice.way.sources},
         order=choice.way.order,
-        words=tuple(choice.lines()),
+        words=(*usual.words, *choice.lines()),
         hr_at_10=choice.hr_of_all,
+    )
+
+
+def _seen_words(ratio: float) -> str:
+    return (
+        f"recommend and generate also answer items that the user had, since {ratio:.0%} of the "
+        "held-out events are repeats; exclude_seen: true in a request or in serve.yaml leaves "
+        "them out"
     )
 
 
