@@ -71,14 +71,15 @@ def _parts(row: dict[str, Any], name: str) -> list[dict[str, Any]] | None:
     objects = inner.get(keys[-1]) if isinstance(inner, dict) else None
     if not isinstance(objects, list):
         return None
-    objects = [one for one in objects if isinstance(one, dict)]
-    if not objects or any(
+    if not any(isinstance(one, dict) for one in objects) or any(
         is_item_name(key) and not isinstance(value, list) and str(value) not in MISSING
         for key, value in flat(row).items()
     ):
         return None
     outer = {key: value for key, value in inner.items() if key != keys[-1]}
-    return [_replaced(row, keys[:-1], one | outer) for one in objects]
+    # what is no object has no item, so its row is rejected, and counted
+    parts = [one if isinstance(one, dict) else {} for one in objects]
+    return [_replaced(row, keys[:-1], one | outer) for one in parts]
 
 
 def _replaced(row: dict[str, Any], keys: list[str], inner: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def test_an_order_is_an_event_of_each_product(tmp_path: Path) -> None:
         row("u1", 1, "Product Added", product_id="A1", others=[{"product_id": "Z"}]),
         row("u1", 2, "Order", order_id="o", products=[{"product_id": "A1"}, {"product_id": "B2"}]),
         row("u2", 3, "Order", order_id="p", products=[]),
+        row("u1", 4, "Order", order_id="q", products=[{"product_id": "C3"}, None]),
         "no json",
     ]
     manifest = made(tmp_path, "\n".join(rows), "log.jsonl")
@@ -66,9 +67,10 @@ def test_an_order_is_an_event_of_each_product(tmp_path: Path) -> None:
         ("u1", "A1", 60, "Product Added"),
         ("u1", "A1", 120, "Order"),
         ("u1", "B2", 120, "Order"),
+        ("u1", "C3", 240, "Order"),
     ]
     assert {reason: one["rows"] for reason, one in manifest["rejected"].items()} == {
-        "no item": 1,
+        "no item": 2,
         "not a JSON object": 1,
     }
     assert any("each object of" in note for note in manifest["notes"])
