@@ -28,10 +28,12 @@ SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector ag
 TRANSITIONS: SourceName = "transitions"
 # items that co-occur with those of the history in the training data
 NEIGHBOURS: SourceName = "neighbours"
+HISTORY: SourceName = "history"  # the user's own items
 SECTIONS: dict[SourceName, str] = {  # source -> required section of the configuration
     SHARED_ENCODER: "checkpoint",
     TRANSITIONS: "checkpoint",
     NEIGHBOURS: "checkpoint",
+    HISTORY: "checkpoint",
     "generate": "generate",
     "match": "match",
 }

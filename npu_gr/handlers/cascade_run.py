@@ -319,9 +319,8 @@ class CascadeRun:
 
     def _failed(self) -> str:
         """Name the failed sources; an empty result is no failure."""
-        harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
         return ", ".join(
-            f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless
+            f"{r.stage} {r.result.value}" for r in self._reports if r.result.is_degraded
         )
 
     async def _query(self, name: str, source: SizedSource) -> I64 | RequestError:
@@ -466,11 +465,11 @@ class CascadeRun:
         fitted = self._ranking.blend_sum
         if self._order != "blended" or fitted is None:
             return next(iter(ranked.scores.values()))
-        seen = None
+        own = None
         if self._parts.hook or not self._exclude_seen:  # else no item was seen
-            seen = is_in(items, np.sort(self._history.all_items)).astype(np.float32)
+            own = fitted.order.own(self._history.all_items, items)
         return fitted(
-            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
+            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], own
         )
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:

@@ -48,6 +48,7 @@ from npu_gr.handlers.ranking import NOTHING, Ranking
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
+from npu_gr.model.own_items import OwnItems
 from npu_gr.relay.relay import Lease
 
 
@@ -303,6 +304,15 @@ async def from_neighbours(asked: SourceRequest) -> I64:
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")
     found = asked.ranking.vocabulary.ids_of(rows)
+    return found[~is_in(found, asked.denied.ids)][: asked.num_items]
+
+
+async def from_history(asked: SourceRequest) -> I64:
+    """Retrieve the user's own items, by how often and how lately the user had them."""
+    history = asked.history.all_items
+    if not len(history):
+        raise ColdUser("there is no history")
+    found = OwnItems.of(history).best(len(history))
     return found[~is_in(found, asked.denied.ids)][: asked.num_items]
 
 
