@@ -36,7 +36,7 @@ from npu_gr.train.next_item import MANY_REPEATS
 TOP = 10
 CHANCE = 0.05  # significance level: chance to replace the configured way where no way is better
 FEW = 3  # up to so many sources, every set is tried
-LEAST_HURT = 0.001  # of NDCG@10: nobody sees less
+LEAST_HURT = 0.001  # of NDCG@10; a smaller loss is not worth a sentence
 OTHER_MODELS: tuple[SourceName, ...] = ("generate", "match")  # sources that are no ranker's own
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",

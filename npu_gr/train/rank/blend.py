@@ -246,6 +246,9 @@ def fit_blend(
         is_padding[index, : len(together)] = False
     chosen = torch.tensor([int(place[0]) for _, place in rows])[:, None]
     before = torch.tensor([start[name] for name in WEIGHTS], dtype=torch.float64)
+    if not any(found.seen[place[0]] for found, place in rows):
+        # nothing says which seen items are better, so that they are seen is all that counts
+        free = [name for name in free if name not in ("own_count", "own_age")]
     is_free = torch.tensor([name in free for name in WEIGHTS])
     ridge = RIDGE * _variances(terms, is_padding)
     weights = before.clone().requires_grad_()
