@@ -67,7 +67,8 @@ def apply(
     pins = _pins(rules, asked)
     if rules.cap is not None and len(ids):
         is_free = _showings(rules.cap, ids, asked) < rules.cap.most
-        is_free |= np.isin(ids, list(pins.values()))
+        for item in pins.values():
+            is_free |= ids == item
         ids, scores = ids[is_free], scores[is_free]
     for item in pins.values():
         if not (ids == item).any():
@@ -144,13 +145,14 @@ class _Choice:
     ) -> None:
         self._explore = rules.explore
         self._most = [one.most for one in rules.diversity]
-        # for each candidate its value of each attribute that is limited; None = free
-        rows = [
-            [v if k else None for v, k in zip(c.tolist(), known.tolist(), strict=True)]
-            for c, known in (columns[one.by] for one in rules.diversity)
+        # of each limited attribute: the value of each candidate, None = free; how often each value
+        # is shown; and the values that are used up
+        self._columns = [
+            [v if known else None for v, known in zip(*map(np.ndarray.tolist, pair), strict=True)]
+            for pair in (columns[one.by] for one in rules.diversity)
         ]
-        self._values = list(zip(*rows, strict=True)) if rows else []
-        self._counts: list[Counter[object]] = [Counter() for _ in rows]
+        self._counts: list[Counter[object]] = [Counter() for _ in rules.diversity]
+        self._full: list[set[object]] = [set() for _ in rules.diversity]
         self._num_items = num_items
 
     def choose(
@@ -187,7 +189,7 @@ class _Choice:
             return self._take(free, num_free)
         chosen = self._take(free, min(explore.keep, num_free))
         taken = {one for one, _ in chosen}
-        rest = [one for one in free if one not in taken and self._fits(one)]
+        rest = self._fitting([one for one in free if one not in taken])
         is_scored = ~np.isnan(scores)
         tail = [one for one in rest if is_scored[one]]
         chosen += self._draw(tail, num_free - len(chosen), scores, explore, random)
@@ -196,13 +198,14 @@ class _Choice:
 
     def _take(self, free: list[int], count: int) -> list[tuple[int, float]]:
         """Take the first candidates that fit."""
-        if not self._values:
+        if not self._columns:
             return [(one, 1.0) for one in free[:count]]
         chosen: list[tuple[int, float]] = []
+        limits = list(zip(self._columns, self._full, strict=True))
         for one in free:
             if len(chosen) == count:
                 break
-            if self._fits(one):
+            if not any(column[one] in full for column, full in limits):
                 self._count(one)
                 chosen.append((one, 1.0))
         return chosen
@@ -240,10 +243,11 @@ class _Choice:
             one = tail.pop(place)
             chosen.append((one, propensity))
             ends[at[one]] = len(chosen)
-            if self._values and self._count(one):
-                for other in (each for each in tail if not self._fits(each)):
+            if self._columns and self._count(one):
+                left = self._fitting(tail)
+                for other in set(tail) - set(left):
                     ends[at[other]] = len(chosen)
-                tail = [each for each in tail if self._fits(each)]
+                tail = left
         if temperature is None:
             return chosen
         # logarithm of the total weight of the candidates that fit at each place
@@ -253,24 +257,21 @@ class _Choice:
         drawn = np.exp(own - totals[num_left - 1]).tolist()
         return [(one, propensity) for (one, _), propensity in zip(chosen, drawn, strict=True)]
 
-    def _fits(self, candidate: int) -> bool:
-        """Whether every value of the candidate may be shown once more."""
-        if not self._values:
-            return True
-        return all(
-            value is None or counts[value] < most
-            for value, counts, most in zip(
-                self._values[candidate], self._counts, self._most, strict=True
-            )
-        )
+    def _fitting(self, candidates: list[int]) -> list[int]:
+        """Return the candidates whose values may all be shown once more."""
+        for column, full in zip(self._columns, self._full, strict=True):
+            if full:
+                candidates = [one for one in candidates if column[one] not in full]
+        return candidates
 
     def _count(self, candidate: int) -> bool:
         """Count a candidate that is shown; return whether one of its values is used up."""
         is_full = False
-        for value, counts, most in zip(
-            self._values[candidate] if self._values else (), self._counts, self._most, strict=True
-        ):
+        for place, column in enumerate(self._columns):
+            value = column[candidate]
             if value is not None:
-                counts[value] += 1
-                is_full |= counts[value] >= most
+                self._counts[place][value] += 1
+                if self._counts[place][value] >= self._most[place]:
+                    self._full[place].add(value)
+                    is_full = True
         return is_full

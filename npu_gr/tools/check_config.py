@@ -147,9 +147,9 @@ def _of_instance(config: Config) -> Iterator[Opened]:
     if config.match is not None:
         yield from _vectors(config.match)
     if (recommend := config.recommend) is not None:
-        for key, hook in (("hook", recommend.hook), ("hook_after", recommend.hook_after)):
+        for name, hook in (("hook", recommend.hook), ("hook_after", recommend.hook_after)):
             if hook is not None:
-                yield _tried(f"recommend.{key}", partial(load_hook, key, hook), hook)
+                yield _tried(f"recommend.{name}", partial(load_hook, name, hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
             yield _tried(

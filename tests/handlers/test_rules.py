@@ -179,7 +179,7 @@ def test_a_boost_raises_whatever_the_sign_of_the_score() -> None:
     before = ranked([2.0, 1.0, -1.0, -4.0])
 
     def order(boost: Boost) -> list[int]:
-        return run(OrderRules(boost=(boost,)), before, asked()).items.tolist()
+        return list(run(OrderRules(boost=(boost,)), before, asked()).items.tolist())
 
     assert order(Boost(items=(2,), factor=2.5)) == [2, 1, 3, 4]
     assert order(Boost(items=(4,), factor=5.0)) == [1, 2, 4, 3]  # -4 / 5 is above -1
@@ -200,7 +200,7 @@ def test_a_cap_counts_showings_and_events_of_its_action() -> None:
 
     def left(cap: Cap, shown: list[int]) -> list[int]:
         about = asked(shown_items=np.array(shown, np.int64), events=events)
-        return run(OrderRules(cap=cap), before, about).items.tolist()
+        return list(run(OrderRules(cap=cap), before, about).items.tolist())
 
     assert left(Cap(most=1), []) == [1, 2, 3, 4]
     assert left(Cap(most=2), [4, 4, 3]) == [1, 2, 3]

@@ -59,7 +59,7 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["generate", "match", "recommend"])
 async def test_filters_mean_the_same_in_every_kind(folder: Path, name: str) -> None:
     async def ask(status: int = 200, **filters: Any) -> Any:
-        body = {"history": HISTORY, "num_items": 200, "exclude_seen": False}
+        body: dict[str, Any] = {"history": HISTORY, "num_items": 200, "exclude_seen": False}
         return await post(client, f"/v1/{name}", status, **body, **filters)
 
     async with serving(folder, **section(folder, popular=popular(folder))) as (client, service):
@@ -217,7 +217,7 @@ def only_cheap(items: RankedItems, shown: HookContext) -> I64:
     assert items.names == items.ids.tolist()
     assert not np.isnan(items.scores).all()
     prices = items.attribute("price")
-    is_cheap = np.array([price is not None and price < 3 for price in prices])
+    is_cheap = np.array([price is not None and float(price) < 3 for price in prices])
     extra = [int(one) for one in str(shown.context.get("extra", "")).split()]
     return np.concatenate([items.ids[is_cheap][::-1], np.array(extra, np.int64)])
 
