@@ -12,7 +12,7 @@ import msgspec
 
 from npu_gr.core.settings import Count, Positive, Seconds
 
-MOST_RULES = 100  # boosts, pins or diversities of one list
+MOST_RULES = 100  # boosts, pins or diversities of one list; attributes of a selection
 MOST_NAMED = 10_000  # items that one rule names
 
 Scalar = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
@@ -27,7 +27,9 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     items: ItemList = ()
     # attribute -> values; an item must have one of the values of every attribute
-    attributes: dict[AttributeName, Accepted] = msgspec.field(default_factory=dict)
+    attributes: Annotated[dict[AttributeName, Accepted], msgspec.Meta(max_length=MOST_RULES)] = (
+        msgspec.field(default_factory=dict)
+    )
 
     @property
     def is_empty(self) -> bool:

@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 FUSION = 60  # the constant of reciprocal rank fusion
 
 # stages that are no source, and sources of the items that they add
-HOOK, HOOK_AFTER, PIN, RULES = "hook", "hook_after", "pin", "rules"
+HOOK = "hook"
+HOOK_AFTER = "hook_after"
+PIN = "pin"
+RULES = "rules"
 
 SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector against its own items
 # items that followed the last events in the training data
@@ -248,6 +251,21 @@ def why_short(
     if is_full or any(0 < asked.get(one.stage, 0) <= one.num_items for one in reports):
         return LimitedBy.LIMIT
     return LimitedBy.FILTER if excludes else LimitedBy.SOURCES
+
+
+class Shown(NamedTuple):
+    """Items of an answer, best first. n = items."""
+
+    items: I64  # [n] external ids
+    scores: F32  # [n] of the ranker; NaN = not ranked
+    propensities: F32 | None = None  # [n]; None = nothing was drawn
+
+    def first(self, count: int) -> Shown:
+        """Return the first items."""
+        drawn = self.propensities
+        return Shown(
+            self.items[:count], self.scores[:count], None if drawn is None else drawn[:count]
+        )
 
 
 class Origins(dict[int, str]):

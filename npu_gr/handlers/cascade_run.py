@@ -59,6 +59,7 @@ from npu_gr.handlers.cascade_plan import (
     Denied,
     Origins,
     RecommendConfig,
+    Shown,
     best_first,
     failed_sources,
     fused_order,
@@ -74,7 +75,6 @@ from npu_gr.handlers.hooks import (
     HookAfter,
     HookContext,
     RankedItems,
-    Shown,
     call_hook,
     reordered,
 )
@@ -490,8 +490,10 @@ class CascadeRun:
                 shown = reordered(before, ids[~banned(ids)])
                 added = np.setdiff1d(shown.items, before.items).tolist()
                 origins.update(dict.fromkeys(added, HOOK_AFTER))
-        configured = parts.config.rules or OrderRules()
-        rules = configured.then(request.rules)
+        configured = parts.config.rules
+        if configured is None and request.rules is None and request.shown_items is None:
+            return shown.first(request.num_items)
+        rules = (configured or OrderRules()).then(request.rules)
         if request.shown_items is not None and rules.cap is None:
             raise Unprocessable("shown_items: needs a cap (recommend.rules.cap, or rules.cap)")
         if not rules.is_empty:
@@ -515,11 +517,7 @@ class CascadeRun:
                 if request.rules is not None:
                     raise
                 self._report(RULES, result_of(RULES, error), began_at, len(shown.items))
-        most = request.num_items
-        drawn = shown.propensities
-        return Shown(
-            shown.items[:most], shown.scores[:most], None if drawn is None else drawn[:most]
-        )
+        return shown.first(request.num_items)
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
         took_s = time.monotonic() - began_at

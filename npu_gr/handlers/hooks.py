@@ -11,27 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from npu_gr.core.arrays import F32, I64
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.lifetime import deadline
-from npu_gr.handlers.cascade_plan import interleave
+from npu_gr.handlers.cascade_plan import Shown, interleave
 from npu_gr.handlers.item_filters import ItemFilters
-
-
-class Shown(NamedTuple):
-    """Items of an answer, best first. n = items."""
-
-    items: I64  # [n] external ids
-    scores: F32  # [n] of the ranker; NaN = not ranked
-    propensities: F32 | None = None  # [n]; None = nothing was drawn
-
-    def first(self, count: int) -> Shown:
-        """Return the first items."""
-        drawn = self.propensities
-        return Shown(
-            self.items[:count], self.scores[:count], None if drawn is None else drawn[:count]
-        )
 
 
 class RankedItems:
@@ -150,7 +135,7 @@ async def call_hook(
     """Call a hook within its time, and return its items without repeats.
 
     Raises:
-        DeadlineExceeded: it takes longer; a thread goes on, but nobody waits for it.
+        DeadlineExceeded: it takes longer; a thread goes on, and its result is dropped.
         Exception: whatever the hook raises.
     """
     async with deadline(budget_s):

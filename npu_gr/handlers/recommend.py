@@ -157,10 +157,12 @@ class RecommendJob:
         """Read the history once, and run the cascade with one version of the ranker."""
         ranking = self._versions.ranker(request.model_version)
         parts = self.cascade.parts
-        passing = await parts.filters.passing(
-            request.allow_items, request.deny_items, request.attributes, parts.config.rules
-        )
-        request = structs.replace(request, allow_items=passing.allow, deny_items=passing.deny)
+        rules = parts.config.rules
+        if rules is not None or request.attributes or request.allow_items is not None:
+            passing = await parts.filters.passing(
+                request.allow_items, request.deny_items, request.attributes, rules
+            )
+            request = structs.replace(request, allow_items=passing.allow, deny_items=passing.deny)
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(

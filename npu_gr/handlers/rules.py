@@ -32,8 +32,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events
 from npu_gr.core.item_rules import Boost, Cap, Explore, OrderRules
 from npu_gr.core.names import item_ids
-from npu_gr.handlers.cascade_plan import FUSION, best_first, is_in
-from npu_gr.handlers.hooks import Shown
+from npu_gr.handlers.cascade_plan import FUSION, Shown, best_first, is_in
 from npu_gr.handlers.item_filters import ItemFilters, Mask
 
 F64 = npt.NDArray[np.float64]

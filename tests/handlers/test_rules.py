@@ -17,7 +17,8 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events
 from npu_gr.core.item_rules import Boost, Cap, Diversity, Explore, OrderRules, Pin
-from npu_gr.handlers.hooks import Shown, reordered
+from npu_gr.handlers.cascade_plan import Shown
+from npu_gr.handlers.hooks import reordered
 from npu_gr.handlers.item_filters import ItemFilters, Mask
 from npu_gr.handlers.rules import Asked, apply
 
