@@ -38,6 +38,8 @@ CHANCE = 0.05  # significance level: chance to replace the configured way where 
 FEW = 3  # up to so many sources, every set is tried
 LEAST_HURT = 0.001  # of NDCG@10; a smaller loss is not worth a sentence
 OTHER_MODELS: tuple[SourceName, ...] = ("generate", "match")  # sources that are no ranker's own
+# sources that count events and train nothing; each alone is a simple baseline that can be served
+SIMPLE: tuple[SourceName, ...] = ("transitions", "neighbours", "history")
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",
     *(name for name in get_args(OrderName) if name != "retrieval"),
@@ -103,6 +105,7 @@ class CascadeChoice(NamedTuple):
     hr_of_all: float = 0.0  # HR@10 of the way for both halves
     seen: Mapping[str, SeenChoice] = {}  # recommend, and each source of `OTHER_MODELS`
     left_out: Sequence[str] = ()  # a sentence for each trained model that recommend does not use
+    places: F64 = np.empty(0)  # [users] rank of the right item by the way; inf = not answered
 
     def lines(self) -> list[str]:
         """Explain the choice, a line each."""
@@ -135,7 +138,8 @@ def choose_way(
     Args:
         places: Way -> [users] rank of the right item, from 0; inf = not answered. At least two
             users.
-        configured: One of the ways; it stays unless another is significantly better.
+        configured: One of the ways; it stays unless another is significantly better, or one of
+            `SIMPLE` alone is as good.
         seed: Seed of the random halves.
     """
     chooses = choosing_half(len(places[configured]), seed)
@@ -145,6 +149,11 @@ def choose_way(
     gap = difference_of_users(each[best], each[configured])
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
+    # a simple count that is as good serves as well, at a fraction of the cost
+    simple = [
+        way for way in places if way.order == "retrieval" and way.sources in {(x,) for x in SIMPLE}
+    ]
+    best = max([*simple, best], key=lambda way: ndcg(places[way][chooses], TOP))
     shown = [
         best,
         configured,
@@ -162,17 +171,20 @@ def choose_way(
         )
         for way, own in evaluated.items()
     ]
+    hurts = list(_hurting(places, configured))
+    others = {way: each[~chooses] for way, each in places.items()}
     return CascadeChoice(
         best,
         rows,
-        list(_hurting(places, configured)),
+        hurts,
         int(chooses.sum()),
         hit_ratio(places[best], TOP),
         left_out=[
-            _without(name, best, {way: each[~chooses] for way, each in places.items()})
+            _without(name, best, others)
             for name in OTHER_MODELS
             if name not in best.sources and CascadeWay((name,), "retrieval") in places
         ],
+        places=places[best],
     )
 
 
@@ -332,27 +344,31 @@ def next_events(
         known: bool [n] the events that the models may have seen.
         num_users: Most cases, drawn at random (seed 0); None = all.
     """
+    order = np.argsort(log.users, kind="stable")
+    counts = np.bincount(log.users, minlength=len(log.user_names))
+    num_known = np.bincount(log.users[known], minlength=len(log.user_names))
+    starts = np.cumsum(counts) - counts
+    users = np.flatnonzero((num_known > 0) & (num_known < counts))
+    if num_users is not None and num_users < len(users):
+        users = np.sort(np.random.default_rng(0).choice(users, num_users, replace=False))
     cases = []
-    for user, name in enumerate(log.user_names):
-        mine = log.users == user
-        own = log[mine]
-        at = int(known[mine].sum())
-        if 0 < at < len(own):
-            cases.append(
-                NextEventCase(
-                    user=name,
-                    items=own.items[:at].tolist(),
-                    values=own.values[:at].tolist(),
-                    actions=_names(own.values[:at], log.action_names),
-                    timestamps=own.timestamps[:at].tolist(),
-                    target=int(own.items[at]),
-                    happened_at=int(own.timestamps[at]),
-                )
+    for user in users.tolist():
+        own = order[starts[user] : starts[user] + num_known[user] + 1]
+        *items, target = log.items[own].tolist()
+        *timestamps, happened_at = log.timestamps[own].tolist()
+        values = log.values[own[:-1]]
+        cases.append(
+            NextEventCase(
+                user=log.user_names[user],
+                items=items,
+                values=values.tolist(),
+                actions=_names(values, log.action_names),
+                timestamps=timestamps,
+                target=target,
+                happened_at=happened_at,
             )
-    if num_users is None or num_users >= len(cases):
-        return cases
-    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
-    return [cases[index] for index in sorted(chosen.tolist())]
+        )
+    return cases
 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:
