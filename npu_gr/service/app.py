@@ -271,6 +271,7 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     torch.set_num_threads(config.threads)
     metrics.engine.ops_chosen(backend.ops)
     backend.on_fallback = metrics.engine.fell_back
+    backend.on_graph = metrics.engine.graph_used
     return backend
 
 

@@ -29,6 +29,7 @@ from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
     Choices,
+    GraphShape,
     HstuCall,
     HstuPassCall,
     HstuShape,
@@ -41,6 +42,7 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
+from npu_gr.backend.npu.hstu_slots import graph_shapes
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, shape_limit, topk_limit
 from npu_gr.backend.npu.softmax import FusedAttention
@@ -241,6 +243,13 @@ class NPUBackend(StreamedOps):
         made._paged = self._paged if way == "mxrec" else None
         made._triton = self._triton if way == "triton" else None
         return made
+
+    def graph_shapes(
+        self, max_requests: int, max_tokens: int, chunk_tokens: int
+    ) -> Sequence[GraphShape]:
+        if self._passes is None or self._passes.graphs is None:
+            return ()
+        return tuple(graph_shapes(max_requests, max_tokens, chunk_tokens))
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Prepare the native fused kernels, if they are loaded and support the pass."""
