@@ -135,6 +135,10 @@ class DeviceQueues(Protocol):
         """Wait until everything that this thread has queued on the device is done."""
         ...
 
+    def release_memory(self) -> None:
+        """Return the memory that the allocator keeps for later to the device."""
+        ...
+
     def free_bytes(self) -> int | None:
         """Return the free memory of the device; None if it is that of the host."""
         ...

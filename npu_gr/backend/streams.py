@@ -79,6 +79,9 @@ class StreamedOps(TorchOps):
     def synchronize(self) -> None:
         self._runtime.current_stream().synchronize()
 
+    def release_memory(self) -> None:
+        self._runtime.empty_cache()
+
     def free_bytes(self) -> int | None:
         runtime, device = self._runtime, self.device
         kept = runtime.memory_reserved(device) - runtime.memory_allocated(device)

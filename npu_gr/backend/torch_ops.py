@@ -78,6 +78,9 @@ class SingleStream:
         self.synchronize()
         return lambda: None
 
+    def release_memory(self) -> None:
+        pass
+
     def free_bytes(self) -> int | None:
         return None
 
