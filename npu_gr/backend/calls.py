@@ -33,6 +33,15 @@ class BiasTables(NamedTuple):
     time: Tensor  # [H, buckets], read at the bucket of query time - key time
 
 
+class GraphShape(NamedTuple):
+    """The sizes of a ranker's pass that one device graph replays."""
+
+    requests: int
+    rows: int  # most new tokens and candidates of a request
+    keys: int  # most tokens and candidates of a request
+    has_candidates: bool  # False: a prefill
+
+
 class HstuShape(NamedTuple):
     """The properties of a ranker that decide which kernels can run its attention."""
 
