@@ -14,10 +14,13 @@ from npu_gr.cli.options import FILE, names_of
 @click.command(short_help="Convert your log to a dataset.")
 @click.argument("log", type=FILE)
 @click.option(
-    "--out",
-    required=True,
+    "--out", type=FILE, help="Folder of the dataset; an existing dataset is replaced at the end."
+)
+@click.option(
+    "--add-to",
     type=FILE,
-    help="Folder of the dataset; an existing dataset is replaced at the end.",
+    metavar="FOLDER",
+    help="Dataset to add LOG to, with the columns and options of its first log.",
 )
 @click.option(
     "--user",
@@ -178,7 +181,13 @@ from npu_gr.cli.options import FILE, names_of
     help="Memory limit of DuckDB; default: 100 to 512 by LOG's size.",
 )
 def prepare(
-    log: Path, out: Path, items: Path | None, users: Path | None, no_time: bool, **settings: Any
+    log: Path,
+    out: Path | None,
+    add_to: Path | None,
+    items: Path | None,
+    users: Path | None,
+    no_time: bool,
+    **settings: Any,
 ) -> None:
     """Convert a LOG of events to a dataset for `train all` and `load`.
 
@@ -197,10 +206,14 @@ def prepare(
         TimeElapsedColumn,
     )
 
+    from npu_gr.dataset.build import add
     from npu_gr.dataset.build import prepare as work
-    from npu_gr.dataset.build import summary
     from npu_gr.dataset.options import PrepareOptions
+    from npu_gr.dataset.summary import summary
 
+    folder = out or add_to
+    if folder is None or (out and add_to):
+        raise click.UsageError("give one of --out and --add-to")
     given = {name: value for name, value in settings.items() if value is not None}
     options = PrepareOptions(has_time=not no_time, **given)
     console = Console(stderr=True)
@@ -220,8 +233,10 @@ def prepare(
                 tasks[stage] = bars.add_task(stage, total=1.0)
             bars.update(tasks[stage], completed=ratio)
 
-        prepared = work(log, out, options, items=items, users=users, on_stage=show)
-    click.echo(summary(prepared.manifest, out))
-    click.echo(
-        f"\nnext: {shlex.join(['npu-gr', 'train', 'all', str(out), '--out', str(out.parent)])}"
-    )
+        run = work if add_to is None else add
+        prepared = run(log, folder, options, items=items, users=users, on_stage=show)
+    click.echo(summary(prepared.manifest, folder))
+    if add_to is not None:
+        return
+    command = ["npu-gr", "train", "all", str(folder), "--out", str(folder.parent)]
+    click.echo(f"\nnext: {shlex.join(command)}")

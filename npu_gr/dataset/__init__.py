@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npu_gr.dataset.build import PreparedDataset, prepare
+    from npu_gr.dataset.build import PreparedDataset, add, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
     from npu_gr.dataset.options import PrepareOptions
     from npu_gr.history_store.interactions import Interactions
 
-__all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]
+__all__ = [
+    "Dataset",
+    "PrepareOptions",
+    "PreparedDataset",
+    "add",
+    "prepare",
+    "read_dataset",
+    "read_log",
+]
 
 _HOMES = {"Dataset": "files", "read_dataset": "files", "PrepareOptions": "options"}
 _PREPARED = (".csv", ".tsv", ".parquet", ".pq", ".ndjson")

@@ -12,20 +12,22 @@ files of items and users, which are held in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
 from npu_gr.core.file_permissions import make_private
-from npu_gr.core.text_format import counted, cut, quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.actions import Actions, OldActions
+from npu_gr.dataset.added import Earlier, kept_options, options_of
 from npu_gr.dataset.engine import duckdb_errors, memory_for, opened
 from npu_gr.dataset.files import (
+    ADDED_EVENTS,
     DECLARED_KIND,
     EVENTS,
     FORMAT,
@@ -40,15 +42,16 @@ from npu_gr.dataset.files import (
     replaced_folder,
 )
 from npu_gr.dataset.line_sources import Source
-from npu_gr.dataset.logs import Log, LogFeature
+from npu_gr.dataset.log_features import LogFeature
+from npu_gr.dataset.logs import Log
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.plausible import findings
-from npu_gr.dataset.rejects import MAX_WRITTEN, Rejects
+from npu_gr.dataset.rejects import Rejects
 from npu_gr.dataset.side import ItemTable, UserTable, notes_of, read_items, read_users
 from npu_gr.dataset.sources import OTHERS, ArrowStream, open_source
 from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
 
-FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
+FILES = (MANIFEST, EVENTS, ADDED_EVENTS, USERS, ITEMS, REJECTED)
 OnStage = Callable[[str, float], None]
 """Called with the name of the stage and its progress, 0 to 1."""
 
@@ -66,8 +69,40 @@ class PreparedDataset:
         return dict(self.dataset.manifest)
 
 
+class _Sources(NamedTuple):
+    log: Source
+    items: Source | None
+    users: Source | None
+
+
 def ignore_stage(stage: str, ratio: float) -> None:
     """Ignore the progress."""
+
+
+@contextmanager
+def _sources(
+    log: Path | str | ArrowStream,
+    items: Path | str | ArrowStream | None,
+    users: Path | str | ArrowStream | None,
+    options: PrepareOptions,
+) -> Iterator[_Sources]:
+    """Open the log and the files of items and users."""
+    with TemporaryDirectory(prefix="npu-gr-utf8-") as scratch:
+        source, item_source, user_source = (
+            open_source(one, kind, columns, options.encoding, Path(scratch) / role)
+            if one is not None
+            else None
+            for role, one, kind, columns in (
+                ("log", log, options.format, options.columns),
+                ("items", items, "", ()),
+                ("users", users, "", ()),
+            )
+        )
+        assert source is not None
+        for one in (source, item_source, user_source):
+            if one is not None:
+                one.memory_mb = options.memory_mb or memory_for(source.num_bytes)
+        yield _Sources(source, item_source, user_source)
 
 
 def prepare(
@@ -97,54 +132,84 @@ def prepare(
     """
     out = Path(out)
     options = options or PrepareOptions()
-    with TemporaryDirectory(prefix="npu-gr-utf8-") as scratch:
-        source, item_source, user_source = (
-            open_source(one, kind, columns, options.encoding, Path(scratch) / role)
-            if one is not None
-            else None
-            for role, one, kind, columns in (
-                ("log", log, options.format, options.columns),
-                ("items", items, "", ()),
-                ("users", users, "", ()),
-            )
-        )
-        assert source is not None
-        return _prepare(source, item_source, user_source, out, options, on_stage)
-
-
-def _prepare(
-    source: Source,
-    item_source: Source | None,
-    user_source: Source | None,
-    out: Path,
-    options: PrepareOptions,
-    on_stage: OnStage,
-) -> PreparedDataset:
-    memory_mb = options.memory_mb or memory_for(source.num_bytes)
-    for one in (source, item_source, user_source):
-        if one is not None:
-            one.memory_mb = memory_mb
-    with replaced_folder(out, is_dataset, FILES) as folder:
-        old = OldActions()
+    with (
+        _sources(log, items, users, options) as sources,
+        replaced_folder(out, is_dataset, FILES) as folder,
+    ):
         like = Path(options.like) if options.like else out
         if options.like and not is_dataset(like):
             raise DataError(f"--like {like}: not a dataset of `npu-gr prepare`")
-        if is_dataset(like):
-            before = read_dataset(like).manifest["actions"]
-            old = OldActions(
-                folder=str(like), kind=before["kind"], names=before["names"], edges=before["edges"]
-            )
-        make_private(folder / REJECTED)
-        with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
-            build = _Build(source, item_source, user_source, options, rejected)
-            with (
-                opened(folder / "spill", memory_mb) as con,
-                duckdb_errors(source.name, memory_mb, OTHERS),
-            ):
-                manifest = build.run(con, folder, old, on_stage)
-        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        (folder / MANIFEST).write_text(text, encoding="utf-8")
-    return PreparedDataset(dataset=read_dataset(out), num_rejected=build.num_rejected)
+        old = _actions_of(read_dataset(like)) if is_dataset(like) else OldActions()
+        num_rejected = _write(sources, folder, options, old, None, on_stage)
+    return PreparedDataset(dataset=read_dataset(out), num_rejected=num_rejected)
+
+
+def add(
+    log: Path | str | ArrowStream,
+    dataset: Path | str,
+    options: PrepareOptions | None = None,
+    *,
+    items: Path | str | ArrowStream | None = None,
+    users: Path | str | ArrowStream | None = None,
+    on_stage: OnStage = ignore_stage,
+) -> PreparedDataset:
+    """Add a log to a dataset, without reading the earlier logs again.
+
+    Args:
+        log: A file, folder, pattern or frame, as for `prepare`.
+        dataset: Folder of the dataset. It is replaced as a whole at the end.
+        options: Settings that differ from those of the dataset.
+        items: The whole file or frame of items; None = earlier items keep their features.
+        users: The whole file or frame of users; None = earlier users keep their features.
+        on_stage: Callback for the progress.
+
+    Raises:
+        DataError: the log cannot be read or understood, or does not fit the dataset, which is
+            unchanged.
+    """
+    folder = Path(dataset)
+    options = options_of(read_dataset(folder).manifest, options or PrepareOptions())
+    with (
+        _sources(log, items, users, options) as sources,
+        replaced_folder(folder, is_dataset, FILES) as new,
+    ):
+        earlier = Earlier(dataset=read_dataset(folder))  # again, now that no other run writes it
+        old = _actions_of(earlier.dataset)
+        num_rejected = _write(sources, new, options, old, earlier, on_stage)
+    return PreparedDataset(dataset=read_dataset(folder), num_rejected=num_rejected)
+
+
+def _actions_of(dataset: Dataset) -> OldActions:
+    before = dataset.manifest["actions"]
+    return OldActions(
+        folder=str(dataset.folder),
+        kind=before["kind"],
+        names=before["names"],
+        edges=before["edges"],
+    )
+
+
+def _write(
+    sources: _Sources,
+    folder: Path,
+    options: PrepareOptions,
+    old: OldActions,
+    earlier: Earlier | None,
+    on_stage: OnStage,
+) -> int:
+    """Write all files of a dataset, and return the number of rejected rows."""
+    make_private(folder / REJECTED)
+    with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
+        build = _Build(*sources, options, rejected, earlier)
+        memory_mb = sources.log.memory_mb
+        with (
+            opened(folder / "spill", memory_mb) as con,
+            duckdb_errors(sources.log.name, memory_mb, OTHERS),
+        ):
+            manifest = build.run(con, folder, old, on_stage)
+    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    return build.num_rejected
 
 
 class _Build:
@@ -157,6 +222,7 @@ class _Build:
         user_source: Source | None,
         options: PrepareOptions,
         rejected: IO[str],
+        earlier: Earlier | None,
     ) -> None:
         self._source = source
         self._item_source = item_source
@@ -165,7 +231,8 @@ class _Build:
         self._rejects = Rejects(rejected, source.place)
         self._item_rejects = Rejects(rejected, item_source.place) if item_source else None
         self._user_rejects = Rejects(rejected, user_source.place) if user_source else None
-        self._log = Log(source, options)
+        self._log = Log(source, options, earlier.kinds if earlier else None)
+        self._earlier = earlier
 
     @property
     def num_rejected(self) -> int:
@@ -175,7 +242,7 @@ class _Build:
 
     def run(self, con: Any, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
         """Write all files except the manifest, and return that."""
-        log = self._log
+        log, earlier = self._log, self._earlier
         # the short files first, so that an error in them comes early
         table = self._read_items(con, on_stage)
         users = self._read_users(con, on_stage)
@@ -184,20 +251,34 @@ class _Build:
             [one.name for one in users.features] if users else [],
             [one.column for one in table.features] if table else [],
         )
-        log.load(con, self._rejects, lambda ratio: on_stage("reading", ratio))
+        log.load(
+            con,
+            self._rejects,
+            lambda ratio: on_stage("reading", ratio),
+            earlier.users["name"].combine_chunks() if earlier else None,
+            earlier.items["name"].to_pylist() if earlier else (),
+        )
         if table is not None and self._item_rejects is not None:
             table.take_rejects(log.item_names(), self._item_rejects)
         actions = log.actions(old)
         counts = write_events(
-            folder,
+            path := folder / (earlier.next_file if earlier else EVENTS),
             log,
             actions,
             keep_duplicates=self._options.keep_duplicates,
             show=lambda ratio: on_stage("sorting", ratio),
         )
         names, item_names = log.user_names(), log.item_names()
-        num_without = write_users(folder, names, users)
-        items = write_items(folder, item_names, table, log.titles() if table is None else {})
+        if earlier:
+            if not self._options.keep_duplicates:
+                counts = earlier.without_known(con, path, counts)
+            item_names = earlier.names_with_events(con, item_names)
+        num_without = write_users(folder, names, users, earlier.users if earlier else None)
+        titles = log.titles() if table is None else {}
+        if earlier and table is None:
+            items = earlier.write_items(folder, item_names, titles)
+        else:
+            items = write_items(folder, item_names, table, titles)
         notes = [*actions.notes, *self._source.notes]
         if table is not None:
             notes += notes_of("item", item_names, table.rows, table.num_again)
@@ -205,6 +286,10 @@ class _Build:
             notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
         manifest = self._manifest(actions, table, counts, items, notes)
         manifest |= {"users": len(names)} | self._features(users, num_without)
+        if earlier:
+            place = earlier.link_events(folder, actions.names)
+            has = {"has_items": table is not None, "has_users": users is not None}
+            manifest = earlier.joined(manifest, place, **has)
         is_order = log.time_kind is None or log.time_kind.least_us == 0
         found = list(findings(manifest, item_names, log.lost_events(), is_order=is_order))
         if found and self._options.strict:
@@ -310,6 +395,7 @@ class _Build:
             },
             "events": sum(of_action),
             "digest": counts.digest,
+            "options": kept_options(self._options, time_kind.pattern if time_kind else ""),
             "items": items._asdict(),
             "features": [
                 {"name": one.column, "kind": one.kind} for one in (table.features if table else ())
@@ -339,103 +425,3 @@ def _check_names(found: Sequence[LogFeature], users: Sequence[str], items: Seque
                 f"two features have the name {quoted(name)}; rename a column, or drop one of them"
             )
         seen.add(name)
-
-
-MAX_ACTIONS = 20  # that the summary lists
-_OF = {"event": "of the event", "request": "of the request", "cross": "of both"}
-
-
-def summary(manifest: Mapping[str, Any], out: Path) -> str:
-    """Say which columns were chosen and why, and what was rejected."""
-    return "\n".join(_lines(manifest, out))
-
-
-def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
-    yield f"{manifest['log']['name']}: {manifest['log']['format']}"
-    for role, column in manifest["columns"].items():
-        yield f"  {role:14} {quoted(column['name'])} ({column['why']})"
-    yield (
-        f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to "
-        f"{_day(manifest['last_time'])}"
-    )
-    actions = manifest["actions"]
-    yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
-    for feature in manifest["features"]:
-        yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
-    for name, why in manifest["skipped"].items():
-        yield f"  {'no feature':14} {quoted(name)}: {why}"
-    for feature in manifest["user_features"]:
-        yield (
-            f"  {'of the user':14} {quoted(feature['name'])} "
-            f"({feature[DECLARED_KIND] or feature['kind']})"
-        )
-    for feature in manifest["log_features"]:
-        yield (
-            f"  {_OF[feature['of']]:14} {quoted(feature['name'])} "
-            f"({feature[DECLARED_KIND] or feature['kind']})"
-        )
-    for name, why in manifest["skipped_users"].items():
-        yield f"  {'no feature':14} {quoted(name)}: {why}"
-    for column in manifest["unused"]:
-        hint = f"; {column['hint']}" if column["hint"] else ""
-        yield f"  {'not used':14} {quoted(column['name'])} ({column['values']}){hint}"
-    for example in manifest["examples"]:
-        yield f"  {'for example':14} {_example(example, has_time='time' in manifest['columns'])}"
-    items = manifest["items"]
-    counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
-    yield ", ".join(counted(count, what) for what, count in counts.items())
-    if "title" in manifest["columns"]:
-        yield f"titles of the log: {items['with_title']:,} of {items['all']:,} items"
-    elif items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
-        titles = counted(items["with_title"], "title")
-        lacked = counted(items["without_row"], "item")
-        without_events = f"{items['without_events']:,} without an event"
-        yield f"items' file: {titles}; it lacks {lacked} of the log, and has {without_events}"
-    if num := manifest["users_without_row"]:
-        yield f"users' file: it lacks {counted(num, 'user')} of the log"
-    if num := manifest["duplicates"]["rows"]:
-        what = (
-            "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
-        )
-        yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
-    if num := manifest["trimmed"]:
-        what = "blanks around a user, an item or an event; the blanks are removed"
-        yield f"{counted(num, 'row')} with {what}"
-    if num := manifest["filtered"]:
-        yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
-    yield from _rejected("", manifest["rejected"])
-    yield from _rejected(" of the items' file", manifest["rejected_items"])
-    yield from _rejected(" of the users' file", manifest["rejected_users"])
-    if manifest["rejected"] or manifest["rejected_items"] or manifest["rejected_users"]:
-        yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
-    yield from manifest["notes"]
-
-
-def _example(example: Mapping[str, Any], *, has_time: bool) -> str:
-    """Write the first events of a user in the order that models read."""
-    day = ""
-    parts = []
-    for item, action, time_us in example["events"]:
-        at = f"{datetime.fromtimestamp(time_us // 1_000_000, UTC):%Y-%m-%d %H:%M:%S}"
-        clock = at.removeprefix(day) if has_time else ""
-        day = at[:11]
-        parts.append(" ".join(filter(None, (action and cut(action, 24), cut(item, 24), clock))))
-    return f"{cut(example['user'], 24)}: {', '.join(parts)}"
-
-
-def _actions(names: list[str], events: list[int]) -> Iterator[str]:
-    for name, count in list(zip(names, events, strict=True))[:MAX_ACTIONS]:
-        yield f"{cut(name, 32)} ({count:,})"
-    if len(names) > MAX_ACTIONS:
-        yield f"and {len(names) - MAX_ACTIONS} more"
-
-
-def _rejected(of: str, reasons: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    if reasons:
-        yield f"{counted(sum(one['rows'] for one in reasons.values()), 'row')}{of} cannot be used:"
-    for reason, one in reasons.items():
-        yield f"  {one['rows']:>9,}  {reason} (first: {one['first']:,})"
-
-
-def _day(time: int) -> str:
-    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d}"

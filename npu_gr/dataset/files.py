@@ -4,7 +4,7 @@
     events.parquet   by user, oldest first: user int32 (row of users.parquet), item int64,
                      action int16, value float64 (of ratings and ranges), time int64 (unix
                      seconds), and `feature.X` of each feature X of the log: a number, a text,
-                     or a list of texts
+                     or a list of texts; events-0001.parquet, ... of logs that were added
     users.parquet    name, and `feature.X` of each feature X of users
     items.parquet    id int64, name, title, and `feature.X`: a text, or a list of texts
     rejected.jsonl   the first rejected rows, each with its reason
@@ -27,6 +27,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,17 @@ from npu_gr.history_store.interactions import (
 )
 
 KIND = "npu_gr dataset"
-FORMAT = 1
+FORMAT, MANY_FILES = 1, 2  # of the manifest; 2: with files of logs that were added
 MANIFEST = "manifest.json"
 EVENTS = "events.parquet"
+ADDED_EVENTS = "events-*.parquet"
 USERS = "users.parquet"
 ITEMS = "items.parquet"
 REJECTED = "rejected.jsonl"
 FEATURE = "feature."  # prefix of a feature's column
 NUMBER = "number."  # prefix of the column of numbers whose ranges are the feature
+# users are sorted by code modulo this; the digest of a dataset depends on it
+NUM_PARTS = 64
 DECLARED_KIND = "told"  # key of the manifest: the kind that --...-features NAME:KIND gave
 
 
@@ -70,6 +74,13 @@ class Dataset:
         """Names of the actions by index; ratings are named by their number."""
         return tuple(self.manifest["actions"]["names"])
 
+    @property
+    def event_files(self) -> list[dict[str, Any]]:
+        """The files of events, oldest log first: name, counts, first and last time, digest."""
+        found: list[dict[str, Any]] = self.manifest.get("event_files", [])
+        keys = ("events", "first_time", "last_time", "digest")
+        return found or [{"name": EVENTS} | {key: self.manifest[key] for key in keys}]
+
     def interactions(self) -> Interactions:
         """Read all events, in time order (of equal times: by user, then as the log has them).
 
@@ -81,11 +92,14 @@ class Dataset:
         """
         is_rated = self.manifest["actions"]["kind"] == ActionKind.RATINGS
         columns = ["user", "item", "value" if is_rated else "action", "time"]
-        table = self._read(
-            EVENTS, columns + [FEATURE + one["name"] for one in self._features("log_features")]
-        )
+        wanted = columns + [FEATURE + one["name"] for one in self._features("log_features")]
+        files = [one["name"] for one in self.event_files]
+        table = pa.concat_tables(self._read(name, wanted) for name in files)
         users, items, values, times = (table[name].to_numpy() for name in columns)
-        order = np.argsort(times, kind="stable")
+        if len(files) > 1:  # the order that one file would have
+            order = np.lexsort((users, users % NUM_PARTS, times))
+        else:
+            order = np.argsort(times, kind="stable")
         listed = self._read(
             USERS, ["name", *(FEATURE + one["name"] for one in self._features("user_features"))]
         )
@@ -180,10 +194,10 @@ def read_dataset(folder: Path | str) -> Dataset:
     if not is_dataset(folder):
         raise DataError(f"{folder}: no dataset; npu-gr prepare LOG --out {folder} makes one")
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, MANY_FILES):
         raise DataError(
-            f"{folder}: the dataset has format {manifest['format']}, this version reads {FORMAT}; "
-            "prepare it anew"
+            f"{folder}: the dataset has format {manifest['format']}, this version reads {FORMAT} "
+            f"and {MANY_FILES}; prepare it anew"
         )
     return Dataset(folder=folder, manifest=manifest)
 
@@ -235,7 +249,7 @@ def replaced_folder(
     Args:
         out: The folder; it is missing, empty, or one that we wrote.
         is_ours: Function that returns whether we wrote a folder.
-        files: All file names that such a folder may have.
+        files: Names and patterns of all files that such a folder may have.
 
     Raises:
         DataError: `out` holds other files, another process writes it, or it cannot be written; it
@@ -305,7 +319,8 @@ def _check(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]) -
         return
     if not out.is_dir():
         raise DataError(f"{out}: a file; --out must name a folder")
-    others = sorted(path.name for path in out.iterdir() if path.name not in files)
+    names = sorted(path.name for path in out.iterdir())
+    others = [name for name in names if not any(fnmatch(name, one) for one in files)]
     if others or (any(out.iterdir()) and not is_ours(out)):
         what = f"holds {others[0]}, which is no file of a dataset" if others else "holds no dataset"
         raise DataError(

@@ -7,7 +7,7 @@ users, items, events, feature_0, ...    each distinct text and its code, by firs
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy.typing as npt
 
@@ -23,30 +23,25 @@ from npu_gr.dataset.actions import (
     one_action,
 )
 from npu_gr.dataset.cells import (
-    JOINT,
-    Cells,
     has_blanks_sql,
     has_point,
-    is_list_type,
     is_missing_sql,
     name_sql,
     number_sql,
     pa,
-    pc,
-    values_of,
-    values_sql,
 )
 from npu_gr.dataset.columns import (
     MAX_EVENT_TYPES,
     Column,
     LogColumns,
-    cells_of,
     choose_log_columns,
     choose_title,
     unused_columns,
 )
+from npu_gr.dataset.files import NUM_PARTS
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import NESTED, OnProgress
+from npu_gr.dataset.log_features import log_features, split_kind
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import (
     CODES,
@@ -63,140 +58,30 @@ from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.time_parts import joined, joined_sql
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.history_store.interactions import DeclaredKind, LogFeatureOf
+from npu_gr.history_store.interactions import LogFeatureOf
 
 EXAMPLE_USERS = 3  # whose first events the summary shows
 EXAMPLE_EVENTS = 3
 MAX_TITLE_CHARS = 256
-MAX_VALUE_BYTES = 512  # of a feature's cell; longer ones are descriptions
 BATCH_ROWS = 1 << 17
-# users are sorted by code modulo this; the digest of a dataset depends on it
-NUM_PARTS = 64
 # a name that a spreadsheet turned into a rounded number: its last digits are lost
 ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"
-_KINDS = tuple(kind for kind in get_args(DeclaredKind) if kind)
 Rows = Mapping[str, npt.NDArray[Any]]
 """Columns of some rows: user, item, time_us, action or value, and f0, f1, ... of features."""
-
-
-def split_kind(text: str) -> tuple[str, DeclaredKind]:
-    """Split `NAME:KIND`; without a known kind after the last colon, the text is the name."""
-    name, _, kind = text.rpartition(":")
-    return (name, kind) if name and kind in _KINDS else (text, "")  # type: ignore[return-value]
-
-
-def kind_word(cells: Cells) -> str:
-    """Return the kind of the values as in the manifest: "number", "one" or "many"."""
-    return {"number": "number", "text": "one"}.get(cells, "many")
-
-
-def declared_cells(name: str, declared: DeclaredKind, array: Any, source: Source) -> Cells:
-    """Find how cells hold values: by the declared kind, else by the first cells."""
-    if declared == "number":
-        return "number"
-    found = cells_of(name, array, source.types)
-    return "text" if declared and found == "number" else found
-
-
-class LogFeature:
-    """A column of the log that is a feature of the event, the request, or the user-item pair.
-
-    Until it is written, a number is a float64 (NaN if missing) and a text is its code (-1 if
-    missing).
-    """
-
-    def __init__(self, name: str, of: LogFeatureOf, declared: DeclaredKind, cells: Cells) -> None:
-        self.name = name
-        self.of = of
-        self.declared = declared
-        self.cells = cells
-
-    @property
-    def kind(self) -> str:
-        """Kind of the values: "number", "one" or "many"."""
-        return kind_word(self.cells)
-
-    @property
-    def arrow_type(self) -> Any:
-        """Arrow type of the column in the dataset."""
-        return {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}[
-            self.kind
-        ]
-
-    def sql(self, column: str, kind: str) -> str:
-        """Return the SQL that reads cells of a DuckDB type."""
-        if self.cells == "number":
-            return number_sql(column, kind, has_booleans=True)
-        if self.cells == "list" and is_list_type(kind):
-            return name_sql(values_sql(column), "VARCHAR")
-        return name_sql(column, kind)
-
-    def values(self, texts: Sequence[str]) -> Any:
-        """Return the values by code, as an Arrow array of the dataset's type.
-
-        Raises:
-            DataError: a cell is too long.
-        """
-        if long := [text for text in texts if len(text.encode()) > MAX_VALUE_BYTES]:
-            raise DataError(
-                f"feature {quoted(self.name)}: {quoted(long[0], 40)} has {len(long[0].encode()):,} "
-                f"bytes, the limit is {MAX_VALUE_BYTES}; drop the column from the features"
-            )
-        if self.kind == "one":
-            return pa.array(texts, pa.string())
-        lists = [
-            text.split(JOINT) if self.cells == "list" else values_of(text, self.cells)
-            for text in texts
-        ]
-        return pa.array(lists, pa.list_(pa.string()))
-
-    def column(self, codes: npt.NDArray[Any], values: Any) -> Any:
-        """Convert codes or numbers of rows to a column of the dataset, null where missing."""
-        if self.cells == "number":
-            return pa.array(codes, pa.float64(), from_pandas=True)
-        return pc.take(values, pa.array(codes, pa.int32(), mask=codes < 0))
-
-
-def log_features(
-    columns: Mapping[str, Any], wanted: Mapping[LogFeatureOf, Sequence[str]], source: Source
-) -> tuple[LogFeature, ...]:
-    """Find the columns that are features.
-
-    Args:
-        columns: the first cells of all columns.
-        wanted: "event", "request" or "cross" -> `NAME` or `NAME:KIND` of each column.
-        source: The log.
-
-    Raises:
-        DataError: there is no such column, or a name is given twice.
-    """
-    found: list[LogFeature] = []
-    for of, names in wanted.items():
-        for text in names:
-            name, declared = split_kind(text)
-            option = f"{source.name}: --{of}-features {name}"
-            if name not in columns:
-                raise DataError(
-                    f"{option}: there is no such column; there are {', '.join(columns)}"
-                )
-            if name in (one.name for one in found):
-                raise DataError(
-                    f"{option}: it is a feature already; give a column to only one of "
-                    "event, request and cross"
-                )
-            found.append(
-                LogFeature(
-                    name, of, declared, declared_cells(name, declared, columns[name], source)
-                )
-            )
-    return tuple(found)
 
 
 class Log:
     """Reads a log into DuckDB: its chosen columns, features and names."""
 
-    def __init__(self, source: Source, options: PrepareOptions) -> None:
+    def __init__(
+        self, source: Source, options: PrepareOptions, kinds: Mapping[str, str] | None = None
+    ) -> None:
         """Choose the columns, from the first rows.
+
+        Args:
+            source: The log.
+            options: Settings that are otherwise guessed.
+            kinds: Kinds of features by name, where a dataset has decided them.
 
         Raises:
             DataError: as `choose_log_columns` and `recognise`.
@@ -224,20 +109,35 @@ class Log:
             "request": options.request_features,
             "cross": options.cross_features,
         }
-        self.features = log_features(sample, wanted, source)
+        self.features = log_features(sample, wanted, source, kinds or {})
         used = [*self.columns.names(), *(one.name for one in self.features), *conditioned]
         self.title = choose_title(sample, used)
         titles = [self.title.name] if self.title is not None else []
         self._names = list(dict.fromkeys([*used, *titles]))
         self.unused = unused_columns(sample, self._names)
         self.num_left_out = 0  # rows, by conditions
+        self._known_users: Any = None
         self._con: Any = None
         self.num_rows = 0  # without the rejected ones
         self.num_trimmed = 0  # of these, with blanks around a user, an item or an event
         self.feature_values: list[Any] = []  # of each feature, by code; None for numbers
 
-    def load(self, con: Any, rejects: Rejects, show: OnProgress) -> None:
+    def load(
+        self,
+        con: Any,
+        rejects: Rejects,
+        show: OnProgress,
+        known_users: Any = None,
+        known_items: Sequence[str] = (),
+    ) -> None:
         """Read the log into DuckDB, and assign codes to names.
+
+        Args:
+            con: Connection of DuckDB.
+            rejects: Receives the rows that cannot be used.
+            show: Callback for the progress.
+            known_users: Names of the users who have the first codes, an Arrow array; None = none.
+            known_items: Names of items that count as earlier where two names have one id.
 
         Raises:
             DataError: the log cannot be read to its end, too many rows are rejected, or there are
@@ -248,8 +148,10 @@ class Log:
         table.load(show)
         self._give_codes("items", "item")
         names = self.item_names()
-        if again := repeated(item_ids(names)):
-            table.reject("item", [names[place] for place in again], RejectReason.SAME_ID)
+        known = set(known_items)
+        every = [*known_items, *(name for name in names if name not in known)]
+        if again := repeated(item_ids(every)):
+            table.reject("item", [every[place] for place in again], RejectReason.SAME_ID)
             con.execute("DROP TABLE items")
             self._give_codes("items", "item")
             names = self.item_names()
@@ -260,7 +162,16 @@ class Log:
             f"count(*) FILTER (WHERE reason = {LEFT_OUT}) FROM log"
         ).fetchall()
         self._check_rejected(rejects)
-        self._give_codes("users", "user")
+        self._give_codes("users_of_log", "user")
+        self._known_users = pa.array([], pa.string()) if known_users is None else known_users
+        codes = range(len(self._known_users))
+        con.register("known", pa.table({"name": self._known_users, "code": codes}))
+        con.execute(
+            "CREATE TABLE users AS SELECT u.name, coalesce(k.code, "
+            f"{len(self._known_users)} - 1 + row_number() OVER (PARTITION BY k.code IS NULL ORDER "
+            "BY u.code)) AS code FROM users_of_log u LEFT JOIN known k ON k.name = u.name"
+        )
+        con.unregister("known")
         con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": item_ids(names)}))
         con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
         con.unregister("ids")
@@ -276,11 +187,9 @@ class Log:
 
     def user_names(self) -> Any:
         """Return the names of users by code, as an Arrow array."""
-        return (
-            self._con.sql("SELECT name FROM users ORDER BY code")
-            .to_arrow_table()["name"]
-            .combine_chunks()
-        )
+        known = len(self._known_users)
+        new = self._con.sql(f"SELECT name FROM users WHERE code >= {known} ORDER BY code")
+        return pa.concat_arrays([self._known_users, *new.to_arrow_table()["name"].chunks])
 
     def item_names(self) -> list[str]:
         """Return the names of items by code."""

@@ -25,7 +25,12 @@ from npu_gr.dataset.cells import Cells, finite_number, has_point, name_sql, plai
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
-from npu_gr.dataset.logs import MAX_VALUE_BYTES, declared_cells, kind_word, split_kind
+from npu_gr.dataset.log_features import (
+    MAX_VALUE_BYTES,
+    declared_cells,
+    kind_word,
+    split_kind,
+)
 from npu_gr.dataset.rejects import (
     CODES,
     MAX_ROW_CHARS,

@@ -16,14 +16,14 @@ from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.cells import pa, pq
-from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, NUMBER, USERS
+from npu_gr.dataset.files import FEATURE, ITEMS, NUMBER, USERS
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import Log, Rows
 from npu_gr.dataset.side import ItemTable, UserTable
 from npu_gr.dataset.times import US_PER_S
 
 GROUP_ROWS = 1 << 17  # per row group of events.parquet; readers load one group at a time
-_COMPRESSION = "zstd"
+COMPRESSION = "zstd"
 
 
 class EventCounts:
@@ -67,12 +67,12 @@ class ItemCounts(NamedTuple):
 
 
 def write_events(
-    folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress
+    path: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress
 ) -> EventCounts:
     """Write the events.
 
     Args:
-        folder: Output folder.
+        path: File to write.
         log: The loaded log.
         actions: The actions of its rows.
         keep_duplicates: Keep rows that are equal in all columns; else only the first of them.
@@ -94,12 +94,11 @@ def write_events(
     of_features = [(FEATURE + one.name, one.arrow_type) for one in features]
     schema = pa.schema([*fields, *of_features])
     counts = EventCounts(len(actions.names))
-    path = folder / EVENTS
     make_private(path)
     done = 0
     with (
         path.open("wb") as file,
-        pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer,
+        pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer,
         ThreadPoolExecutor(1) as compressor,  # compresses a group while DuckDB reads the next one
     ):
         packing: Future[None] | None = None
@@ -127,8 +126,14 @@ def write_events(
     return counts
 
 
-def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
+def write_users(folder: Path, names: Any, table: UserTable | None, earlier: Any = None) -> int:
     """Write the names and features of users by code.
+
+    Args:
+        folder: Output folder.
+        names: Names of all users, an Arrow array.
+        table: The users' file.
+        earlier: Table of the first of these users, whose features stay where there is no file.
 
     Returns:
         The number of users without a row in the users' file.
@@ -139,10 +144,14 @@ def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
     for feature in table.features if table else ():
         values = [None if row is None else feature.values[row] for row in rows]
         columns[FEATURE + feature.name] = pa.array(values, types[feature.kind])
+    found = pa.table(columns)
+    if table is None and earlier is not None:
+        new = found.slice(len(earlier))
+        found = pa.concat_tables([earlier, new], promote_options="default").combine_chunks()
     path = folder / USERS
     make_private(path)
     with path.open("wb") as file:
-        pq.write_table(pa.table(columns), file, compression=_COMPRESSION)
+        pq.write_table(found, file, compression=COMPRESSION)
     return sum(row is None for row in rows)
 
 
@@ -185,7 +194,7 @@ def write_items(
                 None if (row := rows[place]) is None else feature.numbers[row] for place in by_id
             ]
             columns[NUMBER + feature.column] = pa.array(own, pa.float64())
-    pq.write_table(pa.table(columns), folder / ITEMS, compression=_COMPRESSION)
+    pq.write_table(pa.table(columns), folder / ITEMS, compression=COMPRESSION)
     return ItemCounts(
         all=len(names),
         with_events=len(logged),

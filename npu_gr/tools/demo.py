@@ -41,8 +41,9 @@ from rich.table import Table
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.kinds import RANK
 from npu_gr.core.progress import heartbeat, time_left
-from npu_gr.dataset.build import prepare, summary
+from npu_gr.dataset.build import prepare
 from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
+from npu_gr.dataset.summary import summary
 from npu_gr.history_store.interactions import Interactions, movielens_100k
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings

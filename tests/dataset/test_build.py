@@ -12,7 +12,7 @@ import zstandard
 
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
-from npu_gr.dataset.build import summary
+from npu_gr.dataset.summary import summary
 from tests.dataset.logs import EVENTS, WRITERS, Event, table, write_csv
 
 

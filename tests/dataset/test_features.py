@@ -14,8 +14,8 @@ import pytest
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
-from npu_gr.dataset.build import summary
-from npu_gr.dataset.logs import NUM_PARTS
+from npu_gr.dataset.files import NUM_PARTS
+from npu_gr.dataset.summary import summary
 from npu_gr.history_store.interactions import FeatureColumn, Interactions
 from npu_gr.train.data import build_log
 

@@ -28,7 +28,7 @@ def test_a_folder_that_is_none(tmp_path: Path, folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(
-        DataError, match="the dataset has format 99, this version reads 1; prepare it anew"
+        DataError, match="the dataset has format 99, this version reads 1 and 2; prepare it anew"
     ):
         read_dataset(folder)
     for broken in ("[]", "{", '{"kind": "npu_gr site"}'):

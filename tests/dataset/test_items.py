@@ -16,8 +16,8 @@ from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
-from npu_gr.dataset.build import summary
 from npu_gr.dataset.rejects import RejectReason
+from npu_gr.dataset.summary import summary
 from tests.dataset.logs import EVENTS, Event, table
 
 A, B = "SKU-000007-A", "SKU-000242-C"

@@ -19,8 +19,8 @@ from pyarrow import feather, orc
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare
-from npu_gr.dataset.build import summary
 from npu_gr.dataset.files import read_dataset
+from npu_gr.dataset.summary import summary
 
 NINE = 1_709_283_600  # 2024-03-01 09:00 UTC
 
