@@ -65,7 +65,7 @@ class RecentItems:
         return total
 
 
-class CachedPrefix(NamedTuple):
+class PrefixPlace(NamedTuple):
     """A cached prefix of a user."""
 
     model: str
@@ -78,7 +78,7 @@ class KnownUser(NamedTuple):
 
     num_events: int
     events: Events  # the newest ones, oldest first
-    prefixes: tuple[CachedPrefix, ...]
+    prefixes: tuple[PrefixPlace, ...]
     in_vectors: bool  # whether the vectors of match were trained with the user
 
 
@@ -132,7 +132,7 @@ class Lookups:
             is_coming = bool(model.relay.prefills.table.of(user))
             if pool.knows(user) or has_dram or is_coming:
                 tier = "hbm" if pool.knows(user) else "dram" if has_dram else "on_its_way"
-                prefixes.append(CachedPrefix(model.model.name, model.version, tier))
+                prefixes.append(PrefixPlace(model.model.name, model.version, tier))
         in_vectors = self._vectors is not None and self._vectors.knows(user)
         if not (len(events) or first or prefixes or in_vectors):
             raise NotFound("user_id: this instance knows nothing of the user")
@@ -196,7 +196,9 @@ class Lookups:
         return Denied(np.concatenate(parts) if parts else None, None, passing.allow)
 
 
-def _nearest(version: MatchVersion, item: int, num_items: int, denied: Denied) -> LookedUpItems | None:
+def _nearest(
+    version: MatchVersion, item: int, num_items: int, denied: Denied
+) -> LookedUpItems | None:
     """Find the items with the largest cosine to an item; None if the vectors lack the item."""
     vectors = version.matcher.vectors
     rows = version.matcher.rows(np.array([item]))

@@ -13,6 +13,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.lifetime import deadline
 from npu_gr.core.names import item_id
 from npu_gr.handlers.lookups import LookedUpItems
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.http import json_response
 from npu_gr.server.middleware import CALL, RequestLifecycle
 from npu_gr.server.schemas.fields import MAX_NAME
@@ -81,8 +82,7 @@ class LookupRoutes:
         ]
 
     async def _user(self, request: web.Request) -> web.Response:
-        require_ready(self._service)
-        call = request[CALL]
+        call = self._begun(request)
         user_id = _variable(request, "/v1/users/", "")
         asked = request.query.get("tenant", "")
         for name, text in (("user_id", user_id), ("tenant", asked)):
@@ -126,20 +126,19 @@ class LookupRoutes:
         )
 
     async def _similar(self, request: web.Request) -> web.Response:
-        require_ready(self._service)
+        call = self._begun(request)
         try:
             item = item_id(_variable(request, "/v1/items/", "/similar"))
         except ValueError as error:
             raise Unprocessable(f"item_id: {error}") from None
         num_items = _count(request, "num_items", 10)
         attributes = request.query.getall("attribute", [])
-        async with deadline(request[CALL].left_s()):
+        async with deadline(call.left_s()):
             found = await self._service.lookups.similar(item, num_items, attributes)
         return self._found(found)
 
     async def _trending(self, request: web.Request) -> web.Response:
-        require_ready(self._service)
-        call = request[CALL]
+        call = self._begun(request)
         tenant = self._lifecycle.keys.tenant_of(call.key, request.query.get("tenant", ""))
         text = request.query.get("window_s", "3600")
         try:
@@ -152,6 +151,13 @@ class LookupRoutes:
         async with deadline(call.left_s()):
             found = await self._service.lookups.trending(tenant, window_s, num_items)
         return self._found(found)
+
+    def _begun(self, request: web.Request) -> ServerCall:
+        """Return the call with its time limit, which other routes than those of kinds lack."""
+        require_ready(self._service)
+        call = request[CALL]
+        self._lifecycle.limit(call)
+        return call
 
     def _found(self, found: LookedUpItems) -> web.Response:
         names = self._service.names

@@ -32,7 +32,9 @@ def stored(tmp_path: Path) -> dict[str, Any]:
     return {"history_store": {"kind": "embedded", "path": str(tmp_path / "history.db")}}
 
 
-async def get(client: Client, path: str, status: int = 200, **headers: str) -> Any:
+async def get(
+    client: Client, path: str, status: int = 200, headers: dict[str, str] | None = None
+) -> Any:
     async with client.get(path, headers=headers) as response:
         answer = await response.json(content_type=None)
         assert response.status == status, answer
@@ -68,7 +70,11 @@ async def test_a_user_is_what_the_service_knows(folder: Path, tmp_path: Path) ->
         path = f"/v1/users/{quote(name, safe='')}"
         await get(client, path, 404)
         for at in range(30):
-            event = {"item_id": FIRST_ID + at, "event": "1", "timestamp": 1_700_000_000 + at}
+            event: dict[str, Any] = {
+                "item_id": FIRST_ID + at,
+                "event": "1",
+                "timestamp": 1_700_000_000 + at,
+            }
             await post(client, "/v1/events", user_id=name, **event)
         found = await get(client, f"{path}?num_events=3")
         assert (found["user_id"], found["num_events"]) == (name, 30)
@@ -89,9 +95,9 @@ async def test_a_user_is_what_the_service_knows(folder: Path, tmp_path: Path) ->
         await get(client, f"{path}?num_events=0", 422)
         await get(client, f"{path}?tenant={'x' * 200}", 422)
         await get(client, "/v1/users/%ff", 400)
-        await get(client, path, 504, **{"X-Request-Timeout-Ms": "0"})
-        await get(client, path, 403, Host="evil.example")
-        await get(client, path, 403, Origin="http://evil.example")
+        await get(client, path, 504, {"X-Request-Timeout-Ms": "0"})
+        await get(client, path, 403, {"Host": "evil.example"})
+        await get(client, path, 403, {"Origin": "http://evil.example"})
 
 
 async def test_similar_items_are_near_and_pass_filters(folder: Path) -> None:
@@ -126,7 +132,7 @@ async def test_what_trends_is_counted_from_events_of_the_tenant(
     mine, yours = bearer("mine"), bearer("yours")
     server = {"api_keys_file": str(keys)}
     async with serving(folder, server=server, **stored(tmp_path), **section(folder)) as (client, _):
-        assert (await get(client, "/v1/trending", **mine))["basis"] in ("popular", "nothing")
+        assert (await get(client, "/v1/trending", headers=mine))["basis"] in ("popular", "nothing")
         await get(client, "/v1/trending", 401)
         for item, count in ((FIRST_ID + 1, 2), (FIRST_ID + 2, 3)):
             for _ in range(count):
@@ -145,15 +151,15 @@ async def test_what_trends_is_counted_from_events_of_the_tenant(
         ]
         async with client.post("/v1/events/bulk", json={"users": users}, headers=mine) as response:
             assert response.status == 200
-        found = await get(client, "/v1/trending?window_s=600", **mine)
+        found = await get(client, "/v1/trending?window_s=600", headers=mine)
         assert found["basis"] == "events"
         assert [(one["item"] - FIRST_ID, one["score"]) for one in found["items"]] == [
             *((2, 3.0), (1, 2.0), (9, 1.0))  # not the event of two days ago
         ]
-        assert (await get(client, "/v1/trending", **yours))["basis"] != "events"
+        assert (await get(client, "/v1/trending", headers=yours))["basis"] != "events"
         for query in ("window_s=0", "window_s=nan", "window_s=90000", "num_items=9999"):
-            await get(client, f"/v1/trending?{query}", 422, **mine)
-        await get(client, "/v1/trending?tenant=other", 403, **mine)
+            await get(client, f"/v1/trending?{query}", 422, headers=mine)
+        await get(client, "/v1/trending?tenant=other", 403, headers=mine)
 
 
 def test_counts_of_events_are_bounded() -> None:
