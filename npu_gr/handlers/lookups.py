@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from npu_gr.core.arrays import F32, I64
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound, Unprocessable
 from npu_gr.core.history import Events, UserKey
+from npu_gr.core.served import KnownUser, LookedUpItems, PrefixPlace
 from npu_gr.core.text_format import quoted
 from npu_gr.handlers.cascade_plan import Denied
 from npu_gr.handlers.histories import Histories
@@ -63,31 +63,6 @@ class RecentItems:
             if owner == tenant and quarter >= first:
                 total.update(counts)
         return total
-
-
-class PrefixPlace(NamedTuple):
-    """A cached prefix of a user."""
-
-    model: str
-    version: str
-    tier: str  # hbm | dram | on_its_way
-
-
-class KnownUser(NamedTuple):
-    """What this instance knows of a user."""
-
-    num_events: int
-    events: Events  # the newest ones, oldest first
-    prefixes: tuple[PrefixPlace, ...]
-    in_vectors: bool  # whether the vectors of match were trained with the user
-
-
-class LookedUpItems(NamedTuple):
-    """Items, best first. n = items."""
-
-    basis: str  # what they rest on
-    items: I64  # [n] external ids
-    scores: F32  # [n]; NaN = the basis has none
 
 
 class Lookups:

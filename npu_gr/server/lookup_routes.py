@@ -12,7 +12,7 @@ from npu_gr.core.errors import BadRequest, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.lifetime import deadline
 from npu_gr.core.names import item_id
-from npu_gr.handlers.lookups import LookedUpItems
+from npu_gr.core.served import LookedUpItems
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.http import json_response
 from npu_gr.server.middleware import CALL, RequestLifecycle

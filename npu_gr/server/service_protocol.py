@@ -12,9 +12,15 @@ from npu_gr.core.errors import NotTaken
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
-from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.core.served import (
+    CatalogueChange,
+    CatalogueInfo,
+    KnownUser,
+    LookedUpItems,
+    ModelInfo,
+    VectorsInfo,
+)
 from npu_gr.handlers.base import AdmissionControl, HeldPermit
-from npu_gr.handlers.lookups import KnownUser, LookedUpItems
 
 I_co = TypeVar("I_co", covariant=True)
 

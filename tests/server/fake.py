@@ -21,9 +21,8 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
-from npu_gr.core.served import ModelInfo, VectorsInfo
+from npu_gr.core.served import KnownUser, LookedUpItems, ModelInfo, VectorsInfo
 from npu_gr.handlers.base import HeldPermit
-from npu_gr.handlers.lookups import KnownUser, LookedUpItems
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController

