@@ -13,7 +13,7 @@ from npu_gr.cli.train import BELOW_BASELINE, NOT_LOADED, THREADS
 from npu_gr.core.errors import NpuGrError
 
 
-@click.command(short_help="Add new days to a site, train it again, and serve it if no worse.")
+@click.command(short_help="Train a site with new days, and serve it if no worse.")
 @click.argument("site", type=FILE)
 @click.argument("logs", nargs=-1)
 @click.option("--force", is_flag=True, help="Serve the new models even if they are worse.")
@@ -38,7 +38,7 @@ def nightly(
     --add-to. The running instance of SITE/serve.yaml reloads, and gets the new events. The three
     versions before stay in SITE/versions. After an interruption, repeat the command. Exit code: 0 =
     the new models are in place, 2 = failed, nothing changed, 3 = in place, but the instance did not
-    reload or the events were not loaded, 4 = refused, because they are worse.
+    reload or the events were not loaded, 4 = rejected, because they are worse.
     """
     from npu_gr.tools.nightly import Worse, reload, restore
     from npu_gr.tools.nightly import nightly as work

@@ -36,12 +36,12 @@ from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import Difference, difference_of_users, hit_ratio, ndcg_of_each
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest
-from npu_gr.train.site.make import POPULAR, README, Candidate, train_site
+from npu_gr.train.site.make import POPULAR, README, TrainedSite, train_site
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import SiteReport
 
 VERSIONS = "versions"
-KEPT = 3  # versions beside the one in service
+KEPT = 3  # versions before the one in service
 FILES = (*PARTS, POPULAR, SERVE, EVALUATED_CONFIG, README, REPORT)
 RUN_LOCK = ".nightly"
 COMPARED_USERS = 600  # as many as choose and evaluate a cascade
@@ -78,7 +78,7 @@ def nightly(
             found = add(log, served.dataset).manifest
             console.print(f"{log}: added, the dataset has {found['events']:,} events")
 
-        def accept(candidate: Candidate) -> None:
+        def accept(candidate: TrainedSite) -> None:
             if not candidate.is_new:
                 console.print("no model has changed")
                 return
@@ -93,7 +93,7 @@ def nightly(
         return train_site(data, site, *chosen, served_hit_ratio, accept)
 
 
-def compared(candidate: Candidate) -> tuple[Difference | None, str]:
+def compared(candidate: TrainedSite) -> tuple[Difference | None, str]:
     """Compare new models with those in service, each by its evaluated ones, on the same users.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The units are read by systemd's own checker where it is installed, and name commands that exist."""
+"""The units are read by systemd's own checker where it is installed; their commands exist."""
 
 from __future__ import annotations
 

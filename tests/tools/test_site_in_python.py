@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -93,8 +94,6 @@ def test_train_prepares_and_runs_the_command(
         (tmp_path / "s" / "serve.yaml").write_text("")
 
     monkeypatch.setattr(python_site, "_run", run)
-    import pandas
-
     log = pandas.DataFrame(
         {
             "user": ["a", "a", "b", "b"] * 3,
@@ -107,10 +106,8 @@ def test_train_prepares_and_runs_the_command(
         log, items=items, out=tmp_path / "s", preset="quick", overrides=["num_matched=5"], threads=1
     )
     data = str(tmp_path / "s" / "data")
-    assert called == [
-        f"train all {data} --out {tmp_path / 's'} --preset quick --set num_matched=5 --threads 1"
-        .split()
-    ]
+    words = f"train all {data} --out {tmp_path / 's'} --preset quick --set num_matched=5"
+    assert called == [[*words.split(), "--threads", "1"]]
     assert isinstance(site, npu_gr.Site)
 
 

@@ -66,7 +66,7 @@ from npu_gr.train.steps import training_progress
 AskService = Callable[[Path, Sequence[str], Sequence[NextEventCase]], float]
 
 
-class Candidate(NamedTuple):
+class TrainedSite(NamedTuple):
     """A trained site before it replaces the one in service."""
 
     site: Path
@@ -98,7 +98,7 @@ def train_site(
     console: Console,
     preset: str = "full",
     ask: AskService | None = None,
-    accept: Callable[[Candidate], None] = lambda _: None,
+    accept: Callable[[TrainedSite], None] = lambda _: None,
 ) -> SiteReport:
     """Train every model of a site, and write its folder. The history store does not change.
 
@@ -217,7 +217,7 @@ def _finish(
     parts: dict[PartName, PartReport],
     console: Console,
     ask: AskService | None,
-    accept: Callable[[Candidate], None],
+    accept: Callable[[TrainedSite], None],
 ) -> SiteReport:
     """Write all files but the models, and move everything into place."""
     site = folder.place
@@ -234,7 +234,7 @@ def _finish(
         cascade = _compared(folder, log, options, cascade, ask)
     made = [name for name in PARTS if (folder.staged / name).exists()]
     config = folder.staged / EVALUATED_CONFIG
-    accept(Candidate(site, config, _staged_models(folder), log, bool(made)))
+    accept(TrainedSite(site, config, _staged_models(folder), log, bool(made)))
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)

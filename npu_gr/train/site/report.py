@@ -13,7 +13,7 @@ from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
 from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
-from npu_gr.train.site.verdict import Verdict
+from npu_gr.train.site.verdict import SiteVerdict
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
@@ -54,7 +54,7 @@ class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
     exclude_seen: bool = True  # whether requests exclude the items of the history by default
     repeat_ratio: float = 0.0  # share of the held-out events whose item the user had before
     hr_at_10: float | None = None  # of the users who chose and evaluated; None = not chosen
-    verdict: Verdict | None = None  # None = made by an older version
+    verdict: SiteVerdict | None = None  # None = made by an older version
 
 
 class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> SiteVerdict | None:
         """The comparison of `recommend` with the strongest baseline."""
         return self.cascade.verdict if self.cascade else None
 

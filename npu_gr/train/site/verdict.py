@@ -1,7 +1,7 @@
 """Say in one line whether a site is worth serving: recommend against the strongest baseline.
 
 The ranker's training ranks the next item of the test users by every baseline, and writes the ranks
-beside its model. Here they are compared with those of `recommend` as configured, on the same users.
+next to its model. Here they are compared with those of `recommend` as configured, on the same users.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANKER = "ranker"
 LEAST_USERS = 20  # an interval of fewer says nothing
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class SiteVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """`recommend` compared with the strongest baseline, by the same users."""
 
     text: str  # one line
@@ -109,12 +109,12 @@ def verdict_of(
     at = {user: row for row, user in enumerate(test.users)}
     both = [(row, at[case.user]) for row, case in enumerate(cases) if case.user in at]
     if len(both) < LEAST_USERS or len(test.ranks) < 2:
-        return Verdict(
+        return SiteVerdict(
             text=f"Verdict: none. {len(both)} users can be compared, which is fewer than "
             f"{LEAST_USERS}."
         )
     mine, theirs = np.array(both).T
-    return _told(places[mine], test, theirs, what)
+    return _compared(places[mine], test, theirs, what)
 
 
 def verdict_of_ranker(test: NextItemTest) -> Verdict:
@@ -122,10 +122,10 @@ def verdict_of_ranker(test: NextItemTest) -> Verdict:
     rows = np.arange(len(test.users))
     if len(rows) < LEAST_USERS or len(test.ranks) < 2:
         return verdict_of([], np.empty(0), test)
-    return _told(test.ranks[RANKER], test, rows, "the ranker")
+    return _compared(test.ranks[RANKER], test, rows, "the ranker")
 
 
-def _told(ours: F64, test: NextItemTest, rows: I64, what: str) -> Verdict:
+def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> Verdict:
     name = test.strongest(rows)
     theirs = test.ranks[name][rows]
     gap = difference_of_users(ndcg_of_each(ours, TOP), ndcg_of_each(theirs, TOP))
@@ -137,7 +137,7 @@ def _told(ours: F64, test: NextItemTest, rows: I64, what: str) -> Verdict:
         if gap.high < 0
         else f"{what} is not shown to be better than {name}, the strongest baseline"
     )
-    return Verdict(
+    return SiteVerdict(
         text=f"Verdict: {words}. HR@{TOP} {hit_ratio(ours, TOP):.3f} against "
         f"{hit_ratio(theirs, TOP):.3f} ({_interval(by_hit)}), NDCG@{TOP} {ndcg(ours, TOP):.3f} "
         f"against {ndcg(theirs, TOP):.3f} ({_interval(gap)}) for {len(ours):,} held-out users.",
