@@ -28,6 +28,7 @@ from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.service.config import load
+from npu_gr.train.baselines import DecayedTransitions, OwnHistory
 from npu_gr.train.cascade import (
     TOP,
     NextEventCase,
@@ -39,7 +40,7 @@ from npu_gr.train.cascade import (
 from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import ndcg
 from npu_gr.train.options import curl, serve
-from npu_gr.train.site.choose import OWN, choose_for_site, selection_cases
+from npu_gr.train.site.choose import choose_for_site, configured_way, selection_cases
 from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
     PRESETS,
@@ -281,6 +282,7 @@ def _cascade(
         "shared_encoder": options.num_retrieved,
         "transitions": options.num_transitions,
         "neighbours": options.num_neighbours,
+        "history": options.num_own,
         "generate": options.num_generated,
         "match": options.num_matched,
     }
@@ -289,15 +291,16 @@ def _cascade(
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
-    own = {name: sources[name] for name in OWN}
     cases = next_events(log, to_train_on(log.users, log.timestamps, "leave-one-out"))
+    excludes = hides_seen(cases)
+    way = configured_way(list(sources), exclude_seen=excludes)
     usual = SiteCascade(
         made_from=made_from,
-        sources=own,
-        order="blended",
-        exclude_seen=hides_seen(cases),
+        sources={name: sources[name] for name in way.sources},
+        order=way.order,
+        exclude_seen=excludes,
         repeat_ratio=repeat_ratio(cases),
-        words=() if hides_seen(cases) else (_seen_words(repeat_ratio(cases)),),
+        words=() if excludes else (_seen_words(repeat_ratio(cases)),),
     )
     path = folder.write(
         EVALUATED_CONFIG,
@@ -317,7 +320,9 @@ def _cascade(
             ),
         )
     ranker = _evaluated_models(folder)["ranker"]
-    test = NextItemTest.read(ranker, exclude_seen=usual.exclude_seen)
+    if choice is not None and choice.seen:
+        excludes = choice.seen["recommend"].excludes
+    test = NextItemTest.read(ranker, exclude_seen=excludes)
     if choice is None:
         return usual if test is None else _without_choice(usual, sources, test)
     users = selection_cases(log, options.selection_users)
@@ -329,13 +334,16 @@ def _cascade(
         else verdict_of([users[row] for row in evaluates], choice.places[evaluates], test),
         sources={name: sources[name] for name in choice.way.sources},
         order=choice.way.order,
-        words=(*usual.words, *choice.lines()),
+        words=tuple(choice.lines()),
+        exclude_seen=excludes,
+        excludes={kind: one.excludes for kind, one in choice.seen.items()},
         hr_at_10=choice.hr_of_all,
     )
 
 
 SIMPLE_SOURCES: dict[SourceName, str] = {
-    "transitions": "decayed transitions",
+    "history": OwnHistory.name,
+    "transitions": DecayedTransitions.name,
     "neighbours": "ItemKNN",
 }
 """Sources that count events -> the baseline that ranks by the same counts."""

@@ -1,7 +1,8 @@
 """Say in one line whether a site is worth serving: recommend against the strongest baseline.
 
 The ranker's training ranks the next item of the test users by every baseline, and writes the ranks
-next to its model. Here they are compared with those of `recommend` as configured, on the same users.
+next to its model. Here they are compared with those of `recommend` as configured, by the same
+users.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def keep(found: Evaluation, user_names: Sequence[str], folder: Path) -> None:
 
 def verdict_of(
     cases: Sequence[NextEventCase], places: F64, test: NextItemTest, what: str = "recommend"
-) -> Verdict:
+) -> SiteVerdict:
     """Compare ranks of next items with those of the strongest baseline.
 
     Args:
@@ -117,7 +118,7 @@ def verdict_of(
     return _compared(places[mine], test, theirs, what)
 
 
-def verdict_of_ranker(test: NextItemTest) -> Verdict:
+def verdict_of_ranker(test: NextItemTest) -> SiteVerdict:
     """Compare the ranker with the strongest baseline, where too few users choose a cascade."""
     rows = np.arange(len(test.users))
     if len(rows) < LEAST_USERS or len(test.ranks) < 2:
@@ -125,7 +126,7 @@ def verdict_of_ranker(test: NextItemTest) -> Verdict:
     return _compared(test.ranks[RANKER], test, rows, "the ranker")
 
 
-def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> Verdict:
+def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> SiteVerdict:
     name = test.strongest(rows)
     theirs = test.ranks[name][rows]
     gap = difference_of_users(ndcg_of_each(ours, TOP), ndcg_of_each(theirs, TOP))
