@@ -1,6 +1,6 @@
 // What CANN's public headers declare of the Ascend C that our kernels use: the table of their signatures, by version.
 //
-// g++ parses the kernels against it, once for each CANN of versions.py (tests/ops/test_api_versions.py). It has no
+// g++ parses the kernels against it, once for each supported CANN (tests/ops/test_api_versions.py). It has no
 // bodies: what a call does is the emulator's. Facts from the public tags 8.5.0, 9.0.0, 9.1.0 and 9.2.0-beta.1 of
 // asc-devkit, in our own words: types, order and defaults of arguments, and which version has what. Where a version
 // only adds an overload that no kernel calls, it is left out.
