@@ -47,7 +47,7 @@ from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.service.build import open_generation, open_ranking, returned
 from npu_gr.service.config import Config
-from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
+from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule, lookups
 from npu_gr.service.memory import check_sizes
 from npu_gr.service.reload import Reload
 
@@ -106,7 +106,7 @@ async def opened(
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(check_sizes, config)
         backend = open_backend(config, metrics)
-        scheduler = Scheduler(config.scheduler, backend.stream)
+        scheduler = Scheduler(config.scheduler, backend.stream, release=backend.release_memory)
         scheduler.weigh(config.admission.tenant_weights)
         for name, worker in scheduler.workers.items():
             metrics.health.add(name, worker, is_vital=True)
@@ -168,6 +168,7 @@ async def opened(
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
                 names=ServedNames(shared.histories, versions, shared.vectors),
+                lookups=lookups(shared, jobs),
                 metrics=metrics,
             )
         )
@@ -271,6 +272,7 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     torch.set_num_threads(config.threads)
     metrics.engine.ops_chosen(backend.ops)
     backend.on_fallback = metrics.engine.fell_back
+    backend.on_graph = metrics.engine.graph_used
     return backend
 
 
