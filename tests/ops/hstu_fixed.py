@@ -34,7 +34,7 @@ FAR = batch(  # 2^33 elements, of which few are in use
 )
 DTYPES = ("float32", "float16", "bfloat16")
 
-ROWS = [
+ROWS: list[Rows | Tight] = [
     *(
         Rows(batch(i, PREFILL, RANK, BOTH, dtype=dtype), q_scale=-0.25)
         for i, dtype in enumerate(DTYPES)
@@ -53,7 +53,7 @@ ROWS = [
     Rows(batch(10, BOTH, PREFILL, page_tokens=2048), first_page=2**16 + 3),
     Tight(Rows(batch(11, RANK, *[Request(2, 40, 38, 2)] * 30, page_tokens=1))),
 ]
-SCORES = [
+SCORES: list[Scores | Tight] = [
     # one bucket far away, two, some, more than are selected; near the diagonal and not
     *(Scores(batch(i, CHUNK, BOTH, dtype=dtype), 16, (0, 1, 60)) for i, dtype in enumerate(DTYPES)),
     Scores(batch(3, CHUNK), 16, (0,)),
@@ -119,7 +119,7 @@ SCORES = [
     Tight(Scores(batch(29, RANK, heads=16, dtype="float32"), 16, (1,))),
     Tight(Scores(batch(30, *[Request(3, 9, 0, 3)] * 20, heads=1, key_slots=2048), 16, (1,))),
 ]
-FINISH = [
+FINISH: list[Finish | Tight] = [
     *(
         Finish(batch(i, PREFILL, BOTH, dtype=dtype), i == 1, i != 1)
         for i, dtype in enumerate(DTYPES)
