@@ -142,10 +142,10 @@ ifeq ($(strip $(TORCH_INDEX)),)
 	  "and more on disk. The CPU build has 0.2 GB, 0.8 GB on disk: press Ctrl-C now and type" \
 	  "  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@[ ! -t 0 ] || sleep 10
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
 else
 	@echo "Installing torch into $(VENV) from $(TORCH_INDEX)"
-	$(BIN)/pip install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --index-url "$(TORCH_INDEX)" "$(TORCH)"
 endif
 
 # And what the tests and linters need. Where nothing is installed yet, all of it is at once: each installation compiles the
