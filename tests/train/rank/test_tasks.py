@@ -74,9 +74,11 @@ def test_each_event_type_but_the_most_frequent_is_a_task() -> None:
     assert np.array_equal(labels.auxiliary.numpy() > 0, log.actions[:, None] == np.arange(4))
 
 
-def test_an_event_type_called_click_does_not_take_the_next_items_name() -> None:
+def test_an_event_type_called_next_does_not_take_the_next_items_name() -> None:
+    log = build_log(valued(1, 1, 0, names=("next", "view")), [], "user-time")
+    assert [task.name for task in choose_tasks(log).tasks] == ["next", "next event"]
     log = build_log(valued(1, 1, 0, names=("click", "view")), [], "user-time")
-    assert [task.name for task in choose_tasks(log).tasks] == ["click", "click event"]
+    assert [task.name for task in choose_tasks(log).tasks] == ["next", "click"]
 
 
 def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -> None:
@@ -85,7 +87,7 @@ def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -
     assert checkpoint.action_names == ("cart", "view", "never", "purchase")
     assert checkpoint.action_values == (0.0, 1.0, 2.0, 3.0)
     assert checkpoint.model.config.actions == checkpoint.action_names
-    assert checkpoint.model.config.tasks == ("click", "cart", "purchase")
+    assert checkpoint.model.config.tasks == ("next", "cart", "purchase")
     assert found.auc_task == "cart"
     assert "cart" in str(found.table().columns[1].header)
     assert 0 <= next(row for row in found.baselines if row.model == "user + item means").auc <= 1
@@ -94,7 +96,7 @@ def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -
 def test_tasks_can_be_set() -> None:
     tasks = (CLICK, Task(name="buy", actions=("purchase", "cart")))
     checkpoint, found = train_rank(EVENTS, [], msgspec.structs.replace(TINY, tasks=tasks))
-    assert checkpoint.model.config.tasks == ("click", "buy")
+    assert checkpoint.model.config.tasks == ("next", "buy")
     assert found.tasks == "set by the option `tasks`"
     stars = (Task(name="five", actions=("5",)),)
     assert train_rank(planted(), [], msgspec.structs.replace(TINY, tasks=stars))[1].ranker.auc > 0
@@ -128,7 +130,7 @@ def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
 
 
 def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_named() -> None:
-    options = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
+    options = override(TINY, ["tasks=[{name: next}, {name: buy, actions: [purchase]}]"])
     assert options.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
     with pytest.raises(ConfigError, match=r"tasks\[0\]\.at_leas; did you mean at_least\?"):
         override(TINY, ["tasks=[{name: like, at_leas: 4}]"])
