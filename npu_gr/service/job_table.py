@@ -12,6 +12,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import KindJob
 from npu_gr.handlers.cascade_plan import NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.match import MatchJob, ServedVectors
 from npu_gr.handlers.recommend import Cascade, RecommendJob
 from npu_gr.handlers.scored_items import CoverageRule, Items
@@ -25,7 +26,7 @@ from npu_gr.handlers.sources import (
     from_shared_encoder,
     from_transitions,
 )
-from npu_gr.handlers.versions import GenerateJob, RankJob, SignalJob, Versions
+from npu_gr.handlers.versions import GenerateJob, RankJob, ServedNames, SignalJob, Versions
 from npu_gr.handlers.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import Config
@@ -48,6 +49,11 @@ Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
 """Makes a handler from the shared parts and the handlers of earlier kinds in `KINDS`."""
 
 
+def _filters(shared: Shared) -> ItemFilters:
+    generators = shared.versions.generators
+    return ItemFilters(lambda: None if generators is None else generators.current.items)
+
+
 async def _signal(shared: Shared, _: Mapping[str, AnyJob]) -> SignalJob:
     return SignalJob(shared.versions, shared.histories, shared.metrics)
 
@@ -67,6 +73,7 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
         shared.settings.config.match,
         shared.vectors,
         shared.histories,
+        _filters(shared),
         shared.scheduler,
         shared.metrics,
         lambda: shared.settings.config.slo.objective_s(MATCH.name),
@@ -91,7 +98,9 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
         str(name): SizedSource(made[name], num_items, waits=name not in (TRANSITIONS, NEIGHBOURS))
         for name, num_items in config.sources.items()
     }
-    return RecommendJob(Cascade(config, sources, shared.metrics), shared.versions, shared.histories)
+    names = ServedNames(shared.histories, shared.versions, shared.vectors)
+    cascade = Cascade(config, sources, shared.metrics, _filters(shared), names)
+    return RecommendJob(cascade, shared.versions, shared.histories)
 
 
 async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:

@@ -36,6 +36,8 @@ from npu_gr.train.next_item import MANY_REPEATS
 TOP = 10
 CHANCE = 0.05  # significance level: chance to replace the configured way where no way is better
 FEW = 3  # up to so many sources, every set is tried
+# sources that count events and train nothing; each alone is a simple baseline that can be served
+SIMPLE: tuple[SourceName, ...] = ("transitions", "neighbours")
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",
     *(name for name in get_args(OrderName) if name != "retrieval"),
@@ -97,6 +99,7 @@ class CascadeChoice(NamedTuple):
     hurts: list[str]  # a sentence for each stage that makes the configured cascade worse
     num_users: int  # users who chose; as many, or one fewer, evaluated
     hr_of_all: float = 0.0  # HR@10 of the way for both halves
+    places: F64 = np.empty(0)  # [users] rank of the right item by the way; inf = not answered
 
     def lines(self) -> list[str]:
         """Explain the choice, a line each."""
@@ -127,18 +130,22 @@ def choose_way(
     Args:
         places: Way -> [users] rank of the right item, from 0; inf = not answered. At least two
             users.
-        configured: One of the ways; it stays unless another is significantly better.
+        configured: One of the ways; it stays unless another is significantly better, or one of
+            `SIMPLE` alone is as good.
         seed: Seed of the random halves.
     """
-    num_users = len(places[configured])
-    chooses = np.zeros(num_users, np.bool_)
-    chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
+    chooses = choosing_half(len(places[configured]), seed)
     # ties go to the first way, which has fewer stages
     best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))
     each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
     gap = difference_of_users(each[best], each[configured])
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
+    # a simple count that is as good serves as well, at a fraction of the cost
+    simple = [
+        way for way in places if way.order == "retrieval" and way.sources in {(x,) for x in SIMPLE}
+    ]
+    best = max([*simple, best], key=lambda way: ndcg(places[way][chooses], TOP))
     shown = [
         best,
         configured,
@@ -157,7 +164,15 @@ def choose_way(
         for way, own in evaluated.items()
     ]
     hurts = list(_hurting(places, configured))
-    return CascadeChoice(best, rows, hurts, int(chooses.sum()), hit_ratio(places[best], TOP))
+    hr_of_all = hit_ratio(places[best], TOP)
+    return CascadeChoice(best, rows, hurts, int(chooses.sum()), hr_of_all, places[best])
+
+
+def choosing_half(num_users: int, seed: int = 0) -> npt.NDArray[np.bool_]:
+    """Draw the half of the users who choose: bool [num_users]."""
+    chooses = np.zeros(num_users, np.bool_)
+    chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
+    return chooses
 
 
 def why(name: str, ours: F64, part: str, theirs: F64) -> str:
@@ -272,27 +287,31 @@ def next_events(
         known: bool [n] the events that the models may have seen.
         num_users: Most cases, drawn at random (seed 0); None = all.
     """
+    order = np.argsort(log.users, kind="stable")
+    counts = np.bincount(log.users, minlength=len(log.user_names))
+    num_known = np.bincount(log.users[known], minlength=len(log.user_names))
+    starts = np.cumsum(counts) - counts
+    users = np.flatnonzero((num_known > 0) & (num_known < counts))
+    if num_users is not None and num_users < len(users):
+        users = np.sort(np.random.default_rng(0).choice(users, num_users, replace=False))
     cases = []
-    for user, name in enumerate(log.user_names):
-        mine = log.users == user
-        own = log[mine]
-        at = int(known[mine].sum())
-        if 0 < at < len(own):
-            cases.append(
-                NextEventCase(
-                    user=name,
-                    items=own.items[:at].tolist(),
-                    values=own.values[:at].tolist(),
-                    actions=_names(own.values[:at], log.action_names),
-                    timestamps=own.timestamps[:at].tolist(),
-                    target=int(own.items[at]),
-                    happened_at=int(own.timestamps[at]),
-                )
+    for user in users.tolist():
+        own = order[starts[user] : starts[user] + num_known[user] + 1]
+        *items, target = log.items[own].tolist()
+        *timestamps, happened_at = log.timestamps[own].tolist()
+        values = log.values[own[:-1]]
+        cases.append(
+            NextEventCase(
+                user=log.user_names[user],
+                items=items,
+                values=values.tolist(),
+                actions=_names(values, log.action_names),
+                timestamps=timestamps,
+                target=target,
+                happened_at=happened_at,
             )
-    if num_users is None or num_users >= len(cases):
-        return cases
-    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
-    return [cases[index] for index in sorted(chosen.tolist())]
+        )
+    return cases
 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
-from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.handlers.sources import SharedEncoderUse
 from npu_gr.model.hstu import HSTU
