@@ -51,8 +51,10 @@ def start_bias(model: HSTU, log: InteractionLog, task: int) -> None:
     """
     assert log.shown is not None
     num_shown = max(1, int(log.trained[log.shown.events].sum()))
+    out = model.head[-1]
+    assert isinstance(out, nn.Linear)
     with torch.no_grad():
-        model.head[-1].bias[task] = math.log(max(1, int(log.trained.sum())) / num_shown)
+        out.bias[task] = math.log(max(1, int(log.trained.sum())) / num_shown)
 
 
 def shown_loss(
