@@ -10,7 +10,7 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RAN
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import KindJob
-from npu_gr.handlers.cascade_plan import NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
+from npu_gr.handlers.cascade_plan import HISTORY, NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.match import MatchJob, ServedVectors
@@ -21,6 +21,7 @@ from npu_gr.handlers.sources import (
     SizedSource,
     Source,
     from_generation,
+    from_history,
     from_match,
     from_neighbours,
     from_shared_encoder,
@@ -89,13 +90,15 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
         SHARED_ENCODER: from_shared_encoder,
         TRANSITIONS: from_transitions,
         NEIGHBOURS: from_neighbours,
+        HISTORY: from_history,
     }
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
         made[MATCH.name] = from_match(match, shared.metrics)
+    at_once = (TRANSITIONS, NEIGHBOURS, HISTORY)
     sources = {
-        str(name): SizedSource(made[name], num_items, waits=name not in (TRANSITIONS, NEIGHBOURS))
+        str(name): SizedSource(made[name], num_items, waits=name not in at_once)
         for name, num_items in config.sources.items()
     }
     names = ServedNames(shared.histories, shared.versions, shared.vectors)
