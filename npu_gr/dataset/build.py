@@ -44,6 +44,7 @@ from npu_gr.dataset.files import (
     replaced_folder,
 )
 from npu_gr.dataset.line_sources import Source
+from npu_gr.dataset.log_facts import busiest_user, examples, lost_events
 from npu_gr.dataset.log_features import LogFeature
 from npu_gr.dataset.logs import Log
 from npu_gr.dataset.options import PrepareOptions
@@ -302,15 +303,15 @@ class _Build:
         if shown is not None and len(shown):
             write_private(shown, folder / impressions_of(path.name))
         manifest["impressions"] = 0 if shown is None else len(shown)
+        manifest["examples"] = examples(con, log.columns)
         manifest |= {"users": len(names)} | self._features(users, num_without)
         if earlier:
             place = earlier.link_events(folder, actions.names)
             has = {"has_items": table is not None, "has_users": users is not None}
             manifest = earlier.joined(manifest, place, **has)
         is_order = log.time_kind is None or log.time_kind.least_us == 0
-        found = list(
-            findings(manifest, item_names, log.lost_events(), log.busiest_user(), is_order=is_order)
-        )
+        facts = lost_events(con, log.columns), busiest_user(con)
+        found = list(findings(manifest, item_names, *facts, is_order=is_order))
         if found and self._options.strict:
             raise DataError("\n".join(["--strict:", *found]))
         manifest["notes"] += found
@@ -423,7 +424,6 @@ class _Build:
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
             "filtered": self._log.num_left_out,
-            "examples": self._log.examples(),
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),

@@ -60,8 +60,6 @@ from npu_gr.dataset.time_parts import joined_sql
 from npu_gr.dataset.times import US_PER_S
 from npu_gr.history_store.interactions import LogFeatureOf
 
-EXAMPLE_USERS = 3  # whose first events the summary shows
-EXAMPLE_EVENTS = 3
 MAX_TITLE_CHARS = 256
 BATCH_ROWS = 1 << 17
 # a name that a spreadsheet turned into a rounded number: its last digits are lost
@@ -209,46 +207,6 @@ class Log:
                 "GROUP BY item"
             ).fetchall()
         )
-
-    def examples(self) -> list[dict[str, Any]]:
-        """Return the first events of some users: user, and item, action and microseconds each."""
-        action = "event" if self.columns.event is not None else "NULL"
-        if self.columns.value is not None:
-            action = "CAST(value AS VARCHAR)"
-        users = self._con.execute(
-            "SELECT user FROM log WHERE reason = 0 GROUP BY user ORDER BY "
-            f"count(*) < {EXAMPLE_EVENTS}, min(n) LIMIT {EXAMPLE_USERS}"
-        ).fetchall()
-        return [
-            {
-                "user": user,
-                "events": self._con.execute(
-                    f"SELECT item, {action}, time_us FROM log WHERE reason = 0 AND user = ? "
-                    f"ORDER BY time_us, n LIMIT {EXAMPLE_EVENTS}",
-                    [user],
-                ).fetchall(),
-            }
-            for (user,) in users
-        ]
-
-    def busiest_user(self) -> tuple[str, int, int]:
-        """Return the user with the most rows: name, rows of the user, rows of all users."""
-        name, count = self._con.execute(
-            "SELECT user, count(*) FROM log WHERE reason = 0 GROUP BY user ORDER BY count(*) DESC, "
-            "user LIMIT 1"
-        ).fetchone()
-        return name, count, self.num_rows
-
-    def lost_events(self) -> list[tuple[str, int, int]]:
-        """List event types of which most rows were rejected: name, rejected rows, all rows."""
-        if self.columns.event is None:
-            return []
-        found: list[tuple[str, int, int]] = self._con.execute(
-            "SELECT event, count(*) FILTER (reason > 0), count(*) FROM log "
-            "WHERE reason >= 0 AND event IS NOT NULL GROUP BY event "
-            "HAVING count(*) FILTER (reason > 0) * 2 > count(*) ORDER BY ALL"
-        ).fetchall()
-        return found
 
     def actions(self, old: OldActions) -> Actions:
         """Make the actions.

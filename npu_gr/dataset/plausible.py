@@ -16,8 +16,8 @@ _FIRST_S = 315_532_800  # 1980-01-01
 _SPAN_S = 3600
 _MIN_USERS = 10
 _MOST_OF_ONE = 0.2  # share of the rows of one user
-_MOST_OF_NOBODY = 0.02  # and of a user whose name says that it is not known
-_NOBODY = frozenset(("0", "-1", "-", "na", "n/a", "unknown", "guest", "anonymous", "undefined"))
+_MOST_UNNAMED = 0.02  # and of a user whose name says that it is not known
+_UNNAMED = frozenset(("0", "-1", "-", "na", "n/a", "unknown", "guest", "anonymous", "undefined"))
 _MOST_OWN = 0.8  # share of items or users with one event
 
 
@@ -63,7 +63,7 @@ def findings(
                 f"meaning, name the right one with --{what}"
             )
     user, num_own, num_all = busiest
-    most = _MOST_OF_NOBODY if user.casefold() in _NOBODY else _MOST_OF_ONE
+    most = _MOST_UNNAMED if user.casefold() in _UNNAMED else _MOST_OF_ONE
     if num_own >= MIN_EVENTS // 5 and num_own > most * num_all and manifest["users"] >= _MIN_USERS:
         column = manifest["columns"]["user"]["name"]
         yield (

@@ -185,7 +185,8 @@ class ShownFigures:
         items = np.concatenate([log.items[own], shown.items[is_tested_shown]])
         labels = np.arange(len(events)) < len(own)
         order = np.argsort(events, kind="stable")
-        events, items, self.labels = events[order], items[order], labels[order]
+        events, items = events[order], items[order]
+        self.labels = labels[order]
         self.users = log.users[events]
         tasks = [task] if next_task is None else [task, next_task]
         self.logits = shown_logits(log, model, events, items, tasks)
