@@ -50,7 +50,7 @@ from npu_gr.train.rank.losses import BATCH_TOKENS
 from npu_gr.train.rank.shown import ShownFigures
 
 K = 10
-RANKER = "HSTU ranker"  # the fitted blend, if there is one, or the retrieval
+RANKER = "ranker"  # the fitted blend, if there is one, or the retrieval
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
 NEIGHBOURS = "neighbours alone"
@@ -91,6 +91,7 @@ class Evaluation:
     baselines: tuple[RankingFigures, ...]
     likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
     users: I64 = field(repr=False, compare=False)  # [num_evaluated]
+    next_users: I64 = field(repr=False, compare=False)  # [num_next]
     # of the task whose negatives are impressions; None = the model has none
     shown: ShownFigures | None = field(default=None, repr=False, compare=False)
 

@@ -254,6 +254,7 @@ def _evaluate(
                 labels.next_task,
             )
         ),
+        next_users=np.array([target.user for target in targets], np.int64),
     )
 
 
