@@ -265,7 +265,7 @@ class ObservabilityRoutes:
         return json_response(document())
 
     async def _console_document(self, _: web.Request) -> web.Response:
-        """Answer the document and, where nobody needs a key, a user to fill in."""
+        """Answer the document and, where no key is needed, a user to fill in."""
         user = None if self._has_keys else self._service.lookups.example_user()
         named = {} if user is None else {"x-user": {"user_id": user.user, "tenant": user.tenant}}
         return json_response(document() | named)
