@@ -28,6 +28,7 @@ from npu_gr.train.metrics import (
     NAN,
     Difference,
     auc,
+    calibration_error,
     cells,
     difference_of_auc,
     hit_ratio,
@@ -49,7 +50,7 @@ from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
 
 K = 10
-RANKER = "HSTU ranker"  # the fitted blend, if there is one, or the retrieval
+RANKER = "ranker"  # the fitted blend, if there is one, or the retrieval
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
 NEIGHBOURS = "neighbours alone"
@@ -90,6 +91,7 @@ class Evaluation:
     baselines: tuple[RankingFigures, ...]
     likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
     users: I64 = field(repr=False, compare=False)  # [num_evaluated]
+    next_users: I64 = field(repr=False, compare=False)  # [num_next]
 
     def as_dict(self) -> dict[str, float]:
         """Return the ranker's figures by name, and those of other models as `<model>/<figure>`.
@@ -157,6 +159,8 @@ class Evaluation:
                 f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. "
                 f"{own.high:.4f})"
             )
+            error, low, high = calibration_error(self.ranker.liking, self.likes, self.users)
+            lines.append(f"  its calibration error {error:.4f}  (95 %: {low:.4f} .. {high:.4f})")
         if (auc_difference := self.auc_difference()) is not None:
             name, found = auc_difference
             lines.append(f"  minus that of {name}, the best baseline: {_interval(found)}")
