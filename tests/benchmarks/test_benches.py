@@ -287,7 +287,8 @@ def test_without_kernels_it_says_so() -> None:
 def test_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LENGTHS": (1024,), "KS": (32,), "KEPT": (1.0, 0.05)}.items():
         monkeypatch.setattr(emulator, name, value)
-    monkeypatch.setattr("benchmarks.hstu_model.lines", lambda seed: iter(()))
+    for part in ("hstu_model", "hstu_sizes", "generate_model"):
+        monkeypatch.setattr(f"benchmarks.{part}.lines", lambda seed: iter(()))
     found = checked(list(emulator.lines(0)))
     assert [(line.case, line.baseline, line.unit) for line in found] == [
         (f"n=1024 k=32 kept={kept}", name, "us (model)")
