@@ -60,7 +60,7 @@ class LeasedAnswer(Answer, Protocol):
 
 
 # sources of a cascade
-SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
+SourceName = Literal["shared_encoder", "transitions", "neighbours", "history", "generate", "match"]
 OrderName = Literal["blended", "rank", "fused", "retrieval"]  # order of a cascade's items
 # with the names of earlier versions, in requests and logs: see `core/renamed.py`
 AnySourceName = Literal[SourceName, "trunk"]
@@ -294,6 +294,11 @@ class StageResult(StrEnum):
     OUT_OF_TIME = "out_of_time"
     FAILED = "failed"
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the stage failed, or did a part of its work only."""
+        return self not in (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
+
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Retrieval stages run concurrently, the others after them."""
@@ -366,8 +371,8 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """The stages with another result than OK."""
-        return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
+        """The stages that failed, or did a part of their work; finding nothing is no failure."""
+        return tuple(report.stage for report in self.stages if report.result.is_degraded)
 
     @property
     def label_value(self) -> str:
@@ -375,9 +380,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         return str(bool(self.degraded)).lower()
 
     def log_fields(self) -> dict[str, Any]:
-        degraded = [
-            f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK
-        ]
+        degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result.is_degraded]
         return {
             "verdict": self.verdict.value if self.verdict else None,
             "outcome": self.outcome.value if self.outcome else None,

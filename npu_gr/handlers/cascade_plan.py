@@ -35,10 +35,12 @@ SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector ag
 TRANSITIONS: SourceName = "transitions"
 # items that co-occur with those of the history in the training data
 NEIGHBOURS: SourceName = "neighbours"
+HISTORY: SourceName = "history"  # the user's own items
 SECTIONS: dict[SourceName, str] = {  # source -> required section of the configuration
     SHARED_ENCODER: "checkpoint",
     TRANSITIONS: "checkpoint",
     NEIGHBOURS: "checkpoint",
+    HISTORY: "checkpoint",
     "generate": "generate",
     "match": "match",
 }
@@ -281,8 +283,7 @@ class Origins(dict[int, str]):
 
 def failed_sources(reports: Iterable[StageReport]) -> str:
     """Name the failed sources; an empty result is no failure."""
-    harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
-    return ", ".join(f"{r.stage} {r.result.value}" for r in reports if r.result not in harmless)
+    return ", ".join(f"{r.stage} {r.result.value}" for r in reports if r.result.is_degraded)
 
 
 def result_of(stage: str, error: Exception) -> StageResult:

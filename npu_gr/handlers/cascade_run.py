@@ -464,11 +464,11 @@ class CascadeRun:
         fitted = self._ranking.blend_sum
         if self._order != "blended" or fitted is None:
             return next(iter(ranked.scores.values()))
-        seen = None
+        own = None
         if self._parts.hook or not self._exclude_seen:  # else no item was seen
-            seen = is_in(items, np.sort(self._history.all_items)).astype(np.float32)
+            own = fitted.order.own(self._history.all_items, items)
         return fitted(
-            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
+            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], own
         )
 
     # ---- after the rank

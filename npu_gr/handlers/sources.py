@@ -49,6 +49,7 @@ from npu_gr.handlers.ranking import NOTHING, Ranking
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
+from npu_gr.model.own_items import OwnItems
 from npu_gr.relay.relay import Lease
 
 
@@ -311,6 +312,15 @@ def _enough(asked: SourceRequest) -> int:
     if asked.denied.allowed is not None:
         return len(asked.ranking.vocabulary)
     return asked.num_items + len(asked.denied.ids)
+
+
+async def from_history(asked: SourceRequest) -> I64:
+    """Retrieve the user's own items, by how often and how lately the user had them."""
+    history = asked.history.all_items
+    if not len(history):
+        raise ColdUser("there is no history")
+    found = OwnItems.of(history).best(len(history))
+    return found[~asked.denied.bans(found)][: asked.num_items]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:

@@ -36,8 +36,10 @@ from npu_gr.train.next_item import MANY_REPEATS
 TOP = 10
 CHANCE = 0.05  # significance level: chance to replace the configured way where no way is better
 FEW = 3  # up to so many sources, every set is tried
+LEAST_HURT = 0.001  # of NDCG@10; a smaller loss is not worth a sentence
+OTHER_MODELS: tuple[SourceName, ...] = ("generate", "match")  # sources that are no ranker's own
 # sources that count events and train nothing; each alone is a simple baseline that can be served
-SIMPLE: tuple[SourceName, ...] = ("transitions", "neighbours")
+SIMPLE: tuple[SourceName, ...] = ("transitions", "neighbours", "history")
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",
     *(name for name in get_args(OrderName) if name != "retrieval"),
@@ -66,16 +68,18 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
 
     Args:
         sources: Configured sources. Up to three, every set of them is tried; of more, each alone,
-            each pair, the first three, and all (17 sets of five sources).
+            each pair, the ranker's own, these with each other model, and all (18 sets of five
+            sources).
         has_blend: Whether the ranker has a fitted score blend (order `blended`).
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
     if len(sources) > FEW:
-        sets += [tuple(sources[:FEW]), tuple(sources)]
+        own = tuple(name for name in sources if name not in OTHER_MODELS)
+        sets += [own, *((*own, name) for name in sources if name not in own), tuple(sources)]
     return [
         CascadeWay(chosen, order)
-        for chosen in sets
+        for chosen in dict.fromkeys(sets)
         for order in ORDERS
         if order != "blended" or has_blend
     ]
@@ -99,6 +103,8 @@ class CascadeChoice(NamedTuple):
     hurts: list[str]  # a sentence for each stage that makes the configured cascade worse
     num_users: int  # users who chose; as many, or one fewer, evaluated
     hr_of_all: float = 0.0  # HR@10 of the way for both halves
+    seen: Mapping[str, SeenChoice] = {}  # recommend, and each source of `OTHER_MODELS`
+    left_out: Sequence[str] = ()  # a sentence for each trained model that recommend does not use
     places: F64 = np.empty(0)  # [users] rank of the right item by the way; inf = not answered
 
     def lines(self) -> list[str]:
@@ -109,6 +115,8 @@ class CascadeChoice(NamedTuple):
             "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
+            *self.left_out,
+            *(one.line(kind) for kind, one in self.seen.items() if one.less is not None),
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,8 +172,30 @@ def choose_way(
         for way, own in evaluated.items()
     ]
     hurts = list(_hurting(places, configured))
-    hr_of_all = hit_ratio(places[best], TOP)
-    return CascadeChoice(best, rows, hurts, int(chooses.sum()), hr_of_all, places[best])
+    others = {way: each[~chooses] for way, each in places.items()}
+    return CascadeChoice(
+        best,
+        rows,
+        hurts,
+        int(chooses.sum()),
+        hit_ratio(places[best], TOP),
+        left_out=[
+            _without(name, best, others)
+            for name in OTHER_MODELS
+            if name not in best.sources and CascadeWay((name,), "retrieval") in places
+        ],
+        places=places[best],
+    )
+
+
+def _without(source: SourceName, way: CascadeWay, places: Mapping[CascadeWay, F64]) -> str:
+    """Say that a way does not use a source, and what it would add."""
+    text = f"recommend does not use {source}"
+    with_it = places.get(CascadeWay((*way.sources, source), way.order))
+    if with_it is None:
+        return text
+    gap = difference_of_users(ndcg_of_each(with_it, TOP), ndcg_of_each(places[way], TOP))
+    return f"{text}: with it NDCG@{TOP} {_interval(gap)}"
 
 
 def choosing_half(num_users: int, seed: int = 0) -> npt.NDArray[np.bool_]:
@@ -173,6 +203,33 @@ def choosing_half(num_users: int, seed: int = 0) -> npt.NDArray[np.bool_]:
     chooses = np.zeros(num_users, np.bool_)
     chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
     return chooses
+
+
+class SeenChoice(NamedTuple):
+    """Whether a way excludes the items of the history, and what that costs or gives."""
+
+    excludes: bool
+    less: Difference | None = None  # NDCG@10 with seen items minus without; None = no repeats
+
+    @classmethod
+    def of(cls, with_seen: F64, without: F64) -> SeenChoice:
+        """Choose by the higher NDCG@10 of the half of the users who choose; a tie excludes.
+
+        Args:
+            with_seen: [users] rank of the right item, from 0, where seen items may be answered.
+            without: [users] likewise, where they are excluded.
+        """
+        chooses = choosing_half(len(with_seen))
+        gap = difference_of_users(
+            ndcg_of_each(with_seen[chooses], TOP), ndcg_of_each(without[chooses], TOP)
+        )
+        return cls(gap.mean <= 0, gap)
+
+    def line(self, kind: str) -> str:
+        """Say what was chosen for a kind of request, and what to write for the other choice."""
+        does = "leaves out" if self.excludes else "also answers"
+        other = "" if self.less is None else f": NDCG@{TOP} with them {_interval(self.less)}"
+        return f"{kind} {does} items that the user had{other}"
 
 
 def why(name: str, ours: F64, part: str, theirs: F64) -> str:
@@ -227,7 +284,7 @@ def _hurt(
         gap = difference_of_users(
             ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP)
         )
-        if gap.mean < 0 and gap.p * len(places) <= CHANCE:
+        if gap.mean < -LEAST_HURT and gap.p * len(places) <= CHANCE:
             yield (
                 f"{stage} makes the answers worse: NDCG@{TOP} {_interval(gap)} against the same "
                 f"cascade without it; set {setting} in serve.yaml"
@@ -315,7 +372,7 @@ def next_events(
 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:
-    """Whether to exclude items that the user had before: not if most next items are repeats."""
+    """Whether to exclude items that the user had before, by the share of repeats alone."""
     return repeat_ratio(cases) <= MANY_REPEATS
 
 

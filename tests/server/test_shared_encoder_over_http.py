@@ -118,13 +118,14 @@ class ByHand:
         rows = np.array(items, np.int64) - FIRST_ID
         mine = np.array(own["items"], np.int64) - FIRST_ID
         like = self.run(rows, own)[:, 1].numpy()
-        seen = np.isin(rows, mine).astype(np.float32)
         counted = (
             self.order.transitions(mine, rows),
             self.order.alike(mine, rows),
             self.order.popular(rows),
         )
-        return self.order.scores(self.retrieval(own)[rows], like, *counted, seen)
+        return self.order.scores(
+            self.retrieval(own)[rows], like, *counted, self.order.own(mine, rows)
+        )
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
         return [items[place] for place in np.argsort(-self.sums(items, own), kind="stable")]
