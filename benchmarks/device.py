@@ -24,6 +24,7 @@ from benchmarks.frame import BACKEND, SEED, Line, compared, only, tell, timed, t
 from benchmarks.frame import timed_in_turn as in_turn
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
+from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import load
 
@@ -58,7 +59,7 @@ def _compiled(name: BackendName, seed: int, seconds: float) -> Line:
     model = HSTU(rank.config(LAYERS)).to(device.device).eval()
     model.items.freeze()
     one = rank.CachedRank(model, device, TOKENS, CANDIDATES)
-    plain = device.running("torch")
+    plain = TorchOps() if name == "cpu" else device.running("torch")
     full = torch.compile(lambda: model(plain, [one.cold])[0])
 
     def compiled() -> torch.Tensor:

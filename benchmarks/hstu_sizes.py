@@ -1,7 +1,7 @@
 """The model of an Ascend 910B at the sizes of the papers: the third part of `benchmarks emulator`.
 
 Ranks and prefills of 2,000 to 15,000 tokens by `hstu_model.py`, padded to the sizes of device
-graphs, each beside its roof: flops at the cube units' peak, or bytes at HBM's bandwidth, whichever
+graphs, each with its roof: flops at the cube units' peak, or bytes at HBM's bandwidth, whichever
 takes longer. A gap between dependent kernels is not known, so the cases say what 2 and 5 us add.
 The chunks of a prefill cost an affine function of the tokens before them: the first and last are
 counted. Then a trace: the share of its passes that find a graph captured before ready, and the
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from benchmarks import rank
 from benchmarks.frame import Line, compared
@@ -21,6 +22,7 @@ from benchmarks.hstu_model import (
     CHUNK_TOKENS,
     COLUMNS,
     CUBE_FLOP_PER_US,
+    DIM,
     HBM_BYTES_PER_US,
     HEADS,
     LAST_LAUNCHES,
@@ -31,8 +33,8 @@ from benchmarks.hstu_model import (
     Layer,
     counted,
 )
-from npu_gr.backend.npu.hstu_slots import graph_shapes, graph_slots
-from npu_gr.backend.npu.limits import MAX_SCORE_BYTES
+from npu_gr.backend.npu.hstu_slots import graph_shapes, graph_slots, score_blocks
+from npu_gr.backend.npu.limits import Slots
 from tests.ops.ascend_emulator import Emulator
 
 LENGTHS = (2000, 4000, 8000, 15_000)
@@ -71,9 +73,9 @@ def lines(seed: int) -> Iterator[Line]:
 
 def _ranks(emulator: Emulator, tokens: int, requests: int, seed: int) -> Iterator[Line]:
     padded = graph_slots(requests, CANDIDATES, tokens + CANDIDATES)
-    held = 2 * HEADS * padded.rows * padded.keys
-    together = max(1, min(requests, MAX_SCORE_BYTES // held))
-    blocks = -(-requests // together)
+    slots = Slots(*padded[:3], HEADS, DIM, DIM, torch.bfloat16)
+    blocks = len(score_blocks(slots, [padded.rows] * padded.requests))
+    together = padded.requests // blocks
     layer = counted(emulator, tokens, 0, CANDIDATES, seed, requests=together, padded=padded)
     roof_us = _roof_us(requests, tokens, CANDIDATES, is_cached=True)
     case = f"rank {CANDIDATES} of {tokens:,} tokens, {requests} at once"
