@@ -63,7 +63,7 @@ def _compiled(name: BackendName, seed: int, seconds: float) -> Line:
     full = torch.compile(lambda: model(plain, [one.cold])[0])
 
     def compiled() -> torch.Tensor:
-        with torch.inference_mode():
+        with torch.no_grad():  # dynamo does not take tensors of the inference mode
             scores: torch.Tensor = full()
         device.synchronize()
         return scores

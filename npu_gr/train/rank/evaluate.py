@@ -28,6 +28,7 @@ from npu_gr.train.metrics import (
     NAN,
     Difference,
     auc,
+    calibration_error,
     cells,
     difference_of_auc,
     hit_ratio,
@@ -158,6 +159,8 @@ class Evaluation:
                 f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. "
                 f"{own.high:.4f})"
             )
+            error, low, high = calibration_error(self.ranker.liking, self.likes, self.users)
+            lines.append(f"  its calibration error {error:.4f}  (95 %: {low:.4f} .. {high:.4f})")
         if (auc_difference := self.auc_difference()) is not None:
             name, found = auc_difference
             lines.append(f"  minus that of {name}, the best baseline: {_interval(found)}")
