@@ -85,8 +85,8 @@ def steps(device: str, out: Path, *, is_quick: bool) -> Iterator[Step]:
         "doctor with parity", 200, (*doctor, "--acceptance", "--bundle", bundle, *quick,
         "--timeout-s", "60"),
     )  # fmt: skip
-    served = (*bench, "device", "--backend", device, "--seconds", seconds, "--json", "--only")
-    yield Step("served, against FastAPI", 120, (*served, "served"))
+    served = (*bench, "device", "--backend", device, "--seconds", seconds, "--json")
+    yield Step("served, against FastAPI", 120, served)
     tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-n", "0")
     yield Step("tests of the device", 150, (*tests, *TESTS[device]))
     if device != "cpu":
@@ -95,7 +95,6 @@ def steps(device: str, out: Path, *, is_quick: bool) -> Iterator[Step]:
     beams = (*bench, "generate", "--backend", device, "--seconds", seconds, "--json")
     if not is_quick:
         yield Step("beams, against SDPA", 90, beams)
-        yield Step("rank, against torch.compile", 90, (*served, "compiled"))
     if device == "cuda":
         latency = (*doctor, "--step", "latency", "--quick")
         yield Step(
