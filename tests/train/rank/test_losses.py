@@ -17,13 +17,16 @@ from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import Retrieved, batch_loss, draw_candidates, retrieve
-from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
+from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions, make_labels
+from npu_gr.train.rank.shown import position_biases
 from tests.train.synthetic import NUM_ITEMS, planted
 
 OPTIONS = TrainOptions(
     dim=16, qk_dim=8, v_dim=8, head_dim=16, dropout=0.0, vector_dropout=0.0, click_ratio=0.3
 )
 LARGE = msgspec.structs.replace(OPTIONS, max_softmax_items=1, num_negatives=20)
+SHARES = torch.arange(1, NUM_ITEMS + 1, dtype=torch.float64)  # some items are drawn more often
+SHARES /= SHARES.sum()
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def batch(log: InteractionLog) -> Batch:
 @pytest.fixture(scope="module")
 def model(log: InteractionLog) -> HSTU:
     torch.manual_seed(0)
-    made = new_model(log, [], (CLICK, LIKE), OPTIONS)
+    made = new_model(log, [], (NEXT, LIKE), OPTIONS)
     with torch.no_grad():
         made.vector.weight.mul_(3)  # so that the softmax is not flat
     return made
@@ -62,7 +65,7 @@ def others(batch: Batch, user: int, place: int) -> list[int]:
 
 def test_the_partition_and_its_gradient_are_the_plain_ones(model: HSTU, batch: Batch) -> None:
     rows = following(model, batch).detach()
-    found = retrieve(model, rows, batch, OPTIONS)
+    found = retrieve(model, rows, batch, OPTIONS, SHARES)
     weights = torch.randn(len(found.partition), generator=torch.Generator().manual_seed(1))
     parameters = [model.item.weight, model.vector.weight, model.norm_next.weight]
     got = torch.autograd.grad((found.partition * weights).sum(), parameters)
@@ -85,10 +88,12 @@ def test_the_partition_and_its_gradient_are_the_plain_ones(model: HSTU, batch: B
 @torch.no_grad()
 def test_a_drawn_catalogue_stands_for_the_whole(model: HSTU, batch: Batch) -> None:
     rows = following(model, batch)
-    whole = retrieve(model, rows, batch, OPTIONS).partition.exp()
+    whole = retrieve(model, rows, batch, OPTIONS, SHARES).partition.exp()
     torch.manual_seed(0)
-    drawn = torch.stack([retrieve(model, rows, batch, LARGE).partition.exp() for _ in range(1500)])
-    assert len(retrieve(model, rows, batch, LARGE).items) < NUM_ITEMS
+    drawn = torch.stack(
+        [retrieve(model, rows, batch, LARGE, SHARES).partition.exp() for _ in range(1500)]
+    )
+    assert len(retrieve(model, rows, batch, LARGE, SHARES).items) < NUM_ITEMS
     torch.testing.assert_close(drawn.mean(0), whole, rtol=0.05, atol=0)
 
 
@@ -104,7 +109,7 @@ def test_draws_stand_for_every_other_unseen_item(
     counts = torch.zeros(*some.shape, NUM_ITEMS)
     runs = 1500
     for _ in range(runs):
-        found = retrieve(model, rows, batch, options)
+        found = retrieve(model, rows, batch, options, SHARES)
         drawn, log_weight = draw_candidates(model, found, batch, some, 4)
         counts.scatter_add_(2, drawn, log_weight.exp() / runs)
     for user, column in batch.valid.gather(1, some).nonzero().tolist():
@@ -123,20 +128,27 @@ def test_a_window_that_had_every_item_has_a_finite_loss(
     items = torch.arange(NUM_ITEMS).repeat(2)[None]
     blank = torch.zeros_like(items)
     full = Batch(items=items, actions=blank, times=blank, valid=blank == 0, events=blank)
-    found: Retrieved = retrieve(model, following(model, full), full, OPTIONS)
+    found: Retrieved = retrieve(model, following(model, full), full, OPTIONS, SHARES)
     assert torch.isfinite(found.partition).all()
-    labels = make_labels(log, (CLICK, LIKE))
+    labels = make_labels(log, (NEXT, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     for options in (OPTIONS, LARGE):
         assert math.isfinite(
             batch_loss(
-                model, auxiliary, LogInputs(log, model), full, labels, options, with_click=True
+                model,
+                auxiliary,
+                position_biases(),
+                LogInputs(log, model),
+                full,
+                labels,
+                options,
+                with_click=True,
             )
         )
 
 
 def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch) -> None:
-    labels = make_labels(log, (CLICK, LIKE))
+    labels = make_labels(log, (NEXT, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     row = int(batch.valid.sum(1).argmin())
     length = int(batch.valid[row].sum())
@@ -145,7 +157,16 @@ def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch)
     bare = Batch(**{name: tensor[:, :length] for name, tensor in one.items()})
     assert length < batch.items.shape[1]
     losses = [
-        batch_loss(model, auxiliary, LogInputs(log, model), part, labels, OPTIONS, with_click=False)
+        batch_loss(
+            model,
+            auxiliary,
+            position_biases(),
+            LogInputs(log, model),
+            part,
+            labels,
+            OPTIONS,
+            with_click=False,
+        )
         for part in (padded, bare)
     ]
     torch.testing.assert_close(*losses)
@@ -153,11 +174,18 @@ def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch)
 
 def test_a_ranker_without_values_learns_the_next_item_alone(log: InteractionLog) -> None:
     alone = replace(log, actions=np.zeros_like(log.actions), action_values=(1.0,))
-    model = new_model(alone, [], (CLICK,), OPTIONS)
-    labels = make_labels(alone, (CLICK,))
+    model = new_model(alone, [], (NEXT,), OPTIONS)
+    labels = make_labels(alone, (NEXT,))
     part = next(batches(alone, windows(alone, 12, np.random.default_rng(0)), 96))
     loss = batch_loss(
-        model, nn.Linear(16, 1), LogInputs(alone, model), part, labels, OPTIONS, with_click=True
+        model,
+        nn.Linear(16, 1),
+        position_biases(),
+        LogInputs(alone, model),
+        part,
+        labels,
+        OPTIONS,
+        with_click=True,
     )
     loss.backward()
     assert model.next_item.grad is not None
