@@ -325,8 +325,12 @@ def _reject(bad: Mask, message: Place) -> None:
         raise DataError(message(int(np.argmax(bad))))
 
 
-def read_popular(path: str | None) -> I64:
+def read_popular(path: str | None, key: bytes = b"") -> I64:
     """Read the list of popular items: one name a line, best first. Without a path it is empty.
+
+    Args:
+        path: The file, or None.
+        key: Key of the items' ids; empty = they have none.
 
     Raises:
         ConfigError: the file cannot be read, a line is no name of an item, or it has no items.
@@ -335,7 +339,7 @@ def read_popular(path: str | None) -> I64:
         return np.empty(0, np.int64)
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
-        items = [_named(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        items = [_named(line, number, key) for number, line in enumerate(lines, 1) if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"recommend.popular: {path}: {error}") from error
     if not items:
@@ -343,8 +347,8 @@ def read_popular(path: str | None) -> I64:
     return np.array(list(dict.fromkeys(items)), np.int64)
 
 
-def _named(line: str, number: int) -> int:
+def _named(line: str, number: int, key: bytes) -> int:
     try:
-        return item_id(line.strip())
+        return item_id(line.strip(), key)
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None

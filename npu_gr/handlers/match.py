@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames, key_of
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
@@ -145,7 +145,10 @@ class ServedVectors:
         if not self._versions.is_empty:
             check_fits(folder)
         matcher = Matcher(load(folder), self._config.index, self._backend)
-        return MatchVersion(matcher, ItemNames.load(folder) or EMPTY)
+        names = ItemNames.load(folder) or EMPTY
+        if not self._versions.is_empty:
+            key_of({"the served vectors": self.current.names, "match.vectors": names})
+        return MatchVersion(matcher, names)
 
 
 class MatchJob:

@@ -37,7 +37,11 @@ class Cascade:
     """Sources, hook and popular items of all cascades of an instance. Event loop only."""
 
     def __init__(
-        self, config: RecommendConfig, sources: Mapping[str, SizedSource], metrics: Metrics
+        self,
+        config: RecommendConfig,
+        sources: Mapping[str, SizedSource],
+        metrics: Metrics,
+        key: bytes = b"",
     ) -> None:
         """Load the hook and the popular items.
 
@@ -45,6 +49,7 @@ class Cascade:
             config: Section `recommend` of the configuration.
             sources: Name -> source, merged in this order.
             metrics: Metrics of the instance.
+            key: Key of the items' ids; empty = they have none.
 
         Raises:
             ConfigError: the hook or the list of popular items cannot be used.
@@ -53,7 +58,7 @@ class Cascade:
         # separate threads, so that a hanging hook does not block other work
         threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook else None
         self.parts = CascadeParts(
-            config, dict(sources), metrics, hook, threads, read_popular(config.popular)
+            config, dict(sources), metrics, hook, threads, read_popular(config.popular, key)
         )
 
     def serve_popular(self, popular: I64) -> None:

@@ -91,7 +91,9 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
         str(name): SizedSource(made[name], num_items, waits=name not in (TRANSITIONS, NEIGHBOURS))
         for name, num_items in config.sources.items()
     }
-    return RecommendJob(Cascade(config, sources, shared.metrics), shared.versions, shared.histories)
+    key = ServedNames(shared.histories, shared.versions, shared.vectors).key
+    cascade = Cascade(config, sources, shared.metrics, key)
+    return RecommendJob(cascade, shared.versions, shared.histories)
 
 
 async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:

@@ -104,7 +104,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
     check_item_fields(body.fields)
     given = body.features or RequestFeatures()
     known = names.features(body.model_version)
-    denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
+    denied = optional_items(body.deny_items, "deny_items", config.max_candidates, names)
     return RecommendRequest(
         user=body.user,
         history=parse_history(body, config, names, body.model_version, given.user),
