@@ -223,9 +223,7 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
     return _snapshot(merged, order, attributes, {**base.features, **items.features})
 
 
-def name(
-    snapshot: Snapshot, ids: I64, names: Sequence[str], titles: Sequence[str]
-) -> Snapshot:
+def name(snapshot: Snapshot, ids: I64, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
     """Add names and titles of items to the version, and drop those of items that it lacks.
 
     Raises:

@@ -71,6 +71,7 @@ class Interactions:
     # value v is action_names[int(v)]; empty = values are numbers, such as ratings
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
+    item_key: bytes = b""  # key of the ids of `items`; empty = they have none
 
     def __len__(self) -> int:
         return len(self.users)
@@ -84,6 +85,7 @@ class Interactions:
             self.user_names,
             self.action_names,
             tuple(column.of_events(part) for column in self.columns),
+            self.item_key,
         )
 
 

@@ -84,6 +84,7 @@ log = logging.getLogger(__name__)
 
 _HOW = "redis://, rediss:// or unix://, with / ? # @ : of a password percent-encoded"
 _ACTIONS = "npu_gr:actions"
+_ITEM_KEY = "npu_gr:item_key"
 _ALL = 2**53  # bytes, more than any value has
 _NO_KEY = (b"", b"", 0, 0)  # arguments of a script for an append without an idempotency key
 _TRY_AGAIN = (scripts.OLD, scripts.LATE)  # results of an append that did nothing yet
@@ -294,6 +295,11 @@ class RedisStore:
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         raw = [name.encode("utf-8", "surrogatepass") for name in names]
         return _texts(await self._ask(lambda: self._name([_ACTIONS], raw)))
+
+    async def item_key(self, mine: str) -> str:
+        if mine and not await self.actions():
+            await self._ask(lambda: self._client.set(_ITEM_KEY, mine, nx=True))
+        return (await self._ask(lambda: self._client.get(_ITEM_KEY)) or b"").decode()
 
     async def erase(self, user: UserKey) -> bool:
         await self._ask(lambda: self._client.unlink(*_keys(user)))

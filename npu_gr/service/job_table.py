@@ -25,7 +25,7 @@ from npu_gr.handlers.sources import (
     from_shared_encoder,
     from_transitions,
 )
-from npu_gr.handlers.versions import GenerateJob, RankJob, SignalJob, Versions
+from npu_gr.handlers.versions import GenerateJob, RankJob, ServedNames, SignalJob, Versions
 from npu_gr.handlers.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import Config

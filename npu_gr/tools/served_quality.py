@@ -51,5 +51,6 @@ async def _hit_ratio(
                 for _ in range(ATTEMPTS - 1):
                     if answer["degraded"]:
                         answer, _took_s = await client.post(RECOMMEND.path, body)
-                num_hits += case.target in answered_ids(answer["items"]).tolist()
+                items = answered_ids(answer["items"], case.item_key)
+                num_hits += case.target in items.tolist()
         return num_hits / max(1, len(cases))

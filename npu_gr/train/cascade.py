@@ -243,6 +243,7 @@ class NextEventCase:
     timestamps: list[int]  # unix seconds
     target: int  # the item of the next event
     happened_at: int  # unix seconds of the next event
+    item_key: bytes = b""  # key of the ids; empty = they have none
 
     def body(self, tenant: str) -> dict[str, Any]:
         """Return the part of a request body that every route reads: the user and the history.
@@ -287,6 +288,7 @@ def next_events(
                     timestamps=own.timestamps[:at].tolist(),
                     target=int(own.items[at]),
                     happened_at=int(own.timestamps[at]),
+                    item_key=log.item_key,
                 )
             )
     if num_users is None or num_users >= len(cases):

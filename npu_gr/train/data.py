@@ -79,6 +79,7 @@ class InteractionLog:
     # name of each action, which has no order; none = its value is its name
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of the users and of the events
+    item_key: bytes = b""  # key of the items' ids; empty = they have none
 
     @property
     def num_users(self) -> int:
@@ -168,6 +169,7 @@ def build_log(
         action_values=tuple(action_values.tolist()),
         action_names=interactions.action_names,
         columns=tuple(column.of_events(order) for column in interactions.columns),
+        item_key=interactions.item_key,
     )
     return _split(log, np.ones(len(log.items), np.bool_), split)
 
@@ -216,6 +218,7 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
         action_values=log.action_values,
         action_names=log.action_names,
         columns=tuple(column.of_events(kept) for column in log.columns),
+        item_key=log.item_key,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
-from npu_gr.core.names import ActionNames
+from npu_gr.core.names import ActionNames, item_ids
 from npu_gr.core.served import ModelInfo, VectorsInfo
 from npu_gr.handlers.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
@@ -55,6 +55,9 @@ class FakeNames:
 
     def features(self, version: str | None) -> ModelFeatures:
         return self._features
+
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        return item_ids(names)
 
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()
