@@ -198,7 +198,7 @@ class ServedCatalogue:
 
         Raises:
             DataError: the file is invalid; the current version stays.
-            ConfigError: the ids of its items have another key; the log is damaged or cannot be used.
+            ConfigError: its items have another key, or the log is damaged or cannot be used.
             Unavailable: the log cannot be written; the current version stays.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
