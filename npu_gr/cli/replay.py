@@ -269,7 +269,7 @@ def convert() -> None:
 @click.option(
     "--checkpoint",
     type=FILE,
-    help="Checkpoint of the ranker; needed if histories name their actions.",
+    help="Checkpoint of the ranker; needed if records name actions, or items that are no numbers.",
 )
 def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     """Make a query log from the rows of QUERY, a file with SQL for DuckDB.

@@ -59,7 +59,7 @@ async def test_every_way_in_has_the_key(tmp_path: Path) -> None:
         by_store = await client.rank("append", SEEN[:5], timestamp=AT_S, top_k=5)
         assert [one.name for one in found.top] == [one.name for one in by_store.top]
         assert {*SEEN[:5]} == {one.name for one in found.top}
-        with pytest.raises(Unprocessable, match="history.items: index 0: a name of 0 bytes"):
+        with pytest.raises(Unprocessable, match=r"history\.items: index 0: a name of 0 bytes"):
             await client.rank("u", ["a"], history=Behaviours([" "], ["view"], [AT_S]))
         async with open_target(None, url, None, 1.0, KEY):
             pass

@@ -210,9 +210,8 @@ async def test_a_reload_brings_other_names_beside_the_same_weights(folder: Path)
     name = NAMES[4]
     async with serving(folder, read=lambda: config) as (client, service):
         config = service.parts.settings.config
-        await asyncio.to_thread(
-            ItemNames.make([name], ["Renamed"], KEY).save, folder / "checkpoint"
-        )
+        renamed = ItemNames.make([name], ["Renamed"], KEY)
+        await asyncio.to_thread(renamed.save, folder / "checkpoint")
         assert (await items(client, f"ids={item_id(name)}"))[0]["title"] == "Title 4"
         await post(client, "/v1/models/reload")
         assert (await items(client, f"ids={item_id(name)}"))[0]["title"] == "Renamed"
