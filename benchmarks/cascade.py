@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import cast
 
 import click
 import numpy as np
@@ -28,6 +29,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.names import Names
 from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import RankPass
@@ -35,6 +37,7 @@ from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import RecommendConfig
 from npu_gr.handlers.config import RankingConfig
 from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.recommend import Cascade
 from npu_gr.handlers.scored_items import ScoredItems
@@ -121,7 +124,10 @@ async def _round(
         ranking = _ranking(rig, served)
         source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
-        cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
+        sources = {"generate": SizedSource(source, 100)}
+        names = cast("Names", None)  # only a hook asks for names
+        filters = ItemFilters(lambda: None)
+        cascade = Cascade(RecommendConfig(), sources, metrics, filters, names)
         for number in range(-1, count):  # the first is a warm-up
             history = UserHistory.of(rig.user(random), 0, rig.model.config.max_history_tokens)
             request = RecommendRequest(

@@ -2,7 +2,7 @@
 
 Every call is a full inference by the same kernels, without a prefix cache or batching.
 
-    python -m benchmarks.cold CHECKPOINT PORT
+    python -m benchmarks.cold CHECKPOINT PORT BACKEND
 
 serves it by FastAPI and uvicorn in their usual form: a typed body and a plain handler.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class ColdRanker:
         }
 
 
-def main(checkpoint: Path, port: int) -> None:
+def main(checkpoint: Path, port: int, backend: BackendName = "cpu") -> None:
     """Serve with FastAPI until the process is terminated."""
     import uvicorn
     from fastapi import FastAPI
@@ -83,7 +83,7 @@ def main(checkpoint: Path, port: int) -> None:
         candidates=(list[int], ...),
         timestamp=(int, ...),
     )
-    ranker = ColdRanker(checkpoint)
+    ranker = ColdRanker(checkpoint, backend)
     app = FastAPI()
 
     def rank(given: Any) -> dict[str, dict[str, list[float]]]:
@@ -96,4 +96,4 @@ def main(checkpoint: Path, port: int) -> None:
 
 if __name__ == "__main__":
     set_up_process()
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), cast("BackendName", sys.argv[3]))

@@ -33,6 +33,7 @@ BENCHES = {
     "generate": "benchmarks.generate",
     "match": "benchmarks.match",
     "kernels": "benchmarks.kernels",
+    "device": "benchmarks.device",
     "emulator": "benchmarks.emulator",
     "store": "benchmarks.store",
     "prepare": "benchmarks.prepare",

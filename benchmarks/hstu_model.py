@@ -23,7 +23,7 @@ import torch
 from benchmarks.frame import Line, compared
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
-from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
+from npu_gr.backend.npu.hstu_slots import key_slots, row_slots
 from tests.ops.ascend_emulator import KINDS, Emulator, Machine
 from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 

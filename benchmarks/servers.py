@@ -322,10 +322,10 @@ def instance(
     return Process(name, command, port, folder, "/readyz", root)
 
 
-def fastapi(checkpoint: Path, folder: Path) -> Process:
-    """Make a FastAPI server with the same ranker."""
+def fastapi(checkpoint: Path, folder: Path, backend: str = "cpu") -> Process:
+    """Make a FastAPI server with the same ranker on a backend."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.cold", str(checkpoint), str(port)]
+    command = [sys.executable, "-m", "benchmarks.cold", str(checkpoint), str(port), backend]
     return Process("FastAPI", command, port, folder, "/openapi.json")
 
 

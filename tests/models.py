@@ -71,6 +71,8 @@ def tiny_order(num_items: int = 300, seed: int = 0) -> ScoreBlend:
             "neighbours": 0.5,
             "popularity": 0.4,
             "seen": -6.0,
+            "own_count": 2.0,
+            "own_age": -0.5,
         },
         successors=np.stack(chosen).astype(np.int32),
         log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),

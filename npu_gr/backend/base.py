@@ -32,6 +32,7 @@ from npu_gr.backend.calls import (
     Choices,
     Continuations,
     FusedForwardCall,
+    GraphShape,
     HstuCall,
     HstuFindCall,
     HstuFound,
@@ -99,6 +100,8 @@ class DeviceQueues(Protocol):
     gathers_head: bool
     # called with the op's name each time a call does not fit the implementation in `ops`
     on_fallback: Callable[[str], None]
+    # called with one of `graphs.OUTCOMES` for each call that may replay a device graph
+    on_graph: Callable[[str], None]
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """Copy a host array to the device; the host does not wait.
@@ -130,6 +133,10 @@ class DeviceQueues(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything that this thread has queued on the device is done."""
+        ...
+
+    def release_memory(self) -> None:
+        """Return the memory that the allocator keeps for later to the device."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -261,6 +268,18 @@ class Ops(Affine, Protocol):
 
         Args:
             way: One of `hstu_ways`. Torch ops compute the calls that it does not support.
+        """
+        ...
+
+    def graph_shapes(
+        self, max_requests: int, max_tokens: int, chunk_tokens: int
+    ) -> Sequence[GraphShape]:
+        """List the passes of a ranker that are captured as graphs before its first request.
+
+        Args:
+            max_requests: Most requests of a pass.
+            max_tokens: Most history tokens of a request.
+            chunk_tokens: Tokens of a step of a prefill.
         """
         ...
 

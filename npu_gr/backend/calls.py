@@ -33,6 +33,15 @@ class BiasTables(NamedTuple):
     time: Tensor  # [H, buckets], read at the bucket of query time - key time
 
 
+class GraphShape(NamedTuple):
+    """The sizes of a ranker's pass that one device graph replays."""
+
+    requests: int
+    rows: int  # most new tokens and candidates of a request
+    keys: int  # most tokens and candidates of a request
+    has_candidates: bool  # False: a prefill
+
+
 class HstuShape(NamedTuple):
     """The properties of a ranker that decide which kernels can run its attention."""
 
@@ -233,7 +242,7 @@ class BlendTables(NamedTuple):
     decay: float  # factor of an event's weight per newer event
     scale: float  # factor of the similarity inside the logarithm; 0 = no logarithm
     is_summed: bool  # use the sum of similarities, not their mean
-    weights: tuple[float, ...]  # retrieval, click, transitions, neighbours, popularity, seen
+    weights: tuple[float, ...]  # retrieval, click, transitions, neighbours, popularity, own
 
 
 class BlendCall(NamedTuple):
@@ -245,7 +254,7 @@ class BlendCall(NamedTuple):
     candidates: npt.NDArray[np.int64]  # [c] item rows
     retrieval: npt.NDArray[np.float32] | None  # [c]; None = 0, also of the next two
     click: npt.NDArray[np.float32] | None
-    seen: npt.NDArray[np.float32] | None
+    seen: npt.NDArray[np.float32] | None  # weighted terms of items of the history
 
 
 class BlendSums(Protocol):

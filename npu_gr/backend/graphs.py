@@ -4,11 +4,12 @@ Each thread captures its own graphs, on its own stream. They share input buffers
 pool, in which the scratch of one graph may overwrite the result of another: a result is valid until
 the thread's next call. A new graph is replayed and compared before it is used; if the capture fails
 or the results differ, it is never tried again. When an owner is freed, its graphs are dropped: they
-hold addresses of its memory.
+hold addresses of its memory. At `MAX_GRAPHS` the least recently used graph is dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 Work = Callable[..., tuple[Tensor, ...]]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each input
 MAX_GRAPHS = 512  # per thread
+OUTCOMES = ("replayed", "captured", "launched", "dropped")  # launched: it ran without a graph
 BUCKETS = (32, 64, 128, 256, 512, 1024)  # rows
 
 _capturing = threading.Lock()  # one capture at a time in a process
@@ -31,13 +33,18 @@ class _Captured:
     def __init__(self, graph: Any, outputs: tuple[Tensor, ...]) -> None:
         self.graph = graph
         self.outputs = outputs
+        self.used = 0  # number of the thread's call that used it last
 
 
 class Graphs(threading.local):
     """The graphs of this thread."""
 
     def __init__(
-        self, runtime: Any, make: Callable[[], Any], fell_back: Callable[[str, str], None]
+        self,
+        runtime: Any,
+        make: Callable[[], Any],
+        fell_back: Callable[[str, str], None],
+        counted: Callable[[str], None] = lambda _outcome: None,
     ) -> None:
         """Share one memory pool among the graphs of this thread.
 
@@ -45,10 +52,13 @@ class Graphs(threading.local):
             runtime: torch.cuda or torch.npu.
             make: Constructor of an empty graph of that runtime.
             fell_back: Callback (op, reason) for work that runs without a graph.
+            counted: Callback with the outcome of each call, one of `OUTCOMES`.
         """
         self._runtime = runtime
         self._make = make
         self._fell_back = fell_back
+        self.counted = counted
+        self._calls = itertools.count(1)
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
         # owner -> (what, signature) -> graph; None = run without a graph
@@ -61,6 +71,7 @@ class Graphs(threading.local):
         count = len(rows[0])
         bucket = next((bucket for bucket in BUCKETS if bucket >= count), None)
         if bucket is None:
+            self.counted("launched")
             return work(*rows)
         return tuple(out[:count] for out in self.run(owner, what, work, rows, bucket))
 
@@ -85,19 +96,37 @@ class Graphs(threading.local):
         signature = tuple(zip(shapes, (x.dtype for x in inputs), strict=True))
         known = self._of.setdefault(owner, {})
         key = what, signature
-        if key not in known and sum(map(len, self._of.values())) >= MAX_GRAPHS:
-            known[key] = None
         if key in known and known[key] is None:
+            self.counted("launched")
             return work(*inputs)
         with torch.inference_mode():
             static = self._static(signature, inputs)
-            if key not in known:
+            if key in known:
+                self.counted("replayed")
+            else:
+                self._make_room()
                 known[key] = self._capture(work, static)
+                self.counted("captured" if known[key] else "launched")
             if known[key] is None:
                 return work(*inputs)
+            known[key].used = next(self._calls)
             known[key].graph.replay()
             outputs: tuple[Tensor, ...] = known[key].outputs
             return outputs
+
+    def _make_room(self) -> None:
+        """Drop the least recently used graph if there are as many as may be."""
+        held = [
+            (graph.used, known, key)
+            for known in self._of.values()
+            for key, graph in known.items()
+            if graph is not None
+        ]
+        if len(held) >= MAX_GRAPHS:
+            _, known, key = min(held, key=lambda each: each[0])
+            self._runtime.current_stream().synchronize()  # the device may still replay it
+            del known[key]
+            self.counted("dropped")
 
     def _static(self, signature: Signature, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if signature not in self._inputs:

@@ -34,7 +34,11 @@ class StreamedOps(TorchOps):
         self._runtime = runtime
         self.device = device
         self._copies = runtime.Stream()
-        self._graphs = Graphs(runtime, graph, self.fell_back) if graph else None
+        self._graphs = Graphs(runtime, graph, self.fell_back, self.ran) if graph else None
+
+    def ran(self, outcome: str) -> None:
+        """Count a call that may have used a graph."""
+        self.on_graph(outcome)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         # torch caches page-locked blocks, and reuses one only when the copy from it is done
@@ -74,6 +78,9 @@ class StreamedOps(TorchOps):
 
     def synchronize(self) -> None:
         self._runtime.current_stream().synchronize()
+
+    def release_memory(self) -> None:
+        self._runtime.empty_cache()
 
     def free_bytes(self) -> int | None:
         runtime, device = self._runtime, self.device

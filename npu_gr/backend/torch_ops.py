@@ -30,6 +30,7 @@ from npu_gr.backend.calls import (
     Choices,
     Continuations,
     FusedForwardCall,
+    GraphShape,
     HstuCall,
     HstuFindCall,
     HstuFound,
@@ -52,6 +53,7 @@ class SingleStream:
     def __init__(self) -> None:
         self.ops: Mapping[str, str] = {}
         self.on_fallback: Callable[[str], None] = lambda _op: None
+        self.on_graph: Callable[[str], None] = lambda _outcome: None
         self._said: set[str] = set()
 
     def fell_back(self, op: str, why: str) -> None:
@@ -75,6 +77,9 @@ class SingleStream:
         work()
         self.synchronize()
         return lambda: None
+
+    def release_memory(self) -> None:
+        pass
 
     def free_bytes(self) -> int | None:
         return None
@@ -132,6 +137,11 @@ class PlainOps(SingleStream):
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         return work(*rows)
+
+    def graph_shapes(
+        self, max_requests: int, max_tokens: int, chunk_tokens: int
+    ) -> Sequence[GraphShape]:
+        return ()
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Return None: there are no fused kernels."""

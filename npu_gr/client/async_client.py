@@ -41,6 +41,7 @@ from npu_gr.client.wire import (
 from npu_gr.core.arrays import I64
 from npu_gr.core.calling import calling_files, placing_headers
 from npu_gr.core.errors import BadAnswer, Unavailable, Unprocessable, Unreachable
+from npu_gr.core.item_rules import OrderRules
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
@@ -281,6 +282,7 @@ class AsyncClient(_Calls):
         exclude_seen: bool = True,
         allow_items: Names | None = None,
         deny_items: Names | None = None,
+        attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
         vectors_version: str | None = None,
         fields: Sequence[str] = (),
         tenant: str | None = None,
@@ -289,7 +291,7 @@ class AsyncClient(_Calls):
         """Retrieve the best items for a user by vectors.
 
         Args:
-            user, allow_items, deny_items, fields: See `generate`.
+            user, allow_items, deny_items, attributes, fields: See `generate`.
             history: The user's behaviours in the target domain; None = read the history store.
             num_items: Largest number of items.
             exclude_seen: Leave out the user's items, those of the training data included.
@@ -302,6 +304,7 @@ class AsyncClient(_Calls):
             exclude_seen=exclude_seen,
             allow_items=optional_items(allow_items, "allow_items"),
             deny_items=optional_items(deny_items, "deny_items"),
+            attributes={name: list(values) for name, values in (attributes or {}).items()},
             vectors_version=vectors_version,
             fields=list(fields),
         )
@@ -317,7 +320,11 @@ class AsyncClient(_Calls):
         num_candidates: int | None = None,
         exclude_seen: bool | None = None,
         unknown_items: Literal["last", "drop"] | None = None,
+        allow_items: Names | None = None,
         deny_items: Names | None = None,
+        attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
+        shown_items: Names | None = None,
+        rules: OrderRules | None = None,
         timestamp: Time | None = None,
         context: Mapping[str, bool | int | float | str] | None = None,
         sources: Sequence[SourceName] | None = None,
@@ -337,8 +344,10 @@ class AsyncClient(_Calls):
             exclude_seen: Leave out the items of the history; None = as configured.
             unknown_items: Items that the ranker does not know: "last" = after all others, without
                 a score; "drop" = left out; None = as configured.
-            deny_items: Items to leave out.
-            context: Values for the service's hook.
+            allow_items, deny_items, attributes: See `generate`.
+            shown_items: Items shown lately, each as often as it was shown, for the rule `cap`.
+            rules: Business rules in addition to the service's.
+            context: Values for the service's hooks.
             sources: Subset of the configured sources; None = all.
             features: Features of the user and the request; None = all missing.
             order: "blended", "rank", "fused" or "retrieval" (without ranking); None = as
@@ -352,7 +361,11 @@ class AsyncClient(_Calls):
             num_candidates=num_candidates,
             exclude_seen=exclude_seen,
             unknown_items=unknown_items,
+            allow_items=optional_items(allow_items, "allow_items"),
             deny_items=optional_items(deny_items, "deny_items"),
+            attributes={name: list(values) for name, values in (attributes or {}).items()},
+            shown_items=optional_items(shown_items, "shown_items"),
+            rules=rules,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             context=dict(context or {}),
             sources=None if sources is None else list(sources),

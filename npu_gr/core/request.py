@@ -15,6 +15,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import NpuGrError, RequestError
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, Write, Written
+from npu_gr.core.item_rules import OrderRules
 
 
 class Request(Protocol):
@@ -59,7 +60,7 @@ class LeasedAnswer(Answer, Protocol):
 
 
 # sources of a cascade
-SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]
+SourceName = Literal["shared_encoder", "transitions", "neighbours", "history", "generate", "match"]
 OrderName = Literal["blended", "rank", "fused", "retrieval"]  # order of a cascade's items
 # with the names of earlier versions, in requests and logs: see `core/renamed.py`
 AnySourceName = Literal[SourceName, "trunk"]
@@ -293,11 +294,16 @@ class StageResult(StrEnum):
     OUT_OF_TIME = "out_of_time"
     FAILED = "failed"
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the stage failed, or did a part of its work only."""
+        return self not in (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
+
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Retrieval stages run concurrently, the others after them."""
 
-    # a source, or popular | hook | rank
+    # a source, or popular | hook | rank | hook_after | rules
     stage: str
     result: StageResult
     began_s: float  # seconds after the cascade began
@@ -323,6 +329,11 @@ class RecommendRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     sources: tuple[str, ...] | None = None  # subset of the configured ones; None = all
     order: OrderName | None = None  # None = as configured
     model_version: str | None = None  # of the ranker
+    allow_items: I64 | None = None  # [n] external ids; None = all
+    # name -> allowed values
+    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)
+    shown_items: I64 | None = None  # [n] showings that count for the cap, with repeats
+    rules: OrderRules | None = None  # in addition to the configured ones
 
 
 class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
@@ -339,7 +350,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     # [n] blended scores, or logits of the ranker's first task; NaN = not ranked, or unknown to the
     # ranker
     scores: F32
-    # [n] the first source with the item; `hook` if the hook added it
+    # [n] the first source with the item; `hook`, `hook_after` or `pin` if one of these added it
     origins: tuple[str, ...]
     num_candidates: int  # candidates of the rank
     limited_by: LimitedBy  # why there are fewer items than requested
@@ -349,6 +360,8 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     unknown: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: int = 0  # read from cached KV by the rank
     missing_features: tuple[str, ...] = ()  # of the rank
+    # [n] probability of each item at its place, given those before; None = nothing was drawn
+    propensities: F32 | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -358,8 +371,8 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """The stages with another result than OK."""
-        return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
+        """The stages that failed, or did a part of their work; finding nothing is no failure."""
+        return tuple(report.stage for report in self.stages if report.result.is_degraded)
 
     @property
     def label_value(self) -> str:
@@ -367,9 +380,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         return str(bool(self.degraded)).lower()
 
     def log_fields(self) -> dict[str, Any]:
-        degraded = [
-            f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK
-        ]
+        degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result.is_degraded]
         return {
             "verdict": self.verdict.value if self.verdict else None,
             "outcome": self.outcome.value if self.outcome else None,
@@ -405,6 +416,8 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None
+    # name -> allowed values, of the generator's catalogue
+    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)
 
 
 class MatchAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):

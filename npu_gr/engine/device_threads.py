@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import Context
 from typing import Any, Self, TypeVar
 
@@ -103,6 +103,10 @@ SWITCH_S = 5e-4
 UNKNOWN_S = 30.0  # limit of a pass whose time is not known
 COMPILE_S = 900.0  # a first run may compile kernels, and is dead only after this
 LATE = "the deadline passed while waiting for the device"
+OUT_OF_MEMORY = (
+    "the device is out of memory: lower kv_cache.hbm_bytes, generate.hbm_bytes, "
+    "generate.beam_bytes or scheduler.max_batch_requests"
+)
 _STOPPING = "the instance is stopping"
 
 
@@ -243,7 +247,10 @@ class DeviceThreads(Streams):
     """
 
     def __init__(
-        self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]]
+        self,
+        config: SchedulerConfig,
+        stream: Callable[[], AbstractContextManager[None]],
+        release: Callable[[], None],
     ) -> None:
         """Make the threads; `start` starts them.
 
@@ -251,9 +258,11 @@ class DeviceThreads(Streams):
             config: limits of the queue and of a pass.
             stream: Factory of the context that a thread stays in, which selects its own stream of
                 the device.
+            release: Returns unused memory to the device, after a pass found too little.
         """
         super().__init__(config, time.monotonic)
         self._stream = stream
+        self._release = release
         # Guards `_idle`. Code that holds it may call the queue, which has its own lock.
         self._lock = threading.Lock()
         self._idle: list[threading.Lock] = []
@@ -348,11 +357,12 @@ class DeviceThreads(Streams):
             self._ring(len(jobs) - len(ended))
         return ended
 
-    def _attempt(self, jobs: list[Job], worker: Worker) -> list[Any]:
+    def _attempt(self, jobs: list[Job], worker: Worker, *, is_again: bool = False) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.
 
         If a pass of several jobs fails, each job runs again by itself, so that one bad job does not
-        fail the others.
+        fail the others. A job that finds too little memory runs again once, after the unused memory
+        is returned.
         """
         try:
             dead_s = COMPILE_S if any(job.may_compile for job in jobs) else 0.0
@@ -364,14 +374,28 @@ class DeviceThreads(Streams):
             if len(jobs) == 1:
                 return [error]
         except Exception as error:  # a device thread must outlive every job
-            if len(jobs) == 1:
+            is_short = _is_out_of_memory(error)
+            if len(jobs) == 1 and (is_again or not is_short):
                 self.failures_in_a_row += 1
                 log.exception("a device job failed (%d in a row)", self.failures_in_a_row)
-                return [DeviceError(f"{type(error).__name__} on the device")]
+                why = OUT_OF_MEMORY if is_short else f"{type(error).__name__} on the device"
+                return [DeviceError(why)]
         else:
             self.failures_in_a_row = 0
             return results
-        return [result for job in jobs for result in self._attempt([job], worker)]
+        is_alone = len(jobs) == 1
+        if is_alone:
+            log.warning("%s; unused memory is returned, and the job runs again", OUT_OF_MEMORY)
+            with suppress(RuntimeError):  # of a device that is broken: the job will say so
+                self._release()
+        return [
+            result for job in jobs for result in self._attempt([job], worker, is_again=is_alone)
+        ]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device had too little memory; torch_npu raises a RuntimeError for it."""
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
 
 
 def pass_limit_s(jobs: Sequence[Job]) -> float:

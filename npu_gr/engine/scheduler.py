@@ -52,6 +52,7 @@ class Scheduler:
         config: SchedulerConfig,
         stream: Callable[[], AbstractContextManager[None]] = nullcontext,
         streams: Streams | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """Run nothing before `start`.
 
@@ -60,9 +61,10 @@ class Scheduler:
             stream: Factory of the context that a device thread stays in, which selects its own
                 stream of the device.
             streams: Runner of the passes; None = `DeviceThreads`.
+            release: Returns unused memory to the device, after a pass found too little.
         """
         self.config = config
-        self._streams = DeviceThreads(config, stream) if streams is None else streams
+        self._streams = DeviceThreads(config, stream, release) if streams is None else streams
         self._streams.on_pass = self._pass_ended
         self._copies = Worker()
         # Without these nothing works: the device threads, and the waits for copies between tiers.

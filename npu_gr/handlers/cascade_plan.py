@@ -5,33 +5,42 @@ A hook is a Python function with business rules of the operator, between retriev
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import ConfigError
-from npu_gr.core.history import Events, UserKey
-from npu_gr.core.request import LimitedBy, OrderName, SourceName, StageReport
+from npu_gr.core.errors import ConfigError, DeadlineExceeded, Overloaded
+from npu_gr.core.item_rules import ItemRules
+from npu_gr.core.request import LimitedBy, OrderName, SourceName, StageReport, StageResult
 from npu_gr.core.settings import Count, Ratio, Seconds
 
+log = logging.getLogger(__name__)
+
 FUSION = 60  # the constant of reciprocal rank fusion
+
+# stages that are no source, and sources of the items that they add
+HOOK = "hook"
+HOOK_AFTER = "hook_after"
+PIN = "pin"
+RULES = "rules"
 
 SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector against its own items
 # items that followed the last events in the training data
 TRANSITIONS: SourceName = "transitions"
 # items that co-occur with those of the history in the training data
 NEIGHBOURS: SourceName = "neighbours"
+HISTORY: SourceName = "history"  # the user's own items
 SECTIONS: dict[SourceName, str] = {  # source -> required section of the configuration
     SHARED_ENCODER: "checkpoint",
     TRANSITIONS: "checkpoint",
     NEIGHBOURS: "checkpoint",
+    HISTORY: "checkpoint",
     "generate": "generate",
     "match": "match",
 }
@@ -44,7 +53,10 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sources: dict[SourceName, Count] = msgspec.field(default_factory=lambda: {"generate": 100})
     max_candidates: Count = 200  # maximum M of candidates to rank
     exclude_seen: bool = True  # exclude items of the history
-    hook: str | None = None  # "package.module:function", see `Hook`
+    hook: str | None = None  # before the rank: "package.module:function", see `Hook`
+    # after the rank: "package.module:function", see `HookAfter`
+    hook_after: str | None = None
+    rules: ItemRules | None = None  # business rules after the rank
     # file of item names, one per line, best first, which fill up a short retrieval
     popular: str | None = None
     # items unknown to the ranker, mostly new ones: last = after all others, without a score; drop
@@ -59,7 +71,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_rank_share: Ratio = 0.5  # maximum share of the time reserved for the rank
     # minimum time reserved for the rank, within the share
     min_rank_s: Seconds = 0.02
-    hook_budget_s: Seconds = 0.02
+    hook_budget_s: Seconds = 0.02  # of each hook
     margin_s: Seconds = 0.005  # reserved for writing the answer
     on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
     on_hook_failure: Literal["skip", "fail"] = "skip"
@@ -108,6 +120,7 @@ class StageDeadlines(NamedTuple):
     retrieve_at: float
     hook_at: float
     rank_at: float
+    answer_at: float  # of what follows the rank
 
 
 def split(
@@ -115,8 +128,8 @@ def split(
 ) -> StageDeadlines:
     """Split the time of a cascade among its stages.
 
-        now ------- retrieve ------- hook -- rank ------- deadline
-             the rest        hook budget  |  rank_s   margin_s
+        now ------- retrieve ------- hook -- rank ------- hook_after ------- deadline
+             the rest        hook budget  |  rank_s      hook budget  margin_s
                                           at most max_rank_share of the time
 
     Args:
@@ -124,11 +137,14 @@ def split(
         rank_s: Predicted seconds of the rank, including the encoding of the full history.
         config: Shares and budgets.
     """
-    rank_at = max(deadline_at - config.margin_s, now_at)
+    end_at = max(deadline_at - config.margin_s, now_at)
+    after_s = config.hook_budget_s if config.hook_after else 0.0
+    rank_at = end_at - min(after_s, (end_at - now_at) / 4)
     left_s = rank_at - now_at
     hook_at = rank_at - min(max(rank_s, config.min_rank_s), left_s * config.max_rank_share)
     hook_s = config.hook_budget_s if config.hook else 0.0
-    return StageDeadlines(hook_at - min(hook_s, (hook_at - now_at) / 2), hook_at, rank_at)
+    retrieve_at = hook_at - min(hook_s, (hook_at - now_at) / 2)
+    return StageDeadlines(retrieve_at, hook_at, rank_at, end_at)
 
 
 def interleave(rows: Sequence[I64]) -> tuple[I64, I64]:
@@ -170,12 +186,29 @@ def each_once(items: I64) -> I64:
 
 
 class Denied:
-    """Items to exclude: those that the request denies, and those that the user has seen."""
+    """Items to exclude: denied ones, seen ones, and all but the allowed ones."""
 
-    def __init__(self, given: I64 | None, seen: I64 | None) -> None:
-        """Store external ids, in any order, possibly repeated."""
+    def __init__(self, given: I64 | None, seen: I64 | None, allowed: I64 | None = None) -> None:
+        """Store external ids.
+
+        Args:
+            given, seen: Denied and seen items, in any order, possibly repeated.
+            allowed: All that may be shown, ascending and distinct; None = no such list.
+        """
         self.given = given
         self.seen = seen
+        self.allowed = allowed
+
+    def bans(self, items: I64) -> npt.NDArray[np.bool_]:
+        """Whether each of int64 [n] is denied or not allowed; seen ones are not banned."""
+        given = np.empty(0, np.int64) if self.given is None else np.sort(self.given)
+        banned = is_in(items, given)
+        return banned if self.allowed is None else banned | ~is_in(items, self.allowed)
+
+    def left(self, items: I64) -> I64:
+        """Return the items that are not excluded."""
+        items = items[~is_in(items, self.ids)]
+        return items if self.allowed is None else items[is_in(items, self.allowed)]
 
     @cached_property
     def ids(self) -> I64:
@@ -222,45 +255,42 @@ def why_short(
     return LimitedBy.FILTER if excludes else LimitedBy.SOURCES
 
 
-class HookContext(NamedTuple):
-    """The second argument of a hook."""
+class Shown(NamedTuple):
+    """Items of an answer, best first. n = items."""
 
-    user: UserKey
-    history: Events
-    context: Mapping[str, bool | int | float | str]  # of the request
-    timestamp: int  # unix seconds when the items are shown
+    items: I64  # [n] external ids
+    scores: F32  # [n] of the ranker; NaN = not ranked
+    propensities: F32 | None = None  # [n]; None = nothing was drawn
 
-
-Hook = Callable[[I64, HookContext], Any]
-"""`hook(items, context)` gets the candidates, int64 [n], best first, and returns the items to rank.
-
-An `async def` runs on the event loop, a `def` in a thread. An exception degrades the answer.
-"""
-
-
-def load_hook(name: str) -> Hook:
-    """Import the function `package.module:function`.
-
-    Raises:
-        ConfigError: the function does not exist, or does not take two arguments.
-    """
-    module, _, function = name.partition(":")
-    try:
-        hook = getattr(importlib.import_module(module), function)
-        inspect.signature(hook).bind("items", "context")
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"recommend.hook: {name!r}: {error}") from error
-    found: Hook = hook
-    return found
+    def first(self, count: int) -> Shown:
+        """Return the first items."""
+        drawn = self.propensities
+        return Shown(
+            self.items[:count], self.scores[:count], None if drawn is None else drawn[:count]
+        )
 
 
-def as_items(returned: object) -> I64:
-    """Convert the result of a hook to item ids, int64 [n].
+class Origins(dict[int, str]):
+    """The first source of each item, with a default for other items."""
 
-    Raises:
-        TypeError: it is not a row of integers.
-    """
-    items = np.asarray(returned)
-    if items.ndim != 1 or (len(items) and items.dtype.kind not in "iu"):
-        raise TypeError(f"expected a row of item ids, got {type(returned).__name__}")
-    return items.astype(np.int64)
+    def __init__(self, other: str, items: Iterable[tuple[int, str]] = ()) -> None:
+        super().__init__(items)
+        self._other = other
+
+    def __missing__(self, item: int) -> str:
+        return self._other
+
+
+def failed_sources(reports: Iterable[StageReport]) -> str:
+    """Name the failed sources; an empty result is no failure."""
+    return ", ".join(f"{r.stage} {r.result.value}" for r in reports if r.result.is_degraded)
+
+
+def result_of(stage: str, error: Exception) -> StageResult:
+    """Return the result of a stage that raised an error, which the log gets."""
+    if isinstance(error, Overloaded):
+        return StageResult.OVERLOADED
+    if isinstance(error, DeadlineExceeded):
+        return StageResult.OUT_OF_TIME
+    log.warning("recommend: stage %s failed: %s: %s", stage, type(error).__name__, error)
+    return StageResult.FAILED

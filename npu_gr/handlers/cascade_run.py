@@ -6,9 +6,9 @@ report. Client errors are returned as errors.
 
 Invariants:
   C1  items are distinct, and none is denied, withdrawn or (if configured) seen; at most M are
-      ranked; only the hook may add items
+      ranked; only hooks and pins may add items, and only pins seen ones
   C2  now <= end of retrieval <= end of the hook <= end of the rank <= deadline
-  C3  without failures and hook, the result equals separate calls of the sources and of rank
+  C3  without failures, hooks and rules, the result equals separate calls of the sources and of rank
   C4  items unknown to the ranker are counted, and last or (`unknown_items: drop`) dropped
   C5  with a shared encoder, user vector, items, logits and order are of one version, and
       independent of cached prefixes
@@ -17,28 +17,27 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import (
     ColdUser,
-    DeadlineExceeded,
     NpuGrError,
-    Overloaded,
     RequestError,
     Unavailable,
     Unprocessable,
 )
 from npu_gr.core.history import HistoryRef
+from npu_gr.core.item_rules import OrderRules
 from npu_gr.core.kinds import RANK
 from npu_gr.core.lifetime import deadline
+from npu_gr.core.names import Names
 from npu_gr.core.request import (
     LimitedBy,
     RankAnswer,
@@ -50,48 +49,48 @@ from npu_gr.core.request import (
     StageResult,
     Verdict,
 )
-from npu_gr.core.text_format import quoted
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import (
+    HOOK,
+    HOOK_AFTER,
+    PIN,
+    RULES,
     SHARED_ENCODER,
     Denied,
-    Hook,
-    HookContext,
+    Origins,
     RecommendConfig,
-    as_items,
+    Shown,
     best_first,
+    failed_sources,
     fused_order,
     interleave,
     is_in,
+    result_of,
     split,
     why_short,
 )
 from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.hooks import (
+    Hook,
+    HookAfter,
+    HookContext,
+    RankedItems,
+    call_hook,
+    reordered,
+)
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.rules import Asked, apply
 from npu_gr.handlers.sources import (
     POPULAR,
     SharedEncoderUse,
     SizedSource,
     SourceRequest,
+    chosen_sources,
     from_shared_encoder,
 )
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
-
-log = logging.getLogger(__name__)
-
-HOOK = "hook"  # the source of an item that the hook added
-
-
-class Origins(dict[int, str]):
-    """The first source of each item, with a default for other items."""
-
-    def __init__(self, other: str, items: Iterable[tuple[int, str]] = ()) -> None:
-        super().__init__(items)
-        self._other = other
-
-    def __missing__(self, item: int) -> str:
-        return self._other
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,12 @@ class CascadeParts:
     sources: Mapping[str, SizedSource]  # merged in this order
     metrics: Metrics
     hook: Hook | None
+    hook_after: HookAfter | None
     hook_threads: ThreadPoolExecutor | None
     popular: I64
+    filters: ItemFilters
+    names: Names
+    random: np.random.Generator
 
 
 class CascadeRun:
@@ -145,7 +148,7 @@ class CascadeRun:
                 "order: 'blended' needs a ranker with a score blend, which this one lacks"
             )
         self._vocabulary = ranking.vocabulary
-        self._sources = _chosen(parts.sources, request.sources)
+        self._sources = chosen_sources(parts.sources, request.sources)
         self.uses_shared_encoder = SHARED_ENCODER in self._sources or self._order == "blended"
         if self.uses_shared_encoder and SHARED_ENCODER not in self._sources:  # only for u
             self._sources[SHARED_ENCODER] = SizedSource(from_shared_encoder, 0)
@@ -169,7 +172,8 @@ class CascadeRun:
             config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         )
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        self._denied = Denied(request.deny_items, history.all_items if self._exclude_seen else None)
+        seen = history.all_items if self._exclude_seen else None
+        self._denied = Denied(request.deny_items, seen, request.allow_items)
         self._unknown: dict[str, int] = {}  # source -> number of items unknown to the ranker
         self._reports: list[StageReport] = []
 
@@ -178,7 +182,10 @@ class CascadeRun:
         async with self._shared_encoder:
             items, origins = await self._retrieve()
             retrieved_at = time.monotonic()
-            known, rows, unknown = self._split_known(await self._apply_hook(items), origins)
+            if (hook := self._parts.hook) is not None:
+                hook_at = self._deadlines.hook_at
+                items = await self._hooked(HOOK, hook, items.copy(), items, hook_at)
+            known, rows, unknown = self._split_known(items, origins)
             known, unknown = (
                 known[: self.max_candidates],
                 unknown[: max(0, self.max_candidates - len(known))],
@@ -192,19 +199,23 @@ class CascadeRun:
             else np.full(len(known), np.nan, np.float32)
         )
         order = fused_order(scores) if ranked and self._order == "fused" else best_first(scores)
-        order = order[: self._request.num_items]
-        items, scores = known[order], scores[order]
-        if len(unknown):
-            items = np.concatenate([items, unknown])[: self._request.num_items]
-            scores = np.concatenate([scores, np.full(len(items) - len(scores), np.nan, np.float32)])
+        items = np.concatenate([known[order], unknown])
+        scores = np.concatenate([scores[order], np.full(len(unknown), np.nan, np.float32)])
+        num_found = len(items)
+        items, scores, propensities = await self._after_rank(
+            Shown(items, scores), origins, by_place=ranked is None or self._order == "fused"
+        )
         limited_by = LimitedBy.NONE
-        if len(items) < self._request.num_items:
-            excluded = len(self._denied.ids) + len(self._ranking.items.withdrawn)
+        if len(items) < self._request.num_items <= num_found:
+            limited_by = LimitedBy.FILTER  # by the rules or the hook after the rank
+        elif len(items) < self._request.num_items:
+            excludes = len(self._denied.ids) + len(self._ranking.items.withdrawn)
+            hooks = self._parts.hook or self._parts.hook_after
             limited_by = why_short(
-                is_full=len(items) >= self.max_candidates,
+                is_full=num_found >= self.max_candidates,
                 asked={name: source.num_items for name, source in self._sources.items()},
                 reports=self._reports,
-                excludes=bool(excluded or self._parts.hook)
+                excludes=bool(excludes or hooks or self._denied.allowed is not None)
                 or (self._drops_unknown and bool(self._unknown)),
             )
         return RecommendAnswer(
@@ -216,6 +227,7 @@ class CascadeRun:
             limited_by=limited_by,
             item_ids=items,
             scores=scores,
+            propensities=propensities,
             origins=tuple([origins[item] for item in items.tolist()]),
             num_candidates=len(known),
             unknown=self._unknown,
@@ -301,13 +313,14 @@ class CascadeRun:
         began_at = time.monotonic()
         popular = self._parts.popular
         if not len(popular):
-            if not origins and (failed := self._failed()):
+            if not origins and (failed := failed_sources(self._reports)):
                 raise Unavailable(
                     f"retrieval failed ({failed}), and no list of popular items is configured"
                 )
             return
         # if unknown items are dropped, the full list may be needed, since its best items may be new
-        most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied.ids)
+        is_all = self._drops_unknown or self._denied.allowed is not None
+        most = len(popular) if is_all else self.max_candidates + len(self._denied.ids)
         items = self._allowed(POPULAR, popular[:most])
         if self._drops_unknown:
             items, _, _ = self._split_known(items, Origins(POPULAR))
@@ -315,13 +328,6 @@ class CascadeRun:
             origins.setdefault(item, POPULAR)
         self._report(
             POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items)
-        )
-
-    def _failed(self) -> str:
-        """Name the failed sources; an empty result is no failure."""
-        harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
-        return ", ".join(
-            f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless
         )
 
     async def _query(self, name: str, source: SizedSource) -> I64 | RequestError:
@@ -351,7 +357,7 @@ class CascadeRun:
         except NpuGrError as error:
             late = self._shared_encoder.found_late() if name == SHARED_ENCODER else None
             if late is None:
-                result = _result_of(name, error)
+                result = result_of(name, error)
             else:
                 items = late
         self._report(name, result, began_at, len(items))
@@ -363,7 +369,7 @@ class CascadeRun:
         The shared encoder excludes denied items itself, unless its vocabulary changed meanwhile.
         """
         if source != SHARED_ENCODER or self._ranking.vocabulary is not self._vocabulary:
-            items = items[~is_in(items, self._denied.ids)]
+            items = self._denied.left(items)
         withdrawn = self._ranking.items.withdrawn
         return items[~is_in(items, withdrawn)] if len(withdrawn) else items
 
@@ -390,32 +396,24 @@ class CascadeRun:
 
     # ---- pre-processing
 
-    async def _apply_hook(self, items: I64) -> I64:
-        """Apply the hook, and remove duplicates; if it fails, return the items unchanged."""
-        hook = self._parts.hook
-        config = self._parts.config
-        if hook is None:
-            return items
+    async def _hooked(
+        self, stage: str, hook: Hook | HookAfter, given: object, items: I64, until_at: float
+    ) -> I64:
+        """Apply a hook; if it fails, return the items unchanged."""
         began_at = time.monotonic()
+        config = self._parts.config
         context = HookContext(
             self._request.user, self._history.events, self._request.context, self._shown_at
         )
         try:
-            async with deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
-                if inspect.iscoroutinefunction(hook):
-                    returned = await hook(items.copy(), context)
-                else:
-                    threads = self._parts.hook_threads
-                    returned = await asyncio.get_running_loop().run_in_executor(
-                        threads, hook, items.copy(), context
-                    )
-            items = interleave([as_items(returned)])[0]
+            budget_s = min(until_at - began_at, config.hook_budget_s)
+            items = await call_hook(hook, given, context, budget_s, self._parts.hook_threads)
         except Exception as error:  # code of the operator may raise any exception
             if config.on_hook_failure == "fail":
-                raise Unavailable(f"hook: {type(error).__name__}") from error
-            self._report("hook", _result_of("hook", error), began_at, len(items))
+                raise Unavailable(f"{stage}: {type(error).__name__}") from error
+            self._report(stage, result_of(stage, error), began_at, len(items))
         else:
-            self._report("hook", StageResult.OK, began_at, len(items))
+            self._report(stage, StageResult.OK, began_at, len(items))
         return items
 
     # ---- rank
@@ -452,7 +450,7 @@ class CascadeRun:
         except NpuGrError as error:
             if self._parts.config.on_rank_failure == "fail":
                 raise
-            self._report("rank", _result_of("rank", error), began_at, 0)
+            self._report("rank", result_of("rank", error), began_at, 0)
             return None
         self._parts.metrics.rank.answered(ranked)
         self._parts.metrics.requests.answered(RANK, ranked, time.monotonic() - began_at)
@@ -466,12 +464,60 @@ class CascadeRun:
         fitted = self._ranking.blend_sum
         if self._order != "blended" or fitted is None:
             return next(iter(ranked.scores.values()))
-        seen = None
+        own = None
         if self._parts.hook or not self._exclude_seen:  # else no item was seen
-            seen = is_in(items, np.sort(self._history.all_items)).astype(np.float32)
+            own = fitted.order.own(self._history.all_items, items)
         return fitted(
-            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
+            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], own
         )
+
+    # ---- after the rank
+
+    async def _after_rank(self, shown: Shown, origins: Origins, *, by_place: bool) -> Shown:
+        """Apply the second hook and the rules, and cut the list to the requested number."""
+        parts, request = self._parts, self._request
+
+        def banned(items: I64) -> npt.NDArray[np.bool_]:
+            return self._denied.bans(items) | is_in(items, self._ranking.items.withdrawn)
+
+        if parts.hook_after is not None:
+            before = shown
+            given = RankedItems(shown, parts.names.items, parts.names.titles, parts.filters)
+            ids = await self._hooked(
+                HOOK_AFTER, parts.hook_after, given, shown.items, self._deadlines.answer_at
+            )
+            if ids is not before.items:
+                shown = reordered(before, ids[~banned(ids)])
+                added = np.setdiff1d(shown.items, before.items).tolist()
+                origins.update(dict.fromkeys(added, HOOK_AFTER))
+        configured = parts.config.rules
+        if configured is None and request.rules is None and request.shown_items is None:
+            return shown.first(request.num_items)
+        rules = (configured or OrderRules()).then(request.rules)
+        if request.shown_items is not None and rules.cap is None:
+            raise Unprocessable("shown_items: needs a cap (recommend.rules.cap, or rules.cap)")
+        if not rules.is_empty:
+            began_at = time.monotonic()
+            asked = Asked(
+                num_items=request.num_items,
+                shown_items=request.shown_items,
+                events=self._history.events,
+                actions=self._ranking.model.actions,
+                now_s=self._shown_at,
+                banned=banned,
+                by_place=by_place,
+            )
+            before = shown
+            try:
+                shown = apply(rules, shown, asked, parts.filters, parts.random)
+                added = np.setdiff1d(shown.items, before.items).tolist()
+                origins.update(dict.fromkeys(added, PIN))
+                self._report(RULES, StageResult.OK, began_at, len(shown.items))
+            except Unprocessable as error:  # an attribute that the catalogue lacks
+                if request.rules is not None:
+                    raise
+                self._report(RULES, result_of(RULES, error), began_at, len(shown.items))
+        return shown.first(request.num_items)
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
         took_s = time.monotonic() - began_at
@@ -484,27 +530,3 @@ class CascadeRun:
                 num_items=num_items,
             )
         )
-
-
-def _result_of(stage: str, error: Exception) -> StageResult:
-    if isinstance(error, Overloaded):
-        return StageResult.OVERLOADED
-    if isinstance(error, DeadlineExceeded):
-        return StageResult.OUT_OF_TIME
-    log.warning("recommend: stage %s failed: %s: %s", stage, type(error).__name__, error)
-    return StageResult.FAILED
-
-
-def _chosen(
-    sources: Mapping[str, SizedSource], names: tuple[str, ...] | None
-) -> dict[str, SizedSource]:
-    """Return the sources that a request names, in the configured order; None for all."""
-    if names is None:
-        return dict(sources)
-    if missing := [name for name in names if name not in sources]:
-        raise Unprocessable(
-            f"sources: {quoted(missing[0])} is not configured; there are {', '.join(sources)}"
-        )
-    if not names:
-        raise Unprocessable("sources: needs at least one")
-    return {name: source for name, source in sources.items() if name in names}

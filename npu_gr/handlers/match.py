@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalogue.names import EMPTY, ItemNames, key_of
@@ -30,6 +31,7 @@ from npu_gr.engine.queue import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.scored_items import Before, accept_any
 from npu_gr.metrics.registry import Metrics
 from npu_gr.vector_search.config import MatchConfig
@@ -159,6 +161,7 @@ class MatchJob:
         config: MatchConfig,
         vectors: ServedVectors,
         histories: Histories,
+        filters: ItemFilters,
         scheduler: Scheduler,
         metrics: Metrics,
         objective_s: Callable[[], float],
@@ -169,6 +172,7 @@ class MatchJob:
             config: Limits of a request and of a pass.
             vectors: Versions of the vectors.
             histories: Histories of users.
+            filters: Attributes of items.
             scheduler: Scheduler of the passes.
             metrics: Metrics of the instance.
             objective_s: Returns the current latency objective, in seconds.
@@ -176,6 +180,7 @@ class MatchJob:
         self.config = config
         self.vectors = vectors
         self._histories = histories
+        self._filters = filters
         self._scheduler = scheduler
         self._metrics = metrics
         self._objective_s = objective_s
@@ -194,6 +199,11 @@ class MatchJob:
 
     async def run(self, request: MatchRequest, call: Call) -> MatchAnswer:
         """Read the history, and search."""
+        if request.attributes:
+            passing = await self._filters.passing(
+                request.allow_items, request.deny_items, request.attributes
+            )
+            request = structs.replace(request, allow_items=passing.allow)
         with call.slot.suspended():
             history = await self._histories.read_items(
                 request.user, request.history, self.config.max_history_events, call.deadline_at

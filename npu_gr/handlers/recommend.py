@@ -3,7 +3,8 @@
     signal    the ranker prefills the user's prefix while the stages before the rank run
     retrieve  query sources concurrently -> interleave, without duplicates, seen and denied items
     hook      business rules; then the first M candidates are ranked, with unknown items last
-    rank      score the M candidates with that prefix, and return the best
+    rank      score the M candidates with that prefix
+    rules     a second hook, then boosts, pins, diversity and exploration; return the best
 
 A ranker that also retrieves may be a source (`SharedEncoderUse` in `sources.py`); then it leases
 the prefix at once, without a signal. `cascade_run.py` runs the stages of one request.
@@ -16,14 +17,20 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
+from msgspec import structs
+
 from npu_gr.catalogue.records import read_popular
 from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import SIGNAL
+from npu_gr.core.names import Names
 from npu_gr.core.request import RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
 from npu_gr.handlers.base import Call
-from npu_gr.handlers.cascade_plan import RecommendConfig, load_hook
+from npu_gr.handlers.cascade_plan import RecommendConfig
 from npu_gr.handlers.cascade_run import CascadeParts, CascadeRun
 from npu_gr.handlers.histories import Histories, UserHistory
+from npu_gr.handlers.hooks import load_hook
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.sources import SizedSource
 from npu_gr.handlers.versions import Versions
@@ -41,24 +48,38 @@ class Cascade:
         config: RecommendConfig,
         sources: Mapping[str, SizedSource],
         metrics: Metrics,
-        key: bytes = b"",
+        filters: ItemFilters,
+        names: Names,
     ) -> None:
-        """Load the hook and the popular items.
+        """Load the hooks and the popular items.
 
         Args:
             config: Section `recommend` of the configuration.
             sources: Name -> source, merged in this order.
             metrics: Metrics of the instance.
-            key: Key of the items' ids; empty = they have none.
+            filters: Attributes of items.
+            names: Ids, names and titles of items.
 
         Raises:
-            ConfigError: the hook or the list of popular items cannot be used.
+            ConfigError: a hook, a rule or the list of popular items cannot be used.
         """
-        hook = load_hook(config.hook) if config.hook else None
+        if config.rules is not None:
+            filters.check(config.rules)
+        hook = load_hook("hook", config.hook)
+        hook_after = load_hook("hook_after", config.hook_after)
         # separate threads, so that a hanging hook does not block other work
-        threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook else None
+        threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook or hook_after else None
         self.parts = CascadeParts(
-            config, dict(sources), metrics, hook, threads, read_popular(config.popular, key)
+            config,
+            dict(sources),
+            metrics,
+            hook,
+            hook_after,
+            threads,
+            read_popular(config.popular, names.item_ids),
+            filters,
+            names,
+            np.random.default_rng(),
         )
 
     def serve_popular(self, popular: I64) -> None:
@@ -135,6 +156,13 @@ class RecommendJob:
     async def run(self, request: RecommendRequest, call: Call) -> RecommendAnswer:
         """Read the history once, and run the cascade with one version of the ranker."""
         ranking = self._versions.ranker(request.model_version)
+        parts = self.cascade.parts
+        rules = parts.config.rules
+        if rules is not None or request.attributes or request.allow_items is not None:
+            passing = await parts.filters.passing(
+                request.allow_items, request.deny_items, request.attributes, rules
+            )
+            request = structs.replace(request, allow_items=passing.allow, deny_items=passing.deny)
         with ranking.use:
             reads = ranking.features.user.features
             history = await self._histories.read(

@@ -18,7 +18,7 @@ lease.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import NamedTuple
@@ -27,7 +27,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import ColdUser
+from npu_gr.core.errors import ColdUser, Unprocessable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import HistoryRef, UserKey
@@ -39,15 +39,17 @@ from npu_gr.core.request import (
     RankAnswer,
     RankRequest,
 )
+from npu_gr.core.text_format import quoted
 from npu_gr.engine.rank_engine import NextItems, PrefetchedScores
 from npu_gr.handlers.base import Call
-from npu_gr.handlers.cascade_plan import Denied, is_in
+from npu_gr.handlers.cascade_plan import Denied
 from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.match import MatchJob
 from npu_gr.handlers.ranking import NOTHING, Ranking
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
+from npu_gr.model.own_items import OwnItems
 from npu_gr.relay.relay import Lease
 
 
@@ -190,6 +192,11 @@ class SharedEncoderUse:
         ranking = self._ranking
         vocabulary = ranking.vocabulary
         parts = [ranking.items.hidden] if len(ranking.items.hidden) else []
+        if denied.allowed is not None:
+            is_hidden = np.ones(len(vocabulary), np.bool_)
+            rows = vocabulary.rows(denied.allowed)
+            is_hidden[rows[rows != UNKNOWN]] = False
+            parts.append(np.flatnonzero(is_hidden))
         seen = denied.seen
         if seen is self._tokens.events.items and vocabulary is self._of_tokens:
             parts.append(self._tokens.rows)  # the history was not cut, and all items are known
@@ -286,24 +293,34 @@ async def from_transitions(asked: SourceRequest) -> I64:
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
-    found = ranking.vocabulary.ids_of(
-        ranking.order.top(asked.rows, asked.num_items + len(asked.denied.ids))
-    )
-    return found[~is_in(found, asked.denied.ids)][: asked.num_items]
+    found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, _enough(asked)))
+    return asked.denied.left(found)[: asked.num_items]
 
 
 async def from_neighbours(asked: SourceRequest) -> I64:
     """Retrieve items that co-occur with those of the history."""
     order = asked.ranking.blend_sum
-    rows = (
-        asked.rows[:0]
-        if order is None
-        else order.nearest(asked.rows, asked.num_items + len(asked.denied.ids))
-    )
+    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, _enough(asked))
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")
     found = asked.ranking.vocabulary.ids_of(rows)
-    return found[~is_in(found, asked.denied.ids)][: asked.num_items]
+    return asked.denied.left(found)[: asked.num_items]
+
+
+def _enough(asked: SourceRequest) -> int:
+    """Return how many items to look up, so that enough are left."""
+    if asked.denied.allowed is not None:
+        return len(asked.ranking.vocabulary)
+    return asked.num_items + len(asked.denied.ids)
+
+
+async def from_history(asked: SourceRequest) -> I64:
+    """Retrieve the user's own items, by how often and how lately the user had them."""
+    history = asked.history.all_items
+    if not len(history):
+        raise ColdUser("there is no history")
+    found = OwnItems.of(history).best(len(history))
+    return found[~asked.denied.bans(found)][: asked.num_items]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:
@@ -316,6 +333,7 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
             history=HistoryRef(),
             num_items=asked.num_items,
             exclude_seen=False,  # seen items are among the denied ones
+            allow_items=asked.denied.allowed,
             deny_items=asked.denied.ids,
         )
         generation = versions.generator()
@@ -337,6 +355,7 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
             user=asked.user,
             num_items=asked.num_items,
             exclude_seen=asked.exclude_seen,
+            allow_items=asked.denied.allowed,
             deny_items=asked.denied.ids,
         )
         answer = await job.match(request, asked.history.all_items, asked.call)
@@ -344,3 +363,18 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
         return answer.item_ids
 
     return retrieve
+
+
+def chosen_sources(
+    sources: Mapping[str, SizedSource], names: tuple[str, ...] | None
+) -> dict[str, SizedSource]:
+    """Return the sources that a request names, in the configured order; None for all."""
+    if names is None:
+        return dict(sources)
+    if missing := [name for name in names if name not in sources]:
+        raise Unprocessable(
+            f"sources: {quoted(missing[0])} is not configured; there are {', '.join(sources)}"
+        )
+    if not names:
+        raise Unprocessable("sources: needs at least one")
+    return {name: source for name, source in sources.items() if name in names}

@@ -1,6 +1,6 @@
 """Score blending: the fitted weighted sum by which a cascade orders retrieved items.
 
-    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i)
+    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i) + g often(i) + h age(i)
 
     l      retrieval score of the shared encoder: u . e_i
     r      logit of the task named `task`
@@ -11,6 +11,8 @@
            the sum itself
     pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
+    often  log of how much the user had the item lately; 0 if never (`OwnItems`)
+    age    log of 1 + the number of events since the user last had the item; 0 if never
 
 The weights are fitted by likelihood on the validation events. Each item stores its most probable
 successors; the remaining probability is shared by all other items, in proportion to their
@@ -31,8 +33,8 @@ the other candidates, so they do not change its place. In a history a new item h
 as successors, and no neighbours.
 
 A blend is the file `order.safetensors` in the checkpoint's folder, and optional. A file of format 1
-has no neighbours; a file without a weight of the popularity has the weight 0. Scale 10 means sum
-mode, scale 0 linear mode.
+has no neighbours; a weight of the popularity, often or age that a file lacks is 0. Scale 10 means
+sum mode, scale 0 linear mode.
 
 `ScoreBlend` defines each term. `BlendSum` computes the sum of a request's candidates with a kernel
 of the host where the backend has one, otherwise (or to compare) term by term in numpy.
@@ -57,10 +59,15 @@ from npu_gr.backend.calls import BlendCall, BlendTables
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.item_similarity import I32, LAST_ITEMS, Neighbours, best_rows
+from npu_gr.model.own_items import OwnItems
 
 FILE = "order.safetensors"
-# a, b, c, f, p, e
-WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")
+# e, g, h: of items that are in the history
+OWN_WEIGHTS = ("seen", "own_count", "own_age")
+# a, b, c, f, p, e, g, h
+WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", *OWN_WEIGHTS)
+# weights that older files lack, and that are not written if they are 0, so older versions read them
+_NEWER = ("popularity", "own_count", "own_age")
 MAX_SUCCESSORS = 100  # of an item
 # factor of an event's weight per newer event, and of a pair's count per event between the two
 DECAY = 0.6
@@ -100,7 +107,7 @@ class ScoreBlend:
     """
 
     task: str  # the task whose logit is r
-    weights: Mapping[str, float]  # by the names of `WEIGHTS`
+    weights: Mapping[str, float]  # by the names of `WEIGHTS`; of the newer ones, none = 0
     successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
@@ -117,6 +124,7 @@ class ScoreBlend:
         Raises:
             ValueError: A field is invalid; the message names it.
         """
+        object.__setattr__(self, "weights", dict.fromkeys(_NEWER, 0.0) | dict(self.weights))
         if set(self.weights) != set(WEIGHTS) or not all(map(math.isfinite, self.weights.values())):
             raise ValueError(
                 f"weights: needs finite {', '.join(WEIGHTS)}, got {dict(self.weights)}"
@@ -301,6 +309,21 @@ class ScoreBlend:
         scores[: len(alike)] += self.weights["neighbours"] * sums
         return best_rows(found, scores, k)
 
+    def own(self, history: I64, candidates: I64) -> F32:
+        """Sum the weighted terms of candidates that are in the history: float32 [c].
+
+        Args:
+            history: int64 [n] items, oldest first.
+            candidates: int64 [c] items, numbered as those of the history.
+        """
+        return self.own_sum(*OwnItems.of(history).terms(candidates))
+
+    def own_sum(self, seen: F32, own_count: F32, own_age: F32) -> F32:
+        """Sum the weighted terms of `OwnItems.terms`, float32 [c] each."""
+        e, g, h = (np.float32(self.weights[name]) for name in OWN_WEIGHTS)
+        total: F32 = e * seen + g * own_count + h * own_age
+        return total
+
     def scores(
         self,
         retrieval: F32,
@@ -308,11 +331,14 @@ class ScoreBlend:
         transitions: F32,
         neighbours: F32,
         popularity: F32,
-        seen: F32,
+        own: F32,
     ) -> F32:
-        """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
-        a, b, c, f, p, e = (np.float32(self.weights[name]) for name in WEIGHTS)
-        total: F32 = a * retrieval + b * click + c * transitions + e * seen
+        """Sum the terms of each candidate by the weights; `own` is weighted already.
+
+        All are float32 [c], the sum too.
+        """
+        a, b, c, f, p = (np.float32(self.weights[name]) for name in WEIGHTS[:5])
+        total: F32 = a * retrieval + b * click + c * transitions + own
         total += f * neighbours + p * popularity
         return total
 
@@ -334,8 +360,9 @@ def save_blend(blend: ScoreBlend, folder: Path) -> None:
         tensors |= {"neighbours": blend.neighbours.items, "similarity": blend.neighbours.similarity}
     else:  # as an older version writes and reads it
         del notes.weights["neighbours"]
-    if not blend.weights["popularity"]:
-        del notes.weights["popularity"]
+    for name in _NEWER:
+        if not blend.weights[name]:
+            del notes.weights[name]
     try:
         save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
         path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
@@ -363,7 +390,7 @@ def load_blend(folder: Path) -> ScoreBlend | None:
             raise ValueError(f"{notes} is not of this version")
         if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
             raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
-        weights = {"popularity": 0.0} | notes.weights
+        weights = notes.weights
         if not has_neighbours:
             return ScoreBlend(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
         assert notes.last_items is not msgspec.UNSET, "of this version"
@@ -406,7 +433,7 @@ class BlendSum:
         self._num_liked = 0 if blend.neighbours is None else blend.neighbours.last_items  # events
 
     def __call__(
-        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, own: F32 | None
     ) -> F32:
         """Sum the terms of each candidate: float32 [c].
 
@@ -415,14 +442,14 @@ class BlendSum:
             candidates: int64 [c] item rows, new items allowed.
             retrieval: [c] retrieval scores; None = 0.
             click: [c] logits of the blend's task.
-            seen: [c] 1 for an item of the history, else 0; None = 0.
+            own: [c] `ScoreBlend.own`; None = 0.
         """
         if self._kernel is None:
-            return self._defined(history, candidates, retrieval, click, seen)
+            return self._defined(history, candidates, retrieval, click, own)
         recent = history[-max(LAST_EVENTS, self._num_liked) :]
         num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
         return self._kernel(
-            BlendCall(recent, num_followed, num_liked, candidates, retrieval, click, seen)
+            BlendCall(recent, num_followed, num_liked, candidates, retrieval, click, own)
         )
 
     def nearest(self, history: I64, k: int) -> I64:
@@ -435,7 +462,7 @@ class BlendSum:
         return self.order.best_alike(alike, sums[alike], k)
 
     def _defined(
-        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, own: F32 | None
     ) -> F32:
         nothing = np.zeros(len(candidates), np.float32)
         return self.order.scores(
@@ -444,16 +471,14 @@ class BlendSum:
             self.order.transitions(history, candidates),
             self.order.alike(history, candidates),
             self.order.popular(candidates),
-            nothing if seen is None else seen,
+            nothing if own is None else own,
         )
 
 
 def _tables(blend: ScoreBlend) -> BlendTables:
     neighbours = blend.neighbours
     none = blend.num_items, 0
-    retrieval, click, transitions, alike, popularity, seen = (
-        blend.weights[name] for name in WEIGHTS
-    )
+    retrieval, click, transitions, alike, popularity = (blend.weights[name] for name in WEIGHTS[:5])
     return BlendTables(
         blend.successors,
         blend.log_prob,
@@ -464,5 +489,5 @@ def _tables(blend: ScoreBlend) -> BlendTables:
         DECAY,
         blend.scale,
         neighbours is not None and neighbours.is_summed,
-        (retrieval, click, transitions, alike, popularity, seen),
+        (retrieval, click, transitions, alike, popularity, 1.0),  # own terms come weighted
     )

@@ -23,6 +23,7 @@ import xxhash
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.core.history import Events
+from npu_gr.core.item_rules import OrderRules
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
 from npu_gr.core.request import AnyOrderName, AnySourceName, AnyUnknownItems, Normalise
 
@@ -175,6 +176,7 @@ class LoggedMatch(
     exclude_seen: bool = True
     allow_items: Column | None = None
     deny_items: Column | None = None
+    attributes: dict[str, list[bool | int | float | str]] = {}
 
 
 class LoggedRecommend(
@@ -190,6 +192,10 @@ class LoggedRecommend(
     context: dict[str, bool | int | float | str] = {}
     sources: tuple[AnySourceName, ...] | None = None
     order: AnyOrderName | None = None
+    allow_items: Column | None = None
+    attributes: dict[str, list[bool | int | float | str]] = {}
+    shown_items: Column | None = None
+    rules: OrderRules | None = None
 
 
 # Record fields that several kinds share. A kind has those that its request has and its options have
@@ -258,6 +264,9 @@ class LoggedAnswer(
     digest: str = ""  # of the scores, or of items and scores; see `digest` below
     # task -> raw float32 per candidate, NaN = unknown item; empty if only the digest was logged
     scores: dict[str, bytes] = {}
+    # of a recommend that explores: raw int64 ids, and raw float32 probabilities of each
+    items: bytes = b""
+    propensities: bytes = b""
 
 
 class _Format1(

@@ -428,6 +428,9 @@ def _answer_of(recorded: RecordedRequest, keep_scores: bool) -> LoggedAnswer:
         outcome = getattr(answer, has.outcome)
         common["outcome"] = UNRANKED if outcome is None else outcome.value
     if scored is Scored.ITEMS:
+        if (drawn := getattr(answer, "propensities", None)) is not None:
+            common["items"] = _plain(answer.item_ids)
+            common["propensities"] = drawn.astype("<f4").tobytes()
         return LoggedAnswer(**common, digest=digest({"": answer.scores}, answer.item_ids))
     scores = {task: raw(values) for task, values in answer.scores.items()} if keep_scores else {}
     return LoggedAnswer(**common, digest=digest(answer.scores), scores=scores)

@@ -107,7 +107,7 @@ async def opened(
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(check_sizes, config)
         backend = open_backend(config, metrics)
-        scheduler = Scheduler(config.scheduler, backend.stream)
+        scheduler = Scheduler(config.scheduler, backend.stream, release=backend.release_memory)
         scheduler.weigh(config.admission.tenant_weights)
         for name, worker in scheduler.workers.items():
             metrics.health.add(name, worker, is_vital=True)
@@ -276,6 +276,7 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     torch.set_num_threads(config.threads)
     metrics.engine.ops_chosen(backend.ops)
     backend.on_fallback = metrics.engine.fell_back
+    backend.on_graph = metrics.engine.graph_used
     return backend
 
 

@@ -10,8 +10,9 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RAN
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import KindJob
-from npu_gr.handlers.cascade_plan import NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
+from npu_gr.handlers.cascade_plan import HISTORY, NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.match import MatchJob, ServedVectors
 from npu_gr.handlers.recommend import Cascade, RecommendJob
 from npu_gr.handlers.scored_items import CoverageRule, Items
@@ -20,6 +21,7 @@ from npu_gr.handlers.sources import (
     SizedSource,
     Source,
     from_generation,
+    from_history,
     from_match,
     from_neighbours,
     from_shared_encoder,
@@ -48,6 +50,14 @@ Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
 """Makes a handler from the shared parts and the handlers of earlier kinds in `KINDS`."""
 
 
+def _filters(shared: Shared) -> ItemFilters:
+    generators = shared.versions.generators
+    names = ServedNames(shared.histories, shared.versions, shared.vectors)
+    return ItemFilters(
+        lambda: None if generators is None else generators.current.items, names.item_ids
+    )
+
+
 async def _signal(shared: Shared, _: Mapping[str, AnyJob]) -> SignalJob:
     return SignalJob(shared.versions, shared.histories, shared.metrics)
 
@@ -67,6 +77,7 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
         shared.settings.config.match,
         shared.vectors,
         shared.histories,
+        _filters(shared),
         shared.scheduler,
         shared.metrics,
         lambda: shared.settings.config.slo.objective_s(MATCH.name),
@@ -82,17 +93,19 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
         SHARED_ENCODER: from_shared_encoder,
         TRANSITIONS: from_transitions,
         NEIGHBOURS: from_neighbours,
+        HISTORY: from_history,
     }
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
         made[MATCH.name] = from_match(match, shared.metrics)
+    at_once = (TRANSITIONS, NEIGHBOURS, HISTORY)
     sources = {
-        str(name): SizedSource(made[name], num_items, waits=name not in (TRANSITIONS, NEIGHBOURS))
+        str(name): SizedSource(made[name], num_items, waits=name not in at_once)
         for name, num_items in config.sources.items()
     }
-    key = ServedNames(shared.histories, shared.versions, shared.vectors).key
-    cascade = Cascade(config, sources, shared.metrics, key)
+    names = ServedNames(shared.histories, shared.versions, shared.vectors)
+    cascade = Cascade(config, sources, shared.metrics, _filters(shared), names)
     return RecommendJob(cascade, shared.versions, shared.histories)
 
 

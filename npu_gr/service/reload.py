@@ -27,6 +27,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -36,7 +37,7 @@ from npu_gr.catalogue.records import read_popular
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError, StoreFailed, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
-from npu_gr.core.names import difference
+from npu_gr.core.names import difference, item_ids
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.generation import Generation
@@ -238,7 +239,7 @@ class Reload:
         popular = None
         if self._cascade is not None:
             path = self._cascade.parts.config.popular
-            popular = await asyncio.to_thread(read_popular, path, key)
+            popular = await asyncio.to_thread(read_popular, path, partial(item_ids, key=key))
         models = versions.current()
         await self._serve(new, ranking, generation, popular, self._coverage.check)
         if models != versions.current():

@@ -20,6 +20,7 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.attention import NEW_TOKENS, PLAIN, Trial, choose_way, possible
+from npu_gr.engine.graph_capture import capture_graphs
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
@@ -74,6 +75,14 @@ async def verify(
     began_at = time.perf_counter()
     lengths = [n for n in WARM_UP_LENGTHS if n <= longest] or [longest]
     cost = await engine.warm_up(tokens, lengths, WARM_UP_CANDIDATES)
+    device = engine.scheduler.config
+    shapes = engine.backend.graph_shapes(
+        device.max_batch_requests, shape.max_history_tokens, device.prefill_chunk_tokens
+    )
+    if shapes:
+        whole = seeded_tokens(vocabulary, shape, shape.max_history_tokens)
+        async with borrowed_pages(pool, None, version, 1) as ((page, *_), _):
+            await capture_graphs(engine, shapes, whole, page)
     log.info(
         "parity %.1e of the logits' spread; warm-up %.1f s; full rank of 1,000 tokens and 100 "
         "candidates %.1f ms; DRAM to HBM %.1f GB/s",

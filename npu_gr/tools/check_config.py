@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.feature_store.user_features import open_source
-from npu_gr.handlers.cascade_plan import load_hook
 from npu_gr.handlers.config import GenerateConfig
+from npu_gr.handlers.hooks import load_hook
 from npu_gr.history_store.store import HistoryConfig
 from npu_gr.relay.config import calibration_path
 from npu_gr.replay.erased import read_key
@@ -146,9 +147,9 @@ def _of_instance(config: Config) -> Iterator[Opened]:
     if config.match is not None:
         yield from _vectors(config.match)
     if (recommend := config.recommend) is not None:
-        if recommend.hook is not None:
-            hook = recommend.hook
-            yield _tried("recommend.hook", lambda: load_hook(hook), hook)
+        for name, hook in (("hook", recommend.hook), ("hook_after", recommend.hook_after)):
+            if hook is not None:
+                yield _tried(f"recommend.{name}", partial(load_hook, name, hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
             yield _tried(

@@ -36,6 +36,10 @@ from npu_gr.train.next_item import MANY_REPEATS
 TOP = 10
 CHANCE = 0.05  # significance level: chance to replace the configured way where no way is better
 FEW = 3  # up to so many sources, every set is tried
+LEAST_HURT = 0.001  # of NDCG@10; a smaller loss is not worth a sentence
+OTHER_MODELS: tuple[SourceName, ...] = ("generate", "match")  # sources that are no ranker's own
+# sources that count events and train nothing; each alone is a simple baseline that can be served
+SIMPLE: tuple[SourceName, ...] = ("transitions", "neighbours", "history")
 ORDERS: tuple[OrderName, ...] = (
     "retrieval",
     *(name for name in get_args(OrderName) if name != "retrieval"),
@@ -64,16 +68,18 @@ def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[Casc
 
     Args:
         sources: Configured sources. Up to three, every set of them is tried; of more, each alone,
-            each pair, the first three, and all (17 sets of five sources).
+            each pair, the ranker's own, these with each other model, and all (18 sets of five
+            sources).
         has_blend: Whether the ranker has a fitted score blend (order `blended`).
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
     if len(sources) > FEW:
-        sets += [tuple(sources[:FEW]), tuple(sources)]
+        own = tuple(name for name in sources if name not in OTHER_MODELS)
+        sets += [own, *((*own, name) for name in sources if name not in own), tuple(sources)]
     return [
         CascadeWay(chosen, order)
-        for chosen in sets
+        for chosen in dict.fromkeys(sets)
         for order in ORDERS
         if order != "blended" or has_blend
     ]
@@ -97,6 +103,9 @@ class CascadeChoice(NamedTuple):
     hurts: list[str]  # a sentence for each stage that makes the configured cascade worse
     num_users: int  # users who chose; as many, or one fewer, evaluated
     hr_of_all: float = 0.0  # HR@10 of the way for both halves
+    seen: Mapping[str, SeenChoice] = {}  # recommend, and each source of `OTHER_MODELS`
+    left_out: Sequence[str] = ()  # a sentence for each trained model that recommend does not use
+    places: F64 = np.empty(0)  # [users] rank of the right item by the way; inf = not answered
 
     def lines(self) -> list[str]:
         """Explain the choice, a line each."""
@@ -106,6 +115,8 @@ class CascadeChoice(NamedTuple):
             "of the row, 95 %):",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
+            *self.left_out,
+            *(one.line(kind) for kind, one in self.seen.items() if one.less is not None),
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,18 +138,22 @@ def choose_way(
     Args:
         places: Way -> [users] rank of the right item, from 0; inf = not answered. At least two
             users.
-        configured: One of the ways; it stays unless another is significantly better.
+        configured: One of the ways; it stays unless another is significantly better, or one of
+            `SIMPLE` alone is as good.
         seed: Seed of the random halves.
     """
-    num_users = len(places[configured])
-    chooses = np.zeros(num_users, np.bool_)
-    chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
+    chooses = choosing_half(len(places[configured]), seed)
     # ties go to the first way, which has fewer stages
     best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))
     each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
     gap = difference_of_users(each[best], each[configured])
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
+    # a simple count that is as good serves as well, at a fraction of the cost
+    simple = [
+        way for way in places if way.order == "retrieval" and way.sources in {(x,) for x in SIMPLE}
+    ]
+    best = max([*simple, best], key=lambda way: ndcg(places[way][chooses], TOP))
     shown = [
         best,
         configured,
@@ -157,7 +172,64 @@ def choose_way(
         for way, own in evaluated.items()
     ]
     hurts = list(_hurting(places, configured))
-    return CascadeChoice(best, rows, hurts, int(chooses.sum()), hit_ratio(places[best], TOP))
+    others = {way: each[~chooses] for way, each in places.items()}
+    return CascadeChoice(
+        best,
+        rows,
+        hurts,
+        int(chooses.sum()),
+        hit_ratio(places[best], TOP),
+        left_out=[
+            _without(name, best, others)
+            for name in OTHER_MODELS
+            if name not in best.sources and CascadeWay((name,), "retrieval") in places
+        ],
+        places=places[best],
+    )
+
+
+def _without(source: SourceName, way: CascadeWay, places: Mapping[CascadeWay, F64]) -> str:
+    """Say that a way does not use a source, and what it would add."""
+    text = f"recommend does not use {source}"
+    with_it = places.get(CascadeWay((*way.sources, source), way.order))
+    if with_it is None:
+        return text
+    gap = difference_of_users(ndcg_of_each(with_it, TOP), ndcg_of_each(places[way], TOP))
+    return f"{text}: with it NDCG@{TOP} {_interval(gap)}"
+
+
+def choosing_half(num_users: int, seed: int = 0) -> npt.NDArray[np.bool_]:
+    """Draw the half of the users who choose: bool [num_users]."""
+    chooses = np.zeros(num_users, np.bool_)
+    chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
+    return chooses
+
+
+class SeenChoice(NamedTuple):
+    """Whether a way excludes the items of the history, and what that costs or gives."""
+
+    excludes: bool
+    less: Difference | None = None  # NDCG@10 with seen items minus without; None = no repeats
+
+    @classmethod
+    def of(cls, with_seen: F64, without: F64) -> SeenChoice:
+        """Choose by the higher NDCG@10 of the half of the users who choose; a tie excludes.
+
+        Args:
+            with_seen: [users] rank of the right item, from 0, where seen items may be answered.
+            without: [users] likewise, where they are excluded.
+        """
+        chooses = choosing_half(len(with_seen))
+        gap = difference_of_users(
+            ndcg_of_each(with_seen[chooses], TOP), ndcg_of_each(without[chooses], TOP)
+        )
+        return cls(gap.mean <= 0, gap)
+
+    def line(self, kind: str) -> str:
+        """Say what was chosen for a kind of request, and what to write for the other choice."""
+        does = "leaves out" if self.excludes else "also answers"
+        other = "" if self.less is None else f": NDCG@{TOP} with them {_interval(self.less)}"
+        return f"{kind} {does} items that the user had{other}"
 
 
 def why(name: str, ours: F64, part: str, theirs: F64) -> str:
@@ -212,7 +284,7 @@ def _hurt(
         gap = difference_of_users(
             ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP)
         )
-        if gap.mean < 0 and gap.p * len(places) <= CHANCE:
+        if gap.mean < -LEAST_HURT and gap.p * len(places) <= CHANCE:
             yield (
                 f"{stage} makes the answers worse: NDCG@{TOP} {_interval(gap)} against the same "
                 f"cascade without it; set {setting} in serve.yaml"
@@ -273,32 +345,36 @@ def next_events(
         known: bool [n] the events that the models may have seen.
         num_users: Most cases, drawn at random (seed 0); None = all.
     """
+    order = np.argsort(log.users, kind="stable")
+    counts = np.bincount(log.users, minlength=len(log.user_names))
+    num_known = np.bincount(log.users[known], minlength=len(log.user_names))
+    starts = np.cumsum(counts) - counts
+    users = np.flatnonzero((num_known > 0) & (num_known < counts))
+    if num_users is not None and num_users < len(users):
+        users = np.sort(np.random.default_rng(0).choice(users, num_users, replace=False))
     cases = []
-    for user, name in enumerate(log.user_names):
-        mine = log.users == user
-        own = log[mine]
-        at = int(known[mine].sum())
-        if 0 < at < len(own):
-            cases.append(
-                NextEventCase(
-                    user=name,
-                    items=own.items[:at].tolist(),
-                    values=own.values[:at].tolist(),
-                    actions=_names(own.values[:at], log.action_names),
-                    timestamps=own.timestamps[:at].tolist(),
-                    target=int(own.items[at]),
-                    happened_at=int(own.timestamps[at]),
-                    item_key=log.item_key,
-                )
+    for user in users.tolist():
+        own = order[starts[user] : starts[user] + num_known[user] + 1]
+        *items, target = log.items[own].tolist()
+        *timestamps, happened_at = log.timestamps[own].tolist()
+        values = log.values[own[:-1]]
+        cases.append(
+            NextEventCase(
+                user=log.user_names[user],
+                items=items,
+                values=values.tolist(),
+                actions=_names(values, log.action_names),
+                timestamps=timestamps,
+                target=target,
+                happened_at=happened_at,
+                item_key=log.item_key,
             )
-    if num_users is None or num_users >= len(cases):
-        return cases
-    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
-    return [cases[index] for index in sorted(chosen.tolist())]
+        )
+    return cases
 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:
-    """Whether to exclude items that the user had before: not if most next items are repeats."""
+    """Whether to exclude items that the user had before, by the share of repeats alone."""
     return repeat_ratio(cases) <= MANY_REPEATS
 
 

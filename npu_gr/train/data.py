@@ -119,6 +119,12 @@ class InteractionLog:
         has_both = (self.num_trained > 0) & (first_tested < self.starts[1:])
         return [NextItem(int(user), int(first_tested[user])) for user in np.flatnonzero(has_both)]
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a user has an item again in the trained events."""
+        pairs = np.sort(self.users[self.trained] * self.num_items + self.items[self.trained])
+        return bool((pairs[1:] == pairs[:-1]).any())
+
     def only_trained(self, split: Split) -> InteractionLog:
         """Split the trained part again, to choose settings without looking at the test part.
 

@@ -18,6 +18,7 @@ from npu_gr.backend.cuda import CUDABackend
 from npu_gr.backend.graphs import BUCKETS, Graphs
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.generate_engine import Generator
+from npu_gr.metrics.registry.requests import GRAPH_OUTCOMES
 from npu_gr.model import decoder as experts
 from npu_gr.model.decoder import Experts, ExpertsConfig
 from tests.backend.npu.fake_device import FakeRuntime
@@ -95,13 +96,21 @@ def test_works_types_and_owners_have_graphs_of_their_own(device: FakeRuntime) ->
     assert list(made._of.keys()) == [one], "they go with their owner"
 
 
-def test_there_is_an_end_to_graphs(device: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graph_makes_room(
+    device: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    made, owner = Graphs(device, device.CUDAGraph, never), nn.Identity()
-    for what in (1, 2, 3, 3, 1):
+    counted = list[str]()
+    made, owner = Graphs(device, device.CUDAGraph, never, counted.append), nn.Identity()
+    for what in (1, 2, 1, 3, 1, 2):
         (got,) = made.row_wise(owner, what, lambda x, by=what: (x * by,), [torch.ones(4)])
         assert torch.equal(got, torch.full((4,), float(what)))
-    assert len(device.graphs[threading.get_ident()]) == 2
+    assert [what for what, _ in made._of[owner]] == [1, 2]
+    assert counted == [
+        *("captured", "captured", "replayed", "dropped", "captured", "replayed"),
+        *("dropped", "captured"),
+    ]
+    assert set(counted) <= set(graphs.OUTCOMES) == set(GRAPH_OUTCOMES)
 
 
 def test_a_thread_captures_for_itself(device: FakeRuntime) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 from npu_gr.core.health import DEAD_S, LEAST_S, Health
@@ -268,6 +269,32 @@ async def test_one_bad_job_is_one_error() -> None:
         assert scheduler.failures_in_a_row == 3
         await scheduler.batch(Work("good"), device.run, FAR)
         assert scheduler.failures_in_a_row == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("NPU out of memory")])
+async def test_a_job_without_memory_runs_again_once_after_a_release(error: Exception) -> None:
+    """Whoever released enough goes on; who did not is told which pools to shrink."""
+    calls, released = list[int](), list[int]()
+    has_room = False
+
+    def run(works: Sequence[Any]) -> list[str]:
+        calls.append(len(works))
+        if len(released) == 1 and has_room:
+            return ["done"] * len(works)
+        raise error
+
+    scheduler = Scheduler(SchedulerConfig(), release=lambda: released.append(1))
+    scheduler.start()
+    try:
+        with pytest.raises(DeviceError, match=r"lower kv_cache\.hbm_bytes, generate\.hbm_bytes"):
+            await scheduler.batch(Work("a"), run, FAR)
+        assert (calls, len(released), scheduler.failures_in_a_row) == ([1, 1], 1, 1)
+        released.clear()
+        has_room = True
+        assert (await scheduler.batch(Work("a"), run, FAR)).value == "done"
+        assert (len(released), scheduler.failures_in_a_row) == (1, 0)
+    finally:
+        await scheduler.stop()
 
 
 async def test_a_pass_that_forgets_a_result_is_one_error_a_job() -> None:

@@ -80,17 +80,24 @@ Times = st.floats(0.0, 10.0)
     hook=st.booleans(),
     hook_s=st.floats(0.001, 5.0),
     share=st.floats(0.01, 0.99),
+    after=st.booleans(),
 )
 def test_the_stages_share_one_deadline(
-    budget_s: float, rank_s: float, hook: bool, hook_s: float, share: float
+    budget_s: float, rank_s: float, hook: bool, hook_s: float, share: float, after: bool
 ) -> None:
     config = RecommendConfig(
-        hook="a:b" if hook else None, hook_budget_s=hook_s, max_rank_share=share
+        hook="a:b" if hook else None,
+        hook_after="a:b" if after else None,
+        hook_budget_s=hook_s,
+        max_rank_share=share,
     )
-    retrieve_s, hook_deadline_at, rank_deadline_at = (
+    retrieve_s, hook_deadline_at, rank_deadline_at, answer_at = (
         at_s - 100.0 for at_s in split(100.0, 100.0 + budget_s, rank_s, config)
     )
-    assert -1e-9 <= retrieve_s <= hook_deadline_at <= rank_deadline_at <= budget_s + 1e-9
+    assert -1e-9 <= retrieve_s <= hook_deadline_at <= rank_deadline_at <= answer_at
+    assert answer_at <= budget_s + 1e-9
+    for_hook_s = min(hook_s, answer_at / 4) if after else 0.0
+    assert abs(answer_at - rank_deadline_at - for_hook_s) < 1e-9
     kept_s = rank_deadline_at - hook_deadline_at
     rank_s = max(rank_s, config.min_rank_s)
     assert kept_s <= rank_s + 1e-9  # no more than the cost model says

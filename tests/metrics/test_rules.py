@@ -87,6 +87,7 @@ SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
 COPIED_BACK = 'npu_gr_signal_verdicts_total{instance="a",verdict="reload"}'
 PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
+FALLBACKS = "npu_gr_backend_fallbacks_total"
 ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
@@ -226,6 +227,14 @@ CAUSES: list[Case] = [
     *one("NpuGrWorkLate", stuck("recorder", 1), stuck("device_0", 1), 4, **RECORDER),
     *one("NpuGrPrefixCacheOff", {SWITCHED: "0 0 1x3"}, {SWITCHED: "0x5"}, 4, **INSTANCE),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
+    *one(
+        "NpuGrBackendFallbacks",
+        {f'{FALLBACKS}{{instance="a",op="hstu_attention"}}': "0+1x30"},
+        {f'{FALLBACKS}{{instance="a",op="graphs"}}': "0+1x30"},
+        25,
+        instance="a",
+        op="hstu_attention",
+    ),
     *one("NpuGrOverload", shed(3, 97), shed(1, 199), 15, **INSTANCE),
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),

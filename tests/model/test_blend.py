@@ -22,6 +22,7 @@ from npu_gr.core.errors import CheckpointError
 from npu_gr.model import blend as module
 from npu_gr.model.blend import DECAY, FILE, LAST_EVENTS, WEIGHTS, ScoreBlend, load_blend, save_blend
 from npu_gr.model.item_similarity import Neighbours
+from npu_gr.model.own_items import OwnItems
 
 ITEMS = 12
 
@@ -37,7 +38,7 @@ def an_order(seed: int = 0, width: int = 4) -> ScoreBlend:
             successors[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
             log_prob[row, width - kept :] = np.log(random.dirichlet(np.ones(kept + 1))[:kept])
     popularity = np.log(random.dirichlet(np.ones(ITEMS))).astype(np.float32)
-    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, 0.75, -2.0), strict=True))
+    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 0.0, 0.0), strict=True))
     return ScoreBlend(
         task="click",
         weights=weights,
@@ -203,8 +204,26 @@ def test_a_new_item_is_as_alike_as_the_others_are_on_average() -> None:
 
 def test_the_sum_has_each_term_once() -> None:
     one = np.eye(6, dtype=np.float32)
-    assert an_order().scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, 0.75, -2.0]
-    assert [an_order().weights[name] for name in WEIGHTS] == [0.5, 0.25, 0.125, 4.0, 0.75, -2.0]
+    weights = {**an_order().weights, "own_count": 3.0, "own_age": -1.5}
+    order = replace(an_order(), weights=weights)
+    assert order.scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, 0.75, 1.0]
+    assert order.own_sum(*np.eye(3, dtype=np.float32)).tolist() == [-2.0, 3.0, -1.5]
+    assert [order.weights[name] for name in WEIGHTS] == [
+        *(0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 3.0, -1.5)
+    ]
+
+
+def test_items_of_the_history_weigh_how_often_and_how_long_ago_they_were_had() -> None:
+    weights = {**an_order().weights, "own_count": 3.0, "own_age": -1.5}
+    order = replace(an_order(), weights=weights)
+    history = np.array([7, 3, 7, 5])  # ages 3, 2, 1, 0
+    found = order.own(history, np.array([5, 7, 3, 4]))
+    often = np.log([1, 0.97 + 0.97**3, 0.97**2])
+    assert found[:3] == pytest.approx(-2 + 3 * often - 1.5 * np.log1p([0, 1, 2]), rel=1e-5)
+    assert found[3] == 0
+    assert order.own(history[:0], history).tolist() == [0, 0, 0, 0]
+    assert OwnItems.of(history).best(2).tolist() == [7, 5]
+    assert OwnItems.of(np.array([2, 1])).best(9).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -236,10 +255,12 @@ def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool, is_linear:
 
 def test_a_file_without_a_weight_of_the_popularity_does_not_count_it(tmp_path: Path) -> None:
     order = an_order()
-    order = replace(order, weights={**order.weights, "popularity": 0.0})
+    order = replace(order, weights={**order.weights, "popularity": 0.0, "own_count": 2.5})
     save_blend(order, tmp_path)
     with safe_open(tmp_path / FILE, framework="numpy") as file:  # as older versions can read it
-        assert "popularity" not in json.loads(file.metadata()["npu_gr.order"])["weights"]
+        weights = json.loads(file.metadata()["npu_gr.order"])["weights"]
+        assert not {"popularity", "own_age"} & {*weights}
+        assert weights["own_count"] == 2.5
     again = load_blend(tmp_path)
     assert again is not None
     assert again.weights == order.weights
@@ -275,7 +296,7 @@ def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
     was = a * terms[0] + b * terms[1] + c * terms[2] + e * terms[3]
     retrieval, click, transitions, seen = terms
     others = found.alike(history, every), found.popular(every)
-    assert found.scores(retrieval, click, transitions, *others, seen).tolist() == was.tolist()
+    assert found.scores(retrieval, click, transitions, *others, e * seen).tolist() == was.tolist()
     assert found.nearest(history, 5).tolist() == []
     save_blend(found, tmp_path)  # as the older version can read it
     with safe_open(tmp_path / FILE, framework="numpy") as file:

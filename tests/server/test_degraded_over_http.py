@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import LEAST_TOKENS, CostModel
-from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.hooks import HookContext
 from tests.features_of import every_feature
 from tests.models import events, tiny_order
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint

@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.queue import Job, JobQueue
-from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.vector_search.vectors import save
 from tests.decoders import VARIANTS, saved

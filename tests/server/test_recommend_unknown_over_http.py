@@ -16,7 +16,7 @@ import pytest
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.vector_search.vectors import save as save_vectors

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
-from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.handlers.sources import SharedEncoderUse
 from npu_gr.model.hstu import HSTU
@@ -118,13 +118,14 @@ class ByHand:
         rows = np.array(items, np.int64) - FIRST_ID
         mine = np.array(own["items"], np.int64) - FIRST_ID
         like = self.run(rows, own)[:, 1].numpy()
-        seen = np.isin(rows, mine).astype(np.float32)
         counted = (
             self.order.transitions(mine, rows),
             self.order.alike(mine, rows),
             self.order.popular(rows),
         )
-        return self.order.scores(self.retrieval(own)[rows], like, *counted, seen)
+        return self.order.scores(
+            self.retrieval(own)[rows], like, *counted, self.order.own(mine, rows)
+        )
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
         return [items[place] for place in np.argsort(-self.sums(items, own), kind="stable")]

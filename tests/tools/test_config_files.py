@@ -104,6 +104,8 @@ def test_a_key_that_is_commented_out_can_be_taken_as_it_stands() -> None:
 
 def _has(table: Any, path: str) -> bool:
     for key in path.split("."):
+        if isinstance(table, list):  # the keys of its first element count
+            table = table[0]
         if key not in table:
             return False
         table = table[key]

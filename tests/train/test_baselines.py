@@ -5,14 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.train.baselines import DecayedTransitions, fit_baselines
+from npu_gr.train.baselines import DecayedTransitions, Markov, OwnHistory, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.evaluate import Evaluator, HeldOut, unique_edges
 from npu_gr.train.linear import Candidate, tune
 from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
 
-NAMES = ["popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD"]
+NAMES = [
+    "popularity",
+    "Markov counts",
+    "own recency and frequency",
+    "decayed transitions",
+    "ItemKNN",
+    "EASE",
+    "PureSVD",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +37,18 @@ def test_all_are_fitted_and_those_that_know_the_order_find_the_planted_rule(
     assert skipped == ()
     assert found["decayed transitions"] > 0.9
     assert all(value > 0 for value in found.values())
+
+
+def test_own_items_go_by_how_often_and_how_lately_the_user_had_them(log: InteractionLog) -> None:
+    user = 3
+    start, count = log.starts[user], log.num_trained[user]
+    history = log.items[start : start + count].tolist()
+    markov = Markov(log)
+    follows = markov.next_items(log, user)
+    want = 0.3 * follows / follows.sum()
+    for age, item in enumerate(reversed(history)):
+        want[item] += 0.97**age
+    np.testing.assert_allclose(OwnHistory(markov).next_items(log, user), want)
 
 
 def test_the_last_event_decides_nothing(log: InteractionLog) -> None:
@@ -54,7 +74,7 @@ def test_what_is_too_large_is_left_out_in_words(
     assert words.startswith("EASE is skipped: ")
     monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
-    assert [b.name for b in baselines] == NAMES[:3]
+    assert [b.name for b in baselines] == NAMES[:4]
     assert "the limit is 10" in words
 
 

@@ -34,11 +34,11 @@ def test_every_set_of_few_sources_in_every_order() -> None:
             ["shared_encoder", "transitions", "generate", "match"], has_blend=False
         )
     }
-    assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [3, 4]
+    assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [3, 3, 4]
     five = cascade_ways(
         ["shared_encoder", "transitions", "neighbours", "generate", "match"], has_blend=True
     )
-    assert len(five) == len(set(five)) == (5 + 10 + 2) * 4
+    assert len(five) == len(set(five)) == (5 + 10 + 1 + 2 + 1) * 4
     assert CascadeWay(("shared_encoder", "transitions", "neighbours"), "blended") in five
 
 

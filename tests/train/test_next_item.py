@@ -27,11 +27,11 @@ def test_the_history_counts_overall_and_not_unseen() -> None:
     scores = [np.array([0.0, 1.0, 2.0, 3.0, 1.0]), np.array([5.0, 4.0, 3.0, 2.0, 1.0])]
     ranks = rank_next_items(log, targets, scores)
     assert ranks.overall.tolist() == [2.5, 2.0]  # items 2 and 3 above, item 4 ties: half a place
-    assert ranks.unseen.tolist() == [1.0, 2.0]
+    assert ranks.unseen.tolist() == [1.0, np.inf]  # a repeat is never answered
     assert ranks.is_repeat.tolist() == [False, True]
-    assert (ranks.repeat_ratio, ranks.evaluates_all) == (0.5, False)
-    assert ranks.evaluated is ranks.unseen
-    again = rank_next_items(log, targets[1:], scores[1:])
-    assert again.evaluates_all
-    assert again.evaluated is again.overall
+    assert (ranks.repeat_ratio, ranks.evaluates_all) == (0.5, True)
+    assert ranks.evaluated is ranks.overall
+    again = rank_next_items(log, targets[:1], scores[:1])
+    assert not again.evaluates_all
+    assert again.evaluated is again.unseen
     assert scores[0].tolist() == [0.0, 1.0, 2.0, 3.0, 1.0]

@@ -29,6 +29,7 @@ from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
     Choices,
+    GraphShape,
     HstuCall,
     HstuPassCall,
     HstuShape,
@@ -41,6 +42,7 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
+from npu_gr.backend.npu.hstu_slots import graph_shapes
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, shape_limit, topk_limit
 from npu_gr.backend.npu.softmax import FusedAttention
@@ -92,7 +94,7 @@ class NPUBackend(StreamedOps):
         # only newer versions have graphs
         super().__init__(runtime, self._npu.device, getattr(runtime, "NPUGraph", None))
         ascend_ops.register()
-        self._is_native = native != "off" and self._load(native == "require", folder)
+        self._is_native = native != "off" and _loads(self._npu.soc, native == "require", folder)
         # with native operators it would be slower: the host waits, and the AI CPU gathers
         self.gathers_head = not self._is_native
         self._paged = (
@@ -111,18 +113,6 @@ class NPUBackend(StreamedOps):
             "hstu_attention": "triton" if self._triton else own,  # a ranker may choose another
             "graphs": "acl_graph" if self._graphs else "none",
         }
-
-    def _load(self, is_required: bool, folder: Path | None) -> bool:
-        try:
-            ascend_ops.load_library(ascend_ops.library_path(self._npu.soc, folder))
-        except ConfigError as error:
-            if is_required:
-                raise ConfigError(
-                    f"native: the Ascend C operators are required, but {error}"
-                ) from error
-            log.warning("the Ascend C operators are missing, torch ops run instead: %s", error)
-            return False
-        return True
 
     def _find_fused(self) -> FusedAttention | None:
         fused = FusedAttention.find(self.device)
@@ -242,6 +232,13 @@ class NPUBackend(StreamedOps):
         made._triton = self._triton if way == "triton" else None
         return made
 
+    def graph_shapes(
+        self, max_requests: int, max_tokens: int, chunk_tokens: int
+    ) -> Sequence[GraphShape]:
+        if self._passes is None or self._passes.graphs is None:
+            return ()
+        return tuple(graph_shapes(max_requests, max_tokens, chunk_tokens))
+
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Prepare the native fused kernels, if they are loaded and support the pass."""
         if self._passes is None or self._triton:
@@ -275,6 +272,20 @@ class NPUBackend(StreamedOps):
                 return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)
+
+
+def _loads(soc: str, is_required: bool, folder: Path | None) -> bool:
+    """Load the native operators for a chip; return whether they are there."""
+    try:
+        ascend_ops.load_library(ascend_ops.library_path(soc, folder))
+    except ConfigError as error:
+        if is_required:
+            raise ConfigError(
+                f"native: the Ascend C operators are required, but {error}"
+            ) from error
+        log.warning("the Ascend C operators are missing, torch ops run instead: %s", error)
+        return False
+    return True
 
 
 def _select(

@@ -1,9 +1,10 @@
 """An HSTU pass by the fused kernels of `ops/ascendc`.
 
 A layer is five launches for any batch of requests, history chunks and candidates: `hstu_rows`, a
-product, `hstu_scores`, a product, `hstu_finish`. The host computes all numbers of a pass once, from
-times and page ids, and uploads them in one copy. Shapes are rounded up to slots, so that each set
-of slots is one device graph; the kernels read the used sizes from memory.
+product, `hstu_scores`, a product, `hstu_finish`; the last four once for each block of the scores
+if they do not fit their workspace. The host computes all numbers of a pass once, from times
+and page ids, and uploads them in one copy. Shapes are rounded up to slots (`hstu_slots.py`), so
+that each set of slots is one device graph; the kernels read the used sizes from memory.
 
 `hstu_rows` copies keys and values from their pages into a workspace, head by head, padded with
 zeros; the scores are in another, [B, H, row slots, key slots]. The bias tables, and the scale of
@@ -25,29 +26,26 @@ from npu_gr.backend.calls import HstuLayerCall, HstuPassCall, HstuSegment, Paged
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu.hstu_batch import (
     I32,
-    KEY_BLOCK,
-    ROW_BLOCK,
+    BatchTimes,
     Entry,
     LayerTables,
     batch_times,
     layer_tables,
     relative,
 )
+from npu_gr.backend.npu.hstu_slots import (
+    PAGE_IDS,
+    PassSlots,
+    ScoreBlock,
+    block_arrays,
+    graph_slots,
+    row_slots,
+    score_blocks,
+    tight_slots,
+)
 from npu_gr.backend.npu.limits import Slots, hstu_limit
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PAGE_IDS = 64  # the length of the list of page ids is a multiple of this
-
-
-def row_slots(rows: int) -> int:
-    """Round a number of rows up to a power of two from 32 to 1024, then to multiples of 512."""
-    return max(ROW_BLOCK, 1 << (rows - 1).bit_length()) if rows <= 1024 else -(-rows // 512) * 512
-
-
-def key_slots(keys: int) -> int:
-    """Round a number of keys up to a multiple of 256, or of 1/32 of the next power of two."""
-    step = max(KEY_BLOCK, (1 << max(0, keys - 1).bit_length()) // 32)
-    return max(step, -(-keys // step) * step)
 
 
 def _page_ids(pages: PagedKV, num_tokens: int, page_tokens: int) -> I32:
@@ -99,12 +97,30 @@ class PassMaker:
         known = [t for t in times if t is not None]
         if len(known) < len(times):
             return "a history that spans 2^31 seconds"
-        made = KernelPass(self, call, known, page_tokens)
         width = call.num_heads * call.v_dim
         group = call.v_dim if call.norm_over == "head" else width
-        if limit := hstu_limit(made.slots, page_tokens, made.num_page_ids, group, call.is_joined):
-            return limit
-        return made
+        sizes = _sizes(call)
+        choices = [tight_slots(*sizes)]
+        if self.graphs is not None:
+            is_rank = any(s.num_candidates for s in call.segments)
+            choices.insert(0, graph_slots(*sizes, has_candidates=is_rank))
+        limit = ""
+        for padded in choices:
+            made = KernelPass(self, call, known, page_tokens, padded)
+            found = hstu_limit(made.slots, page_tokens, made.num_page_ids, group, call.is_joined)
+            if found is None:
+                return made
+            limit = found
+        return limit
+
+
+def _sizes(call: HstuPassCall) -> tuple[int, int, int]:
+    """Return the number of requests, and the most rows and keys of one."""
+    return (
+        len(call.segments),
+        max(s.num_new + s.num_candidates for s in call.segments),
+        max(s.num_cached + s.num_new + s.num_candidates for s in call.segments),
+    )
 
 
 def _entries(call: HstuPassCall, page_tokens: int, is_last: bool) -> list[Entry]:
@@ -144,41 +160,57 @@ class KernelPass:
     """Implements `HstuPass` of `base.py`."""
 
     def __init__(
-        self, maker: PassMaker, call: HstuPassCall, times: Sequence[I32], page_tokens: int
+        self,
+        maker: PassMaker,
+        call: HstuPassCall,
+        times: Sequence[I32],
+        page_tokens: int,
+        padded: PassSlots,
     ) -> None:
         segments = call.segments
         self._maker = maker
         self._call = call
         self._planes = next((s.pages.planes for s in segments if s.pages is not None), None)
         self._num_candidates = sum(s.num_candidates for s in segments)
-        requests = 1 << (len(segments) - 1).bit_length()
-        keys = key_slots(max(s.num_cached + s.num_new + s.num_candidates for s in segments))
+        self._is_graph = padded.is_graph and maker.graphs is not None
+        requests, keys = padded.requests, padded.keys
         held = [_page_ids(s.pages, _held(s), page_tokens) for s in segments if s.pages is not None]
         ids = np.concatenate([*held, np.zeros(0, np.int32)])
-        self.num_page_ids = -(-len(ids) // PAGE_IDS) * PAGE_IDS
+        most = len(ids)
+        if self._is_graph and self._planes is not None:
+            most = requests * -(-keys // page_tokens)
+        self.num_page_ids = -(-most // PAGE_IDS) * PAGE_IDS
         self._arrays: dict[str, I32] = {"page_ids": np.pad(ids, (0, self.num_page_ids - len(ids)))}
         # two entries: all layers but the last, and the last
         self._row_slots = list[int]()  # per request
         self._query_slots = list[int]()  # of all requests together
+        self._blocks = list[list[ScoreBlock]]()
+        self.slots = Slots(
+            requests, padded.rows, keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype
+        )
         missing = requests - len(segments)
         for is_last in (False, True):
             entries = _entries(call, page_tokens, is_last)
-            rows = row_slots(max(e.rows for e in entries))
+            rows = padded.rows if self._is_graph else row_slots(max(e.rows for e in entries))
+            queries = row_slots(sum(e.rows for e in entries))
             laid = batch_times(entries, times, rows, keys)
+            laid = BatchTimes(*(_extended(array, missing) for array in laid))
+            entries += [Entry(*[0] * len(Entry._fields))] * missing
+            asking = [rows] * requests if self._is_graph else [e.rows for e in entries]
+            blocks = score_blocks(self.slots._replace(rows=rows), asking)
             self._row_slots.append(rows)
-            self._query_slots.append(row_slots(sum(e.rows for e in entries)))
+            self._query_slots.append(requests * rows if self._is_graph else queries)
+            self._blocks.append(blocks)
             self._arrays |= {
-                f"meta{is_last:d}": _extended(np.array(entries, np.int32), missing),
-                f"bounds{is_last:d}": _extended(laid.bounds, missing),
-                f"row_times{is_last:d}": _extended(laid.rows, missing),
-                "key_times": _extended(laid.keys, missing),
+                f"meta{is_last:d}": np.array(entries, np.int32),
+                "key_times": laid.keys,
             }
+            for number, block in enumerate(blocks):
+                arrays = block_arrays(block, entries, laid, rows)
+                self._arrays |= {f"{name}{is_last:d}.{number}": a for name, a in arrays.items()}
         self._arrays["candidates"] = _candidate_rows(segments, self._query_slots[1])
-        self.slots = Slots(
-            requests, self._row_slots[0], keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype
-        )
         self._numbers: dict[str, Tensor] = {}
-        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._memory: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}
 
     @property
     def is_all_candidates(self) -> bool:
@@ -199,7 +231,9 @@ class KernelPass:
             return (work(self, rows),)
 
         graphs = self._maker.graphs
-        if graphs is None:
+        if graphs is None or not self._is_graph:
+            if graphs is not None:
+                graphs.counted("launched")
             return launches(x, joined)[0][: self._num_candidates]
         padded = x.new_zeros(self._query_slots[0], x.shape[1])
         padded[: len(x)] = x
@@ -209,14 +243,13 @@ class KernelPass:
             "hstu_pass",
             shapes,
             self.slots,
-            self.is_all_candidates,
             bool(self._num_candidates),
             pages,
         )
         return graphs.run(owner, key, launches, [padded, joined])[0][: self._num_candidates].clone()
 
     def candidates(self, x: Tensor) -> Tensor:
-        if self.is_all_candidates:
+        if self.is_all_candidates and not self._is_graph:
             return x
         return x.index_select(0, self._numbers["candidates"])
 
@@ -224,9 +257,6 @@ class KernelPass:
         call = self._call
         stage = int(layer.is_last)
         slots = self.slots._replace(rows=self._row_slots[stage])
-        numbers = {
-            name: self._numbers[f"{name}{stage}"] for name in ("meta", "bounds", "row_times")
-        }
         batch, rows, keys, heads = slots[:4]
         width = heads * slots.v_dim
         q = self._empty("q", stage, batch, heads, rows, slots.qk_dim)
@@ -241,7 +271,7 @@ class KernelPass:
         is_exact = math.frexp(call.alpha)[0] == 0.5
         q_scale, alpha = (-call.alpha, 1.0) if is_exact else (1.0, -call.alpha)
         ops = torch.ops.npu_gr
-        meta = numbers["meta"]
+        meta = self._numbers[f"meta{stage}"]
         ops.hstu_rows(
             layer.mixed,
             meta,
@@ -256,16 +286,23 @@ class KernelPass:
         )
         if layer.is_last and not self._num_candidates:
             return None
-        scores = self._empty("scores", stage, batch, heads, rows, keys)
-        attention = self._empty("attention", stage, batch, heads, rows, slots.v_dim)
-        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out=scores.flatten(0, 1))
         tables = self._maker.tables(layer)
-        times = numbers["bounds"], numbers["row_times"], self._numbers["key_times"]
-        ops.hstu_scores(scores, meta, *times, tables.times, tables.near, alpha)
-        torch.bmm(scores.flatten(0, 1), v.flatten(0, 1), out=attention.flatten(0, 1))
-        out = self._zeros("out", stage, self._query_slots[stage], 3 if call.is_joined else 1, width)
         norm = self._maker.norm(layer.norm)
-        ops.hstu_finish(attention, u, norm, meta, out, -call.scale, layer.norm.eps)
+        out = self._zeros("out", stage, self._query_slots[stage], 3 if call.is_joined else 1, width)
+        for number, (first, end, row, end_row) in enumerate(self._blocks[stage]):
+            meta, bounds, row_times = (
+                self._numbers[f"{name}{stage}.{number}"] for name in ("meta", "bounds", "row_times")
+            )
+            size = end - first, heads, end_row - row
+            scores = self._empty("scores", stage, *size, keys)
+            attention = self._empty("attention", stage, *size, slots.v_dim)
+            asking = q[first:end, :, row:end_row].flatten(0, 1)
+            all_k, all_v = k[first:end].flatten(0, 1), v[first:end].flatten(0, 1)
+            torch.bmm(asking, all_k.transpose(1, 2), out=scores.flatten(0, 1))
+            times = bounds, row_times, self._numbers["key_times"][first:end]
+            ops.hstu_scores(scores, meta, *times, tables.times, tables.near, alpha)
+            torch.bmm(scores.flatten(0, 1), all_v, out=attention.flatten(0, 1))
+            ops.hstu_finish(attention, u, norm, meta, out, -call.scale, layer.norm.eps)
         return out.flatten(1)
 
     # ---- workspaces, shared by all layers: each is read before it is written again
@@ -280,7 +317,7 @@ class KernelPass:
     def _kept(
         self, name: str, stage: int, make: Callable[..., Tensor], shape: tuple[int, ...]
     ) -> Tensor:
-        key = name, stage
+        key = name, stage, shape
         if key not in self._memory:
             device = self._numbers["page_ids"].device
             self._memory[key] = make(shape, dtype=self._call.dtype, device=device)

@@ -156,7 +156,7 @@ def _merge_bytes(k: int, rows: int) -> int:
 MAX_KEYS = 1 << 24
 MAX_PAGE_TOKENS = 4095
 MAX_GROUP = 2040  # width of a norm
-MAX_SCORE_BYTES = 1 << 28  # scores of a layer; a 910B's cache holds a part of them
+MAX_SCORE_BYTES = 1 << 28  # scores in memory at a time; a 910B's cache holds a part of them
 STAGE_BYTES = 32 * 1024
 ZERO_BYTES = 2 * 1024
 
@@ -197,8 +197,8 @@ def hstu_limit(
         return "hstu: a head's row is no whole number of 32 bytes"
     if slots.keys >= MAX_KEYS:
         return "hstu: 2^24 keys or more"
-    if slots.requests * slots.num_heads * slots.rows * slots.keys * size > MAX_SCORE_BYTES:
-        return f"hstu: scores of more than {MAX_SCORE_BYTES} bytes a layer"
+    if slots.num_heads * ROW_BLOCK * slots.keys * size > MAX_SCORE_BYTES:
+        return f"hstu: scores of {ROW_BLOCK} rows of more than {MAX_SCORE_BYTES} bytes"
     if page_tokens > MAX_PAGE_TOKENS:
         return f"hstu_rows: 1 to {MAX_PAGE_TOKENS} tokens a page"
     widest = max(slots.qk_dim, slots.v_dim)

@@ -407,6 +407,10 @@ class RankMetrics:
 WORKS = (*(name for name, kind in KINDS.items() if kind.uses_device), "prefill", "copy", "other")
 
 
+# as `OUTCOMES` of backend/graphs.py, which imports torch
+GRAPH_OUTCOMES = ("replayed", "captured", "launched", "dropped")
+
+
 class EngineMetrics:
     """Metrics of the device threads."""
 
@@ -434,6 +438,13 @@ class EngineMetrics:
             "them.",
             ("op",),
         )
+        graphs = make.counter(
+            "device_graph_calls_total",
+            "Work that may run as a device graph: it was replayed, captured, launched without a "
+            "graph; or a graph was dropped to make room.",
+            ("outcome",),
+        )
+        self._graphs = {outcome: graphs.labels(outcome) for outcome in GRAPH_OUTCOMES}
 
     def observe_queue(self, depth: Callable[[], int]) -> None:
         """Export the number of waiting jobs, read at each scrape."""
@@ -460,6 +471,10 @@ class EngineMetrics:
             self._chosen[op] = impl
             self._ops.labels(op, impl).set(1)
             self._fallbacks.labels(op)
+
+    def graph_used(self, outcome: str) -> None:
+        """Count work that may run as a device graph; `outcome` is one of `GRAPH_OUTCOMES`."""
+        self._graphs[outcome].inc()
 
     def fell_back(self, op: str) -> None:
         """Count a call that ran as torch operators; the op's implementation does not support it."""

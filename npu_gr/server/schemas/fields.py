@@ -148,6 +148,7 @@ Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
 Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # alternatives
 MOST_NAMES = 100  # attributes of one item or one filter
+Attributes = Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)]
 ITEM_FIELDS = ("title",)  # item fields that an answer can include in addition to the names
 ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
 # title of each item; absent: the request did not ask for them

@@ -10,7 +10,7 @@ from npu_gr.core.names import Names
 from npu_gr.core.request import GenerateAnswer, GenerateRequest, Normalise
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
-    MOST_NAMES,
+    Attributes,
     Candidates,
     Codec,
     HistoryBody,
@@ -19,7 +19,6 @@ from npu_gr.server.schemas.fields import (
     Name,
     ResponseFields,
     Titles,
-    Values,
     check_item_fields,
     optional_items,
     parse_history,
@@ -42,9 +41,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     # attribute of the catalogue -> accepted values; an item must have one of them
-    attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
-        default_factory=dict
-    )
+    attributes: Attributes = msgspec.field(default_factory=dict)
     catalogue_version: Name | None = None
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
 

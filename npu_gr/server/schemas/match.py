@@ -11,6 +11,7 @@ from npu_gr.core.names import Names
 from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
+    Attributes,
     Candidates,
     Codec,
     History,
@@ -39,6 +40,8 @@ class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     vectors_version: Name | None = None
+    # as in generate: attribute of the catalogue -> accepted values
+    attributes: Attributes = msgspec.field(default_factory=dict)
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
 
 
@@ -72,6 +75,7 @@ def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
         allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates, names),
         deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates, names),
         vectors_version=body.vectors_version,
+        attributes={name: tuple(values) for name, values in body.attributes.items()},
     )
 
 

@@ -6,12 +6,14 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from npu_gr.core.item_rules import OrderRules
 from npu_gr.core.names import Names
 from npu_gr.core.renamed import current
 from npu_gr.core.request import AnyOrderName, AnySourceName, RecommendAnswer, RecommendRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import (
     MOST_NAMES,
+    Attributes,
     Candidates,
     Codec,
     HistoryBody,
@@ -27,6 +29,7 @@ from npu_gr.server.schemas.fields import (
     optional_items,
     parse_history,
     parse_row,
+    render_column,
     render_history,
     render_items,
     render_scores,
@@ -45,7 +48,13 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     # items that the ranker does not know: "last" = after all others, without a score; "drop" = left
     # out; absent: as configured
     unknown_items: Literal["last", "drop"] | None = None
+    allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
+    # as in generate: attribute of the catalogue -> accepted values
+    attributes: Attributes = msgspec.field(default_factory=dict)
+    # items shown lately, each as often as it was shown, for the rule `cap`
+    shown_items: Candidates | None = None
+    rules: OrderRules | None = None  # in addition to those of `recommend.rules`
     timestamp: Int | None = None  # unix seconds at which the items are shown; absent = now
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
     # passed to the service's hook
@@ -85,7 +94,9 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
-    origins: list[str]  # the source of each item
+    origins: list[str]  # the source of each item; hook, hook_after or pin if one of these added it
+    # probability of each item at its place, given those before; absent: nothing was drawn
+    propensities: list[float] | bytes | msgspec.UnsetType = msgspec.UNSET
     num_candidates: int  # ranked candidates
     num_unknown: int  # retrieved items that the ranker does not know: placed last, or dropped
     degraded: list[str]  # stages that failed or were skipped
@@ -104,7 +115,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
     check_item_fields(body.fields)
     given = body.features or RequestFeatures()
     known = names.features(body.model_version)
-    denied = optional_items(body.deny_items, "deny_items", config.max_candidates, names)
+    most = config.max_candidates
     return RecommendRequest(
         user=body.user,
         history=parse_history(body, config, names, body.model_version, given.user),
@@ -112,7 +123,11 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         num_candidates=body.num_candidates,
         exclude_seen=body.exclude_seen,
         unknown_items=body.unknown_items,
-        deny_items=denied,
+        allow_items=optional_items(body.allow_items, "allow_items", most, names),
+        deny_items=optional_items(body.deny_items, "deny_items", most, names),
+        attributes={name: tuple(values) for name, values in body.attributes.items()},
+        shown_items=optional_items(body.shown_items, "shown_items", most, names),
+        rules=body.rules,
         timestamp=shown_at(body.timestamp),
         context=body.context,
         request_features=parse_row(given.request, known.request.features, "features.request"),
@@ -143,6 +158,9 @@ def render(
         titles=response_fields.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
+        propensities=msgspec.UNSET
+        if answer.propensities is None
+        else render_column(answer.propensities, "<f4", is_raw),
         num_candidates=answer.num_candidates,
         num_unknown=answer.num_unknown,
         degraded=list(answer.degraded),

@@ -400,8 +400,8 @@ class GeneratorEvaluator:
             part = PromptKV(arena, (PageRun(0, pages),), len(tokens))
             generator.encode(tokens, [], part)
             searches: list[tuple[F64, Filter | None]] = [(ranks, None)]
-            if unseen:
-                searches.append((ranks_unseen, self._without(history, target)))
+            if unseen and not is_repeat[index]:
+                searches.append((ranks_unseen, self._without(history)))
             for ranks_found, allow in searches:
                 width = self._options.width
                 found = generator.generate(
@@ -417,6 +417,6 @@ class GeneratorEvaluator:
         found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0), is_repeat)
         return RetrievalFigures.from_ranks(found_ranks, DECODER, invalid_ratio)
 
-    def _without(self, history: I64, target: int) -> Filter:
-        """Allow all items but those of the history; the target stays allowed in any case."""
-        return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))
+    def _without(self, history: I64) -> Filter:
+        """Allow all items but those of the history."""
+        return allow_all(self._trie).without(deny_items(self._trie, history))

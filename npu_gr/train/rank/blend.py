@@ -1,7 +1,8 @@
-"""Fit the score blend of a cascade: a weighted sum of six terms of each retrieved item.
+"""Fit the score blend of a cascade: a weighted sum of eight terms of each retrieved item.
 
 The terms are those of `ItemList`: retrieval score, click logit, transitions, neighbours (items of
-the same users), popularity, and whether the item was seen. Transitions are counted as
+the same users), popularity, and of an item of the history that it is one, how often the user had it
+and how long ago. Transitions are counted as
 
     c(j, i)  = sum over lags 1 .. 5 of  0.6^(lag - 1) n_lag(j, i)
     P(i | j) = (c(j, i) + 10 pop(i)) / (sum over i of c(j, i) + 10)
@@ -28,6 +29,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.model.blend import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, ScoreBlend
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_similarity import Neighbours
+from npu_gr.model.own_items import OwnItems
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
@@ -50,7 +52,9 @@ class ItemList(NamedTuple):
     transitions: F32  # [c] log of the probability that the item follows the last events
     neighbours: F32  # [c] similarity to the items of the history
     popularity: F32  # [c] log of the item's share of the events
-    seen: F32  # [c] 1 = in the history
+    seen: F32  # [c] 1 = in the history; this and the next two as `OwnItems.terms`
+    own_count: F32  # [c] log of how much the user had the item lately
+    own_age: F32  # [c] log of 1 + the number of events since then
 
     def scores(self, blend: ScoreBlend) -> F32:
         """Sum the terms with the blend's weights, [c]."""
@@ -60,7 +64,7 @@ class ItemList(NamedTuple):
             self.transitions,
             self.neighbours,
             self.popularity,
-            self.seen,
+            blend.own_sum(self.seen, self.own_count, self.own_age),
         )
 
     def over_all(self, scores: F32, num_items: int) -> F64:
@@ -119,6 +123,7 @@ def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
 
 
 NUM_FOLLOWERS = 100  # items of a list that are retrieved because they follow the last events
+NUM_OWN = 100  # items of a list that the user had, in a log in which users have items again
 
 
 class ListSizes(NamedTuple):
@@ -127,6 +132,7 @@ class ListSizes(NamedTuple):
     retrieved: int  # by u . e: so many of all items, and so many of the unseen ones
     followers: int  # by transitions from the last events
     neighbours: int  # by similarity to the items of the history
+    own: int = 0  # by how often and how lately the user had them
 
 
 def retrieved_lists(
@@ -169,6 +175,7 @@ def retrieved_lists(
         retrieval = table @ u
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
+        own = OwnItems.of(history)
         followers = torch.from_numpy(counted.top(history, sizes.followers))
         neighbours = [
             counted.nearest(history, most_alike(history)),
@@ -177,6 +184,7 @@ def retrieved_lists(
         found = [
             *_best(retrieval, seen, sizes.retrieved),
             followers,
+            torch.from_numpy(own.best(sizes.own)),
             *map(torch.from_numpy, neighbours),
         ]
         items = torch.unique(torch.cat(found))
@@ -187,7 +195,7 @@ def retrieved_lists(
             counted.transitions(history, items.numpy()),
             counted.alike(history, items.numpy()),
             counted.popular(items.numpy()),
-            seen[items].numpy(),
+            *own.terms(items.numpy()),
         )
         done(count, len(targets))
 
@@ -238,6 +246,9 @@ def fit_blend(
         is_padding[index, : len(together)] = False
     chosen = torch.tensor([int(place[0]) for _, place in rows])[:, None]
     before = torch.tensor([start[name] for name in WEIGHTS], dtype=torch.float64)
+    if not any(found.seen[place[0]] for found, place in rows):
+        # nothing says which seen items are better, so that they are seen is all that counts
+        free = [name for name in free if name not in ("own_count", "own_age")]
     is_free = torch.tensor([name in free for name in WEIGHTS])
     ridge = RIDGE * _variances(terms, is_padding)
     weights = before.clone().requires_grad_()

@@ -34,7 +34,7 @@ from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.options import write_configuration
-from npu_gr.train.rank.blend import NUM_FOLLOWERS, ListSizes
+from npu_gr.train.rank.blend import NUM_FOLLOWERS, NUM_OWN, ListSizes
 from npu_gr.train.rank.blend_choice import ChosenBlend, choose_blend
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
@@ -129,7 +129,11 @@ def train_rank(
         None
         if click is None
         else choose_blend(
-            fitted.model, click, held_out, _sizes(options), next_item_baselines.item_knn
+            fitted.model,
+            click,
+            held_out,
+            _sizes(options, held_out.log),
+            next_item_baselines.item_knn,
         )
     )
     # with the validation's events, as the baselines are refitted after their tuning
@@ -176,8 +180,9 @@ def train_rank(
     return checkpoint, evaluation
 
 
-def _sizes(options: TrainOptions) -> ListSizes:
-    return ListSizes(options.num_retrieved, NUM_FOLLOWERS, options.num_neighbours)
+def _sizes(options: TrainOptions, log: InteractionLog) -> ListSizes:
+    own = NUM_OWN if log.has_repeats else 0
+    return ListSizes(options.num_retrieved, NUM_FOLLOWERS, options.num_neighbours, own)
 
 
 def _evaluate(
@@ -216,7 +221,7 @@ def _evaluate(
         blend=counted if held_out.targets else None,
         counted=counted,
         like_task=first,
-        sizes=_sizes(options),
+        sizes=_sizes(options, log),
         done=lambda done, total: progress(TrainingProgress("ranker: evaluate", done, total)),
     )
     return Evaluation(

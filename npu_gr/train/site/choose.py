@@ -29,21 +29,25 @@ from npu_gr.service.config import load
 from npu_gr.train.cascade import (
     EVALUATED_USERS,
     MISSED,
+    OTHER_MODELS,
     TOP,
     CascadeChoice,
     CascadeWay,
     NextEventCase,
+    SeenChoice,
     cascade_ways,
     choose_way,
     next_events,
+    repeat_ratio,
 )
 from npu_gr.train.data import to_train_on
+from npu_gr.train.metrics import F64
 
 AT_ONCE = 8  # users whose requests run at once
 BUDGET_S = 60.0  # deadline of each request, long enough for any machine
 LEAST_USERS = 50  # fewest users who choose, and who evaluate
 # the ranker's own sources, on whose lists its score blend is fitted
-OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")
+OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours", "history")
 SCORED_ORDERS: tuple[OrderName, ...] = ("blended", "rank")  # all orders follow from their scores
 
 
@@ -107,32 +111,82 @@ async def _choose(
         # all requests should be answered, however long it takes
         admission=msgspec.structs.replace(config.admission, enabled=False),
     )
-    exclude_seen = recommend.exclude_seen
-    ways = cascade_ways(list(sources), has_blend=True)
+    # a seen item is never hit if none is a repeat
+    settings = (True, False) if repeat_ratio(cases) else (True,)
+    async with instance(config) as (_, service):
+        places = {
+            exclude_seen: await places_of_ways(
+                service, cases, sources, max_candidates, exclude_seen=exclude_seen
+            )
+            for exclude_seen in settings
+        }
+    return choose_with_seen(places, list(sources))
+
+
+def choose_with_seen(
+    places: Mapping[bool, Mapping[CascadeWay, F64]], sources: Sequence[SourceName]
+) -> CascadeChoice:
+    """Choose whether to exclude seen items, and then the sources and the order.
+
+    Args:
+        places: Whether seen items are excluded -> way -> [users] rank of the right item, from 0.
+            `True` alone if no next item is a repeat.
+        sources: Sources of the ways, the ranker's own first.
+    """
+    usual = {exclude: configured_way(sources, exclude_seen=exclude) for exclude in places}
+    ways = {exclude: {"recommend": usual[exclude]} for exclude in places}
+    for exclude in places:
+        ways[exclude] |= {name: CascadeWay((name,), "retrieval") for name in OTHER_MODELS}
+    seen = {
+        kind: SeenChoice.of(*(places[exclude][ways[exclude][kind]] for exclude in (False, True)))
+        if False in places
+        else SeenChoice(True)
+        for kind, way in ways[True].items()
+        if way in places[True]
+    }
+    excludes = seen["recommend"].excludes
+    return choose_way(places[excludes], usual[excludes])._replace(seen=seen)
+
+
+def configured_way(sources: Sequence[SourceName], *, exclude_seen: bool) -> CascadeWay:
+    """Return the way that stays unless another is better: the ranker's own sources, blended."""
+    own = [name for name in sources if name in OWN and not (exclude_seen and name == "history")]
+    return CascadeWay(tuple(own), "blended")
+
+
+async def places_of_ways(
+    service: Service,
+    cases: Sequence[NextEventCase],
+    sources: dict[SourceName, int],
+    max_candidates: int,
+    *,
+    exclude_seen: bool,
+) -> dict[CascadeWay, F64]:
+    """Ask for each user's next item: [cases] the rank of the right one by every way, from 0."""
+    # the user's own items are all excluded then
+    asked = {name: num for name, num in sources.items() if not (exclude_seen and name == "history")}
+    ways = cascade_ways(list(asked), has_blend=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
-    async with instance(config) as (_, service):
-        actions = ActionNames(service.versions.ranker().model.actions)
+    actions = ActionNames(service.versions.ranker().model.actions)
 
-        async def one(row: int, case: NextEventCase) -> None:
-            async with waiting:
-                found = await _asked(
-                    service, case, actions, sources, max_candidates, exclude_seen=exclude_seen
-                )
-            for way in ways:
-                items = found.items(way)
-                if case.target in items:
-                    places[way][row] = items.index(case.target)
+    async def one(row: int, case: NextEventCase) -> None:
+        async with waiting:
+            found = await _asked(
+                service, case, actions, asked, max_candidates, exclude_seen=exclude_seen
+            )
+        for way in ways:
+            items = found.items(way)
+            if case.target in items:
+                places[way][row] = items.index(case.target)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for row, case in enumerate(cases):
-                    group.create_task(one(row, case))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-    return choose_way(
-        places, CascadeWay(tuple(source for source in sources if source in OWN), "blended")
-    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            for row, case in enumerate(cases):
+                group.create_task(one(row, case))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return places
 
 
 class _Found:
@@ -190,7 +244,7 @@ async def _asked(
         return answer.item_ids, answer.scores.tolist()
 
     lists = {source: (await asked((source,), "retrieval"))[0] for source in sources}
-    scored = {order: await asked(None, order) for order in SCORED_ORDERS}
+    scored = {order: await asked(tuple(sources), order) for order in SCORED_ORDERS}
     scores = {
         order: dict(zip(items.tolist(), values, strict=True))
         for order, (items, values) in scored.items()

@@ -64,7 +64,11 @@ def configuration(
     if not is_evaluated:  # outside of the folder that the next training replaces
         generate["change_log"] = str(site / "catalogue.changes")
     repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
-    seen = _line("  exclude_seen", cascade.exclude_seen, f"leave out what a user had; {repeats}")
+
+    def seen(kind: str) -> str:
+        excludes = cascade.excludes.get(kind, cascade.exclude_seen)
+        return _line("  exclude_seen", excludes, f"leave out what a user had; {repeats}")
+
     objectives = SLOConfig()
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
     lines = [
@@ -121,7 +125,7 @@ def configuration(
         "",
         "generate:                         # POST /v1/generate: retrieval by semantic IDs",
         *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
-        seen,
+        seen("generate"),
         "",
         "match:                            # POST /v1/match: retrieval by vectors",
         _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
@@ -138,7 +142,7 @@ def configuration(
             cascade.order,
             "blended: by the ranker's fitted score blend; or rank, fused, retrieval",
         ),
-        seen,
+        seen("recommend"),
     ]
     if not is_evaluated:  # popularity was counted over all events, also the held-out ones
         popular = str(site / "popular.txt")
@@ -192,6 +196,9 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 100
     num_neighbours: Annotated[
         Count, Meta(description="items that recommend retrieves by neighbours, if chosen")
+    ] = 100
+    num_own: Annotated[
+        Count, Meta(description="items that the user had that recommend retrieves, if it may")
     ] = 100
     num_generated: Annotated[
         Count, Meta(description="items that recommend retrieves by the generator, if chosen")

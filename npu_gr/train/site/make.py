@@ -38,7 +38,7 @@ from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, tra
 from npu_gr.train.options import CONFIGURATION, curl, serve
 from npu_gr.train.rank.train import RankerCodes, train_rank
 from npu_gr.train.retrieve import TrainedRetriever, train_retriever
-from npu_gr.train.site.choose import OWN, choose_for_site, selection_cases
+from npu_gr.train.site.choose import choose_for_site, configured_way, selection_cases
 from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
     PRESETS,
@@ -261,6 +261,7 @@ def _cascade(
         "shared_encoder": options.num_retrieved,
         "transitions": options.num_transitions,
         "neighbours": options.num_neighbours,
+        "history": options.num_own,
         "generate": options.num_generated,
         "match": options.num_matched,
     }
@@ -269,15 +270,16 @@ def _cascade(
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
-    own = {name: sources[name] for name in OWN}
     cases = next_events(log, to_train_on(log.users, log.timestamps, "leave-one-out"))
+    excludes = hides_seen(cases)
+    way = configured_way(list(sources), exclude_seen=excludes)
     usual = SiteCascade(
         made_from=made_from,
-        sources=own,
-        order="blended",
-        exclude_seen=hides_seen(cases),
+        sources={name: sources[name] for name in way.sources},
+        order=way.order,
+        exclude_seen=excludes,
         repeat_ratio=repeat_ratio(cases),
-        words=() if hides_seen(cases) else (_seen_words(repeat_ratio(cases)),),
+        words=() if excludes else (_seen_words(repeat_ratio(cases)),),
     )
     path = folder.write(
         EVALUATED_CONFIG,
@@ -302,7 +304,9 @@ def _cascade(
         usual,
         sources={name: sources[name] for name in choice.way.sources},
         order=choice.way.order,
-        words=(*usual.words, *choice.lines()),
+        words=tuple(choice.lines()),
+        exclude_seen=choice.seen["recommend"].excludes if choice.seen else excludes,
+        excludes={kind: one.excludes for kind, one in choice.seen.items()},
         hr_at_10=choice.hr_of_all,
     )
 

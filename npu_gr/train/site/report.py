@@ -51,6 +51,7 @@ class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
     order: OrderName
     words: tuple[str, ...] = ()  # how it was chosen, and its evaluation
     exclude_seen: bool = True  # whether requests exclude the items of the history by default
+    excludes: dict[str, bool] = {}  # kind -> the same, where it was chosen
     repeat_ratio: float = 0.0  # share of the held-out events whose item the user had before
     hr_at_10: float | None = None  # of the users who chose and evaluated; None = not chosen
 

@@ -18,7 +18,7 @@ OF_KINDS: list[Any] = [codec.body for codec in CODECS.values() if codec.body is 
 BODIES = [*OF_KINDS, CatalogueItemsBody, RecordOrder]
 # columns by the setting that bounds them; a new one belongs here
 SETTINGS = {
-    "max_candidates": {"candidates", "allow_items", "deny_items"},
+    "max_candidates": {"candidates", "allow_items", "deny_items", "shown_items"},
     "max_feature_values": {"features", "cross"},
     "max_history_events": {"items", "actions", "timestamps", "withdraw", "restore"},
 }
@@ -39,7 +39,7 @@ def unbounded(kind: inspect.Type, at: str, limit: str | None = None) -> Iterator
             yield at
         yield from unbounded(kind.key_type, f"{at}.key")
         yield from unbounded(kind.value_type, f"{at}.value", limit)
-    elif isinstance(kind, inspect.ListType):
+    elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
         if kind.max_length is None and limit is None:
             yield at
         yield from unbounded(kind.item_type, f"{at}[]")

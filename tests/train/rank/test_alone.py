@@ -89,6 +89,8 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(
         "neighbours": 1.0,
         "popularity": 0.0,
         "seen": -9.0,
+        "own_count": 0.0,
+        "own_age": 0.0,
     }
     assert served.successors is order.successors
     words = f"NDCG@10 +0.5000 ({gap.low:+.4f} .. {gap.high:+.4f})"

@@ -11,6 +11,7 @@ import torch
 from npu_gr.model.blend import DECAY, LAST_EVENTS, PRIOR, WEIGHTS, ScoreBlend
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
+from npu_gr.model.own_items import OwnItems
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import blend as module
@@ -95,7 +96,7 @@ def chosen_lists(
     random = np.random.default_rng(0)
     lists, targets = [], []
     for _ in range(num_users):
-        terms = random.normal(size=(NUM_ITEMS, 6)).astype(np.float32)
+        terms = random.normal(size=(NUM_ITEMS, len(WEIGHTS))).astype(np.float32)
         terms[:, 5] = random.random(NUM_ITEMS) < 0.3
         scores = terms @ np.array(weights)
         item = random.choice(NUM_ITEMS, p=np.exp(scores) / np.exp(scores).sum())
@@ -105,14 +106,14 @@ def chosen_lists(
 
 
 def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
-    weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5]
+    weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5, 0.7, -0.4]
     lists, targets = chosen_lists(weights, 2000, log)
     found = fit_blend(count_transitions(log, "click"), log, lists, targets)
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
 
 
 def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
-    start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0], strict=True))
+    start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0, 0.1, 0.2], strict=True))
     lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
     found = fit_blend(
         count_transitions(log, "click"), log, lists, targets, start=start, free=("seen",)
@@ -124,7 +125,7 @@ def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
 
 def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> None:
     """So few lists that the ridge decides much, and some of them shorter than others."""
-    lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5], 6, log)
+    lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5, 0.2, 0.1], 6, log)
     own = [int(log.items[event]) for _, event in targets]
     lists[0] = ItemList(
         *(term[(np.arange(len(term)) < 3) | (lists[0].items == own[0])] for term in lists[0])
@@ -147,7 +148,7 @@ def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> No
 
 def test_lists_without_the_next_item_say_nothing(log: InteractionLog) -> None:
     counted = count_transitions(log, "click")
-    lists, targets = chosen_lists([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 5, log)
+    lists, targets = chosen_lists([1.0, *[0.0] * 7], 5, log)
     own = [int(log.items[event]) for _, event in targets]
     lists = [
         ItemList(*(term[found.items != item] for term in found))
@@ -168,7 +169,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
     others = set()  # that the neighbours alone found
     for target, found in zip(
         targets,
-        retrieved_lists(LogInputs(log, model), model, counted, targets, ListSizes(5, 3, 4)),
+        retrieved_lists(LogInputs(log, model), model, counted, targets, ListSizes(5, 3, 4, 2)),
         strict=True,
     ):
         history = log.items[log.starts[target.user] : target.event]
@@ -177,9 +178,11 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
         unseen = [item for item in np.argsort(-retrieval).tolist() if item not in history][:5]
         followers = counted.top(history, 3).tolist()
         neighbours = counted.nearest(history, 4).tolist()
+        own = OwnItems.of(history)
         found_by = {*np.argsort(-retrieval)[:5].tolist(), *unseen, *followers, *neighbours}
+        found_by |= {*own.best(2).tolist()}
         assert found.items.tolist() == sorted(found_by)
-        others |= found_by - {*np.argsort(-retrieval)[:5].tolist(), *unseen, *followers}
+        others |= {*neighbours} - {*np.argsort(-retrieval)[:5].tolist(), *unseen, *followers}
         np.testing.assert_allclose(found.retrieval, retrieval[found.items], atol=1e-6)
         np.testing.assert_allclose(
             found.click, answer(model, log, target, found.items)[:, 0].numpy(), atol=1e-6
@@ -188,18 +191,20 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
         assert np.array_equal(found.neighbours, counted.alike(history, found.items))
         assert np.array_equal(found.popularity, counted.popularity[found.items])
         assert np.array_equal(found.seen, np.isin(found.items, history))
-        want: ScoreBlend = replace(
-            counted, weights=dict(zip(WEIGHTS, (1.0, 2.0, 3.0, 4.0, 6.0, 5.0), strict=True))
-        )
+        assert np.array_equal((found.seen, found.own_count, found.own_age), own.terms(found.items))
+        weights = (1.0, 2.0, 3.0, 4.0, 6.0, 5.0, 7.0, 8.0)
+        want: ScoreBlend = replace(counted, weights=dict(zip(WEIGHTS, weights, strict=True)))
         sums = (
             found.retrieval
             + 2 * found.click
             + 3 * found.transitions
             + 4 * found.neighbours
             + 5 * found.seen
+            + 7 * found.own_count
+            + 8 * found.own_age
         )
         sums += 6 * found.popularity
-        np.testing.assert_allclose(found.scores(want), sums, rtol=1e-5)
+        np.testing.assert_allclose(found.scores(want), sums, rtol=1e-4)
     assert others
 
 

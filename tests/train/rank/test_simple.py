@@ -49,8 +49,8 @@ def histories(log: InteractionLog) -> list[np.ndarray]:
 
 def scores(order: ScoreBlend, history: np.ndarray, candidates: np.ndarray = EVERY) -> np.ndarray:
     """What is served, without a shared encoder."""
-    seen = np.isin(candidates, history).astype(np.float32)
-    return BlendSum(order)(history, candidates, None, NO_CLICK[: len(candidates)], seen)
+    own = order.own(history, candidates)
+    return BlendSum(order)(history, candidates, None, NO_CLICK[: len(candidates)], own)
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -62,7 +62,7 @@ def test_it_scores_what_the_baseline_does(
         name = f"user exponent {of_user:g}, item exponent {of_item:g}"
         tuned = replace(knn.tuned, name=name, exponent=exponent, weight=weight)
         baseline = replace(knn, tuned=tuned).refitted(log)
-        order = as_blend(baseline, log, "click", seen=-7.0)
+        order = as_blend(baseline, log, "click", {"seen": -7.0})
         itself = module._item_knn(baseline).own.numpy() * baseline.tuned.factors.numpy()
         for user, history in enumerate(histories(log)):
             want = baseline.next_items(log, user)
@@ -74,7 +74,7 @@ def test_it_scores_what_the_baseline_does(
 def test_every_instruction_set_serves_it_and_a_file_keeps_it(
     log: InteractionLog, knn: LinearBaseline, tmp_path: Path
 ) -> None:
-    order = as_blend(knn, log, "click", seen=-7.0)
+    order = as_blend(knn, log, "click", {"seen": -7.0})
     save_blend(order, tmp_path)
     again = load_blend(tmp_path)
     assert again is not None
@@ -84,8 +84,8 @@ def test_every_instruction_set_serves_it_and_a_file_keeps_it(
     for history in histories(log):
         want = scores(order, history)
         assert scores(again, history).tobytes() == want.tobytes()
-        seen = np.isin(EVERY, history).astype(np.float32)
-        got = BlendSum(again, CPUBackend())(history, EVERY, None, NO_CLICK, seen)
+        own = again.own(history, EVERY)
+        got = BlendSum(again, CPUBackend())(history, EVERY, None, NO_CLICK, own)
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
@@ -95,7 +95,7 @@ def test_what_is_best_of_all_items_is_found(
 ) -> None:
     """With a small weight neighbours lead, with a large one popular items outside the history."""
     baseline = replace(knn, tuned=replace(knn.tuned, weight=weight)).refitted(log)
-    order = as_blend(baseline, log, "click", seen=0.0)
+    order = as_blend(baseline, log, "click", {})
     assert order.neighbours is not None
     few = replace(
         order.neighbours,
@@ -117,11 +117,11 @@ def test_what_is_best_of_all_items_is_found(
 def test_the_highest_weights_are_kept(
     log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = as_blend(knn, log, "click", 0.0).neighbours
+    whole = as_blend(knn, log, "click", {}).neighbours
     monkeypatch.setattr(item_similarity, "MAX_NEIGHBOURS", 2)
     monkeypatch.setattr(item_similarity, "MAX_TABLE", 3 * NUM_ITEMS)
     monkeypatch.setattr(item_similarity, "BLOCK_ROWS", 7)
-    kept = as_blend(knn, log, "click", 0.0).neighbours
+    kept = as_blend(knn, log, "click", {}).neighbours
     assert whole is not None
     assert kept is not None
     assert kept.items.shape == (NUM_ITEMS, 3)
@@ -155,17 +155,24 @@ def compared(knn: LinearBaseline, log: InteractionLog, gain: F64) -> tuple[ItemK
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_served"),
+    ("gain", "repeats", "is_served"),
     [
-        ([0.0, 0.0, 0.0, 0.0], True),  # equals
-        ([0.3, 0.3, 0.4, 0.3], False),  # surely better
-        ([0.9, -0.2, -0.2, -0.2], True),  # better by .08, where a standard error is .24
-        ([-0.3, -0.3, -0.4, -0.3], True),
+        ([0.0, 0.0, 0.0, 0.0], False, True),  # equals
+        ([0.3, 0.3, 0.4, 0.3], False, False),  # surely better
+        ([0.9, -0.2, -0.2, -0.2], False, True),  # better by .08, where a standard error is .24
+        ([0.9, -0.2, -0.2, -0.2], True, False),  # where people repeat, this is enough
+        ([-0.3, -0.3, -0.4, -0.3], True, True),
     ],
 )
 def test_it_is_served_where_the_fitted_order_is_not_shown_to_be_better(
-    log: InteractionLog, knn: LinearBaseline, gain: list[float], is_served: bool
+    log: InteractionLog,
+    knn: LinearBaseline,
+    monkeypatch: pytest.MonkeyPatch,
+    gain: list[float],
+    repeats: bool,
+    is_served: bool,
 ) -> None:
+    monkeypatch.setattr("npu_gr.train.next_item.MANY_REPEATS", 0.2 if repeats else 1.0)
     short = replace(log, num_trained=np.where(np.arange(log.num_users) < 4, log.num_trained, 0))
     found, _ = compared(knn.refitted(short), short, np.array(gain))
     assert found.is_served == is_served
@@ -186,8 +193,8 @@ def test_what_was_seen_weighs_what_the_next_items_say(
         new[event] = np.setdiff1d(EVERY, log.items[log.starts[user] : event])[0]
     for changed, is_wanted in ((again, True), (replace(log, items=new), False)):
         found, _ = compared(knn, changed, np.zeros(log.num_users))
-        assert (found.seen > 1) == is_wanted
-        assert (found.seen < -1) != is_wanted
+        assert (found.own["seen"] > 1) == is_wanted
+        assert (found.own["seen"] < -1) != is_wanted
 
 
 def test_it_is_counted_in_the_events_of_any_log_with_the_same_settings(
@@ -195,7 +202,7 @@ def test_it_is_counted_in_the_events_of_any_log_with_the_same_settings(
 ) -> None:
     found, _ = compared(knn, log, np.zeros(log.num_users))
     everything = log.all_trained()
-    want = as_blend(knn.refitted(everything), everything, "click", found.seen)
+    want = as_blend(knn.refitted(everything), everything, "click", found.own)
     got, before = found.counted(everything, "click"), found.counted(log, "click")
     assert got.neighbours is not None
     assert want.neighbours is not None

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.history_store.interactions import Interactions, ItemValues
-from npu_gr.model.blend import ScoreBlend
+from npu_gr.model.blend import OWN_WEIGHTS, ScoreBlend
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
@@ -55,7 +55,7 @@ def test_the_ranker_learns_the_rule_and_the_users() -> None:
     _, found = train_rank(planted(), GENRES, options)
     popularity = found.baselines[0]
     for row in (found.ranker, *found.parts):
-        assert row.hr_at_10_unseen > popularity.hr_at_10_unseen + 0.3, row
+        assert row.hr_at_10 > popularity.hr_at_10 + 0.3, row
     assert found.ranker.auc > 0.8
 
 
@@ -116,7 +116,8 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     trained = build_log(log, [], "leave-one-out")
     assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
     assert one.order.neighbours is not None
-    kind = next(kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting)
+    named = [kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting]
+    kind = max(named, key=lambda kind: len(kind.name))  # "last 5" is a part of "last 500"
     assert np.array_equal(one.order.neighbours.similarity, kind.counted(trained).similarity)
     assert one.order.neighbours.last_items == kind.last_items
 
@@ -148,14 +149,8 @@ def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(
         assert f"{words}; it is served instead" in said.splitlines()
     assert served.order is not None
     weights = dict(served.order.weights)
-    assert weights.pop("seen") != 0
-    assert weights == {
-        "retrieval": 0.0,
-        "click": 0.0,
-        "transitions": 0.0,
-        "neighbours": 1.0,
-        "popularity": 0.0,
-    }
+    assert all(weights.pop(name) != 0 for name in OWN_WEIGHTS)
+    assert weights == dict.fromkeys(weights, 0.0) | {"neighbours": 1.0}
     assert "neighbours alone" in {part.model for part in found.parts}
 
 

@@ -26,6 +26,7 @@ from npu_gr.train.cascade import (
     CascadeChoice,
     CascadeWay,
     NextEventCase,
+    SeenChoice,
     choose_way,
     next_events,
 )
@@ -36,7 +37,12 @@ from npu_gr.train.site import choose
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted
 
-SOURCES: dict[SourceName, int] = {"shared_encoder": 8, "transitions": 4, "neighbours": 5}
+SOURCES: dict[SourceName, int] = {
+    "shared_encoder": 8,
+    "transitions": 4,
+    "neighbours": 5,
+    "history": 6,
+}
 MAX_CANDIDATES = 9  # fewer than the sources find
 NUM_EVALUATORS = 12
 NUM_CHOOSERS = 10
@@ -72,6 +78,15 @@ def few_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LEAST_USERS", NUM_CHOOSERS // 2)
 
 
+def always(excludes: bool) -> type[SeenChoice]:
+    class Always(SeenChoice):
+        @classmethod
+        def of(cls, *_: F64) -> SeenChoice:
+            return SeenChoice(excludes)
+
+    return Always
+
+
 def test_of_too_few_users_nothing_is_chosen(log: Interactions, configuration: Path) -> None:
     assert choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS - 1) is None
 
@@ -87,8 +102,8 @@ def test_every_way_is_evaluated_by_what_the_cascade_answers(
         return choose_way(places, configured)
 
     monkeypatch.setattr(choose, "choose_way", kept)
-    overrides = [f"recommend.exclude_seen={exclude_seen}"]
-    choice = choose.choose_for_site(configuration, overrides, log, SOURCES, NUM_CHOOSERS)
+    monkeypatch.setattr(choose, "SeenChoice", always(exclude_seen))
+    choice = choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS)
     assert choice is not None
     assert choice.num_users == NUM_CHOOSERS // 2
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
@@ -103,11 +118,17 @@ def test_every_way_is_evaluated_by_what_the_cascade_answers(
 
 @pytest.mark.parametrize("exclude_seen", [True, False])
 def test_what_is_measured_is_what_is_served(
-    log: Interactions, configuration: Path, tmp_path: Path, exclude_seen: bool
+    log: Interactions,
+    configuration: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exclude_seen: bool,
 ) -> None:
-    overrides = [f"recommend.exclude_seen={exclude_seen}"]
-    choice = choose.choose_for_site(configuration, overrides, log, SOURCES, NUM_CHOOSERS)
+    with monkeypatch.context() as patched:
+        patched.setattr(choose, "SeenChoice", always(exclude_seen))
+        choice = choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS)
     assert choice is not None
+    overrides = [f"recommend.exclude_seen={exclude_seen}"]
     table = yaml.safe_load(configuration.read_text())
     table["recommend"] |= {
         "sources": {name: SOURCES[name] for name in choice.way.sources},

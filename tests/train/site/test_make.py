@@ -194,13 +194,16 @@ def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(
 def test_the_cascade_is_chosen_once_by_the_evaluated_models(
     tmp_path: Path, trainings: Trainings
 ) -> None:
-    dataset(tmp_path)
+    log = tmp_path / "log.csv"
+    rows = [f"u{user},B{user + at},17000000{user}{at}" for user in range(4) for at in range(9)]
+    log.write_text("\n".join(["user,item,time", *rows]))
+    prepare(log, tmp_path / "site" / "data")
     run(tmp_path)
     site = tmp_path / "site"
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
     assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "blended")  # too few users to choose
-    everything = ["shared_encoder", "transitions", "neighbours", "generate", "match"]
+    everything = [*OWN_SOURCES, "history", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)
     assert len(trainings.chose_over) == 1
