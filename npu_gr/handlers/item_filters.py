@@ -56,6 +56,7 @@ class ItemFilters:
         self.ids_of = ids_of
         # of the configured rules, which cost a pass over the catalogue
         self._ruled: tuple[str, Selection, I64] | None = None
+        self._withdrawn = "", NO_IDS  # of a version of the catalogue
 
     def snapshot(self) -> Snapshot:
         """Return the current version of the catalogue.
@@ -70,6 +71,15 @@ class ItemFilters:
             )
         with catalogue.pin() as (snapshot, _):
             return snapshot
+
+    def withdrawn(self) -> I64:
+        """Return the ids of withdrawn items, ascending; none without a catalogue."""
+        if (catalogue := self._catalogue()) is None:
+            return NO_IDS
+        with catalogue.pin() as (snapshot, _):
+            if self._withdrawn[0] != snapshot.version:
+                self._withdrawn = snapshot.version, snapshot.withdrawn_ids
+        return self._withdrawn[1]
 
     async def passing(
         self,

@@ -238,12 +238,15 @@ class MatchJob:
                 f"vectors_version: {quoted(request.vectors_version)} is not served; "
                 f"the current one is {vectors.version!r}"
             )
+        denied = self._filters.withdrawn()
+        if request.deny_items is not None:
+            denied = np.concatenate((denied, request.deny_items))
         query = matcher.search_for(
             request.user,
             request.num_items,
             request.exclude_seen,
             request.allow_items,
-            request.deny_items,
+            denied if len(denied) else None,
             history,
             self.config.max_history_events,
         )

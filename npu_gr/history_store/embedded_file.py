@@ -443,7 +443,7 @@ def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]
     return tuple(names)
 
 
-_ITEM_KEY = -1  # number of its row among the actions, so that older versions refuse the file
+_ITEM_KEY = -1  # number of its row among the actions, so that older versions reject the file
 
 
 def item_key(db: sqlite3.Connection, mine: str) -> str:

@@ -306,10 +306,6 @@ class RedisStore:
         # There is no local file. The server's own files keep the bytes until it rewrites them.
         return True
 
-    async def num_keys(self, user: UserKey) -> int:
-        """Count the Redis keys of a user."""
-        return int(await self._ask(lambda: self._client.exists(*_keys(user))))
-
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -322,6 +318,11 @@ class RedisStore:
         await self._ask(
             lambda: self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)])
         )
+
+
+async def num_keys(store: RedisStore, user: UserKey) -> int:
+    """Count the Redis keys of a user."""
+    return int(await store._ask(lambda: store._client.exists(*_keys(user))))
 
 
 def _unnamed() -> dict[str, Any]:

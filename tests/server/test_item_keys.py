@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
@@ -31,7 +31,7 @@ SEEN = [NAMES[row] for row in (1, 4, 9, 30, 31)] + ["not in the catalogue"]
 def messages() -> list[Message]:
     rows = [{"user": "kafka", "item": item, "event": "view", "time": AT_S} for item in SEEN]
     return [
-        Message("t", 0, place, cast(int, AT_S * 1000), None, json.dumps(row).encode())
+        Message("t", 0, place, AT_S * 1000, None, json.dumps(row).encode())
         for place, row in enumerate(rows)
     ]
 
