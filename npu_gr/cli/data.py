@@ -237,7 +237,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     from npu_gr.history_store.embedded_check import check, repair
     from npu_gr.history_store.redis import check_redis
 
-    is_url = where.startswith(("redis://", "rediss://", "unix://"))
+    is_url = "://" in where
     if out is not None:
         if is_url:
             raise click.UsageError("--repair takes a file; for Redis restore a replica or a backup")

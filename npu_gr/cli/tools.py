@@ -211,13 +211,14 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
 @click.option(
     "--out", type=FILE, help="Folder of the library; default: where the backend looks for it."
 )
-def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Build with a CANN that is too old, or unknown.")
+def build_ops(device: str | None, soc: str | None, out: Path | None, force: bool) -> None:
     """Build the native kernels from the installed sources, for --cpu or --ascend."""
     from npu_gr.tools.build_ops import build_ascend, build_cpu
 
     if device is None:
         raise click.UsageError("give --cpu or --ascend")
-    click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
+    click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc, force))
 
 
 @click.command(short_help="Evaluate a running service on users' last events.")

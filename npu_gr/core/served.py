@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from npu_gr.core.arrays import I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.feature_schema.values import FeatureValue
+from npu_gr.core.history import Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,3 +104,28 @@ class ModelInfo:
     attention: tuple[AttentionWay, ...] = ()
     # replaced; serves only requests that name its version, for `relay.t_life_s`
     is_draining: bool = False
+
+
+class PrefixPlace(NamedTuple):
+    """A cached prefix of a user."""
+
+    model: str
+    version: str
+    tier: str  # hbm | dram | on_its_way
+
+
+class KnownUser(NamedTuple):
+    """What this instance knows of a user."""
+
+    num_events: int
+    events: Events  # the newest ones, oldest first
+    prefixes: tuple[PrefixPlace, ...]
+    in_vectors: bool  # whether the vectors of match were trained with the user
+
+
+class LookedUpItems(NamedTuple):
+    """Items, best first. n = items."""
+
+    basis: str  # what they rest on
+    items: I64  # [n] external ids
+    scores: F32  # [n]; NaN = the basis has none

@@ -32,6 +32,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.handlers.base import AdmissionControl, Call, HeldPermit, KindJob
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.lookups import Lookups
 from npu_gr.handlers.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
@@ -53,6 +54,7 @@ class Parts:
     catalogue: CatalogueOfGenerator
     vectors: VectorsOfMatch
     names: ServedNames
+    lookups: Lookups
     metrics: Metrics
 
 
@@ -71,6 +73,7 @@ class Service:
         self.names = parts.names  # of actions and items
         self.catalogue = parts.catalogue  # of generates
         self.vectors = parts.vectors  # of matches
+        self.lookups = parts.lookups  # of users and items
         self.on_reload: Callable[[], Awaitable[None]] = _reject_reload
         self.on_rollback: Callable[[], Awaitable[None]] = _reject_reload
         self._not_ready = "starting"

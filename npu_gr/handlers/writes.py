@@ -22,6 +22,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.lookups import RecentItems
 from npu_gr.handlers.match import ServedVectors
 from npu_gr.handlers.versions import Versions
 
@@ -29,9 +30,10 @@ from npu_gr.handlers.versions import Versions
 class EventsJob:
     """Appends events to the store; rejects actions unknown to the ranker."""
 
-    def __init__(self, versions: Versions, histories: Histories) -> None:
+    def __init__(self, versions: Versions, histories: Histories, recent: RecentItems) -> None:
         self._versions = versions
         self._histories = histories
+        self._recent = recent
 
     async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
         """Append, and answer after the store has acknowledged."""
@@ -40,6 +42,7 @@ class EventsJob:
             check_actions(self._versions, events)
         with call.slot.suspended():
             done = await self._histories.append(request.user, events, request.idempotency_key)
+        self._recent.add(request.user.tenant, events)
         return EventsAnswer(
             num_events=done.num_events,
             sorted_events=done.num_late,
@@ -68,9 +71,10 @@ def check_actions(versions: Versions, events: Events) -> None:
 class IngestJob:
     """Writes all valid entries in one call of the store, which commits them in groups."""
 
-    def __init__(self, versions: Versions, histories: Histories) -> None:
+    def __init__(self, versions: Versions, histories: Histories, recent: RecentItems) -> None:
         self._versions = versions
         self._histories = histories
+        self._recent = recent
 
     async def run(self, request: IngestRequest, call: Call) -> IngestAnswer:
         """Write, and answer after the store has acknowledged.
@@ -91,6 +95,8 @@ class IngestJob:
             written = await self._histories.write_many(list(good.values()))
         for place, result in zip(good, written, strict=True):
             results[place] = result
+            if isinstance(result, Written) and result.num_added:
+                self._recent.add(request.tenant, good[place].events)
         return IngestAnswer(
             results=tuple(one for one in results if one is not None),
             stages_s={"store": time.monotonic() - call.arrived_at},

@@ -1,4 +1,4 @@
-"""The history store on Redis (6.2 or newer) or Valkey, for fleets.
+"""The history store on Redis (6.2 or newer) or Valkey, for fleets: one master, or a cluster.
 
     npu_gr:{user}:log       CHECKED records, the newest last
     npu_gr:{user}:first     number of older events, which were deleted
@@ -13,8 +13,9 @@
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge,
 and an append of events that are older than the last one, read all and write only if no other client
 has written in between. The events of a user are in time order. Durability is the server's own
-(`appendonly yes`); an append is acknowledged when the server has answered. `redis_server.py` says
-which servers are served, and what is repeated after a failover.
+(`appendonly yes`); an append is acknowledged when the server has answered, and with
+`wait_replicas` when as many replicas have it. `redis_server.py` says which servers are served, and
+what is repeated after a failover.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from npu_gr.core.history import (
     count_late,
     in_time_order,
 )
+from npu_gr.core.secret import SecretUrl
 from npu_gr.core.tls import TlsFiles
 from npu_gr.history_store import redis_records as scripts
 from npu_gr.history_store.checksum import (
@@ -51,6 +53,7 @@ from npu_gr.history_store.checksum import (
     unpack_checked,
 )
 from npu_gr.history_store.event_features import check_size
+from npu_gr.history_store.redis_client import Servers, is_in_clear, make_servers
 from npu_gr.history_store.redis_records import (
     FEATURES,
     RunGroup,
@@ -58,13 +61,7 @@ from npu_gr.history_store.redis_records import (
     pack_entries,
     unpack_groups,
 )
-from npu_gr.history_store.redis_server import (
-    NotServed,
-    RedisServer,
-    is_away,
-    is_in_clear,
-    tls_options,
-)
+from npu_gr.history_store.redis_server import NotServed, RedisServer, is_away
 from npu_gr.history_store.store import (
     EVENT,
     HistoryConfig,
@@ -82,7 +79,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_HOW = "redis://, rediss:// or unix://, with / ? # @ : of a password percent-encoded"
 _ACTIONS = "npu_gr:actions"
 _ITEM_KEY = "npu_gr:item_key"
 _ALL = 2**53  # bytes, more than any value has
@@ -93,17 +89,17 @@ _TRY_AGAIN = (scripts.OLD, scripts.LATE)  # results of an append that did nothin
 class RedisStore:
     """A `HistoryStore` on a server that many instances share."""
 
-    def __init__(self, client: Redis, config: HistoryConfig) -> None:
-        self._client = client
-        self._server = RedisServer(client, config.timeout_s)
+    def __init__(self, servers: Servers, config: HistoryConfig) -> None:
+        self._servers = servers
+        self._server = RedisServer(servers, config.timeout_s, config.wait_replicas)
         self._ask = self._server.ask
         self._config = config
         self._max_events = config.max_events_per_user
-        self._append = client.register_script(scripts.APPEND)
-        self._read = client.register_script(scripts.READ)
-        self._put = client.register_script(scripts.PUT)
-        self._move = client.register_script(scripts.MOVE)
-        self._name = client.register_script(scripts.NAME_ACTIONS)
+        self._append = servers.any_client.register_script(scripts.APPEND)
+        self._read = servers.any_client.register_script(scripts.READ)
+        self._put = servers.any_client.register_script(scripts.PUT)
+        self._move = servers.any_client.register_script(scripts.MOVE)
+        self._name = servers.any_client.register_script(scripts.NAME_ACTIONS)
         self.health = StoreHealth()
 
     @classmethod
@@ -118,33 +114,11 @@ class RedisStore:
             ConfigError: the package is missing, or no server of a kind that is served answers at
                 `history_store.url`.
         """
-        try:
-            from redis.asyncio import BlockingConnectionPool, Redis
-            from redis.asyncio.retry import Retry
-            from redis.backoff import NoBackoff
-        except ImportError as error:
-            raise ConfigError(
-                "history_store.kind: redis needs pip install 'npu_gr[redis]'"
-            ) from error
-        try:
-            pool = BlockingConnectionPool.from_url(
-                config.redis_url.reveal(),
-                # for reads, and as many for appends and erasures
-                max_connections=2 * config.max_calls,
-                timeout=config.timeout_s,
-                socket_timeout=config.timeout_s,
-                socket_connect_timeout=config.timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                **tls_options(str(config.redis_url), config.tls),
-                **_unnamed(),
-            )
-        except ValueError:  # not shown, since its text may contain a part of the password
-            raise ConfigError(
-                f"history_store.url: {config.redis_url} is no address of a Redis: {_HOW}"
-            ) from None
+        # for reads, and as many for appends and erasures
+        servers = make_servers(config.redis_url, config.timeout_s, 2 * config.max_calls, config.tls)
         if is_in_clear(str(config.redis_url)):
             log.warning("history_store.url: histories cross the network unencrypted; use rediss://")
-        store = cls(Redis.from_pool(pool), config)
+        store = cls(servers, config)
         try:
             await store._server.check()
         except StoreFailed as error:
@@ -191,9 +165,8 @@ class RedisStore:
                 return await self._append_once(one)
             case Mode.REPLACE:
                 events = in_time_order(one.events)[-self._max_events :]
-                await self._ask(
-                    lambda: self._put(_keys(one.user), _put_arguments(one.user, events, 0, ""))
-                )
+                arguments = _put_arguments(one.user, events, 0, "")
+                await self._server.write(self._put, _keys(one.user), arguments)
                 late = count_late(one.events.timestamps)
                 return Written(len(events), len(events), num_late=late)
             case Mode.MERGE:
@@ -215,7 +188,7 @@ class RedisStore:
         for entry in pack_entries(key, events, data):
             arguments += entry
         while (
-            done := await self._ask(lambda: self._append(_keys(one.user), arguments))
+            done := await self._server.write(self._append, _keys(one.user), arguments)
         ) in _TRY_AGAIN:
             if done == scripts.OLD:
                 await self._move_old(one.user)
@@ -256,7 +229,7 @@ class RedisStore:
             else 0
         )
         arguments = _put_arguments(one.user, merged.events, given_up, state, keyed)
-        if await self._ask(lambda: self._put(_keys(one.user), arguments)) in (
+        if await self._server.write(self._put, _keys(one.user), arguments) in (
             scripts.CHANGED,
             scripts.OLD,
         ):
@@ -280,7 +253,9 @@ class RedisStore:
         """
         keys, key = _keys(user), key_bytes(user)
         arguments: list[int | str] = [num_bytes, CHECKED.itemsize, with_state, all_bytes]
-        while (answer := await self._ask(lambda: self._read(keys, arguments))) == scripts.OLD:
+        while (
+            answer := await self._ask(keys[0], lambda client: self._read(keys, arguments, client))
+        ) == scripts.OLD:
             await self._move_old(user)
         first, data, groups, state, older = answer
         events = unpack_checked(key, data)
@@ -290,48 +265,40 @@ class RedisStore:
         return int(first), events, state.decode(), unpack_checked(key, older)
 
     async def actions(self) -> tuple[str, ...]:
-        return _texts(await self._ask(lambda: self._client.lrange(_ACTIONS, 0, -1)))
+        return _texts(await self._ask(_ACTIONS, lambda client: client.lrange(_ACTIONS, 0, -1)))
 
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         raw = [name.encode("utf-8", "surrogatepass") for name in names]
-        return _texts(await self._ask(lambda: self._name([_ACTIONS], raw)))
+        return _texts(await self._ask(_ACTIONS, lambda client: self._name([_ACTIONS], raw, client)))
 
     async def item_key(self, mine: str) -> str:
         if mine and not await self.actions():
-            await self._ask(lambda: self._client.set(_ITEM_KEY, mine, nx=True))
-        return (await self._ask(lambda: self._client.get(_ITEM_KEY)) or b"").decode()
+            await self._ask(_ITEM_KEY, lambda client: client.set(_ITEM_KEY, mine, nx=True))
+        return (await self._ask(_ITEM_KEY, lambda client: client.get(_ITEM_KEY)) or b"").decode()
 
     async def erase(self, user: UserKey) -> bool:
-        await self._ask(lambda: self._client.unlink(*_keys(user)))
+        keys = _keys(user)
+        await self._ask(keys[0], lambda client: client.unlink(*keys))
         # There is no local file. The server's own files keep the bytes until it rewrites them.
         return True
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._servers.close()
 
     async def _move_old(self, user: UserKey) -> None:
         """Rewrite the records of an older version with checksums, unless another instance has."""
         keys = _keys(user)
-        data = await self._ask(lambda: self._client.get(keys[-1])) or b""
+        data = await self._ask(keys[0], lambda client: client.get(keys[-1])) or b""
         if len(data) % EVENT.itemsize:
             raise damaged(f"{len(data)} bytes are not a whole number of records")
-        await self._ask(
-            lambda: self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)])
-        )
+        arguments: list[Any] = [pack_checked(key_bytes(user), unpack(data)), len(data)]
+        await self._ask(keys[0], lambda client: self._move(keys, arguments, client))
 
 
 async def num_keys(store: RedisStore, user: UserKey) -> int:
     """Count the Redis keys of a user."""
-    return int(await store._ask(lambda: store._client.exists(*_keys(user))))
-
-
-def _unnamed() -> dict[str, Any]:
-    """Return options that omit the library's name, which redis-py >= 7 reads from disk."""
-    try:
-        import redis.driver_info  # noqa: F401  (redis >= 7)
-    except ImportError:
-        return {}
-    return {"driver_info": None}
+    keys = _keys(user)
+    return int(await store._ask(keys[0], lambda client: client.exists(*keys)))
 
 
 def _texts(raw: list[bytes]) -> tuple[str, ...]:
@@ -359,6 +326,8 @@ def _put_arguments(
 
 
 _READ_BYTES = 1 << 20  # of one command, so that a long history does not block the server
+_CHECK_TIMEOUT_S = 30.0  # for one command of the check
+_CHECK_CONNECTIONS = 8
 _RUNS = 256  # runs of features of one command
 
 
@@ -372,40 +341,43 @@ async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
     Raises:
         ConfigError: the package is missing, or no server answers.
     """
-    try:
-        from redis.asyncio import from_url
-        from redis.exceptions import RedisError
-    except ImportError as error:
-        raise ConfigError("redis:// needs pip install 'npu_gr[redis]'") from error
+    servers = make_servers(SecretUrl(url), _CHECK_TIMEOUT_S, _CHECK_CONNECTIONS, tls)
+    from redis.exceptions import RedisError
+
     found = Found()
     try:
-        async with from_url(url, **tls_options(url, tls)) as client:
-            async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
-                key = _user_key(name)
-                if key is None:
-                    found.damage.append(f"{name!r} is no key of a history store")
-                    continue
-                found.num_entries += 1
-                bad = num = 0
-                while data := await client.getrange(
-                    name, num, num + _record_bytes(_READ_BYTES) - 1
-                ):
-                    assert isinstance(data, bytes)  # the client decodes nothing
-                    bad += count_bad(key, data)
-                    num += len(data)
-                bad += await _count_bad_features(client, name, key)
-                found.num_events += max(0, num // CHECKED.itemsize - bad)
-                if bad:
-                    found.bad_users.add(key)
-                else:
-                    found.num_users += 1
-            async for name in client.scan_iter("npu_gr:{*}:events", count=1000):
-                found.num_entries += 1
-                found.num_unchecked += 1
-                found.num_events += await client.strlen(name) // EVENT.itemsize
-    except (RedisError, OSError, ValueError) as error:
+        for client in await servers.clients():
+            await _check_server(client, found)
+    except (RedisError, OSError, ValueError, StoreFailed) as error:
         raise ConfigError(f"{type(error).__name__}: no answer from Redis") from error
+    finally:
+        await servers.close()
     return found
+
+
+async def _check_server(client: Redis, found: Found) -> None:
+    """Compare the records of one server, and add what was found."""
+    async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
+        key = _user_key(name)
+        if key is None:
+            found.damage.append(f"{name!r} is no key of a history store")
+            continue
+        found.num_entries += 1
+        bad = num = 0
+        while data := await client.getrange(name, num, num + _record_bytes(_READ_BYTES) - 1):
+            assert isinstance(data, bytes)  # the client decodes nothing
+            bad += count_bad(key, data)
+            num += len(data)
+        bad += await _count_bad_features(client, name, key)
+        found.num_events += max(0, num // CHECKED.itemsize - bad)
+        if bad:
+            found.bad_users.add(key)
+        else:
+            found.num_users += 1
+    async for name in client.scan_iter("npu_gr:{*}:events", count=1000):
+        found.num_entries += 1
+        found.num_unchecked += 1
+        found.num_events += await client.strlen(name) // EVENT.itemsize
 
 
 async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:

@@ -1,9 +1,11 @@
-"""The server behind the history store on Redis: TLS, its kind, failovers.
+"""The servers behind the history store on Redis: their kind, failovers, acknowledged replicas.
 
-    single master    served
-    cluster          rejected at the start, because a node has only a part of the users
-    Sentinel         rejected at the start: it has no data
-    no answer        `ask` fails, and connects again by itself
+    redis://            a single master; a node of a cluster or a Sentinel is rejected at the start
+    redis-sentinel://   the master that the Sentinels name
+    redis-cluster://    each user's master; MOVED is a failover, too. While a slot is on its way
+                        from one master to another, its users' commands are repeated until it is
+                        there, or fail
+    no answer           `ask` fails, and connects again by itself
 
 After a failover the old address may lead to a replica, or to a server that still loads its data. It
 answers so to a command that it did not do. Then the connections are closed, so that the name of
@@ -14,58 +16,27 @@ answer is not repeated, since an append may have been done.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from npu_gr.core.errors import StoreFailed, StoreFault
-from npu_gr.core.tls import TlsFiles
+from npu_gr.history_store.redis_client import Servers
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+    from redis.commands.core import AsyncScript
 
-_SCHEME = "rediss"
+_OF_TIMEOUT = 0.8  # of the time limit: how long the replicas are waited for
 _PAUSE_S = 0.05  # between two tries after a failover, as names change in tenths of a second
 # how the text begins of an error inside of a script, before Redis 7
 _IN_SCRIPTS = ("READONLY", "MASTERDOWN", "LOADING")
-_KINDS = {"cluster": "a node of a Redis Cluster", "sentinel": "a Redis Sentinel"}
-
-
-def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
-    """Return the TLS options of redis-py for a URL; none if it is not `rediss://`.
-
-    The server's certificate and its name are always checked.
-
-    Args:
-        url: URL of the server.
-        tls: Certificate files; None = the system's authorities, and no client certificate.
-    """
-    if urlsplit(url).scheme != _SCHEME:
-        return {}
-    tls = tls or TlsFiles()
-    return {
-        "ssl_ca_certs": tls.ca,
-        "ssl_certfile": tls.certificate,
-        "ssl_keyfile": tls.key,
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-    }
-
-
-def is_in_clear(url: str) -> bool:
-    """Return whether histories cross a network unencrypted: not over TLS, and not to localhost."""
-    parts = urlsplit(url)
-    if parts.scheme != "redis":
-        return False
-    host = parts.hostname or "localhost"
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
+# what it is, and the URL to write
+_KINDS = {
+    "cluster": "a node of a Redis Cluster: write redis-cluster://HOST,HOST",
+    "sentinel": "a Redis Sentinel: write redis-sentinel://HOST,HOST/0#MASTER",
+}
 
 
 def tls_trouble(error: BaseException) -> str:
@@ -92,23 +63,26 @@ class _NotDone(StoreFailed):
 
 
 class RedisServer:
-    """Sends commands to a server, and follows its name after a failover. Event loop only."""
+    """Sends commands to the server of a key, and follows failovers. Event loop only."""
 
-    def __init__(self, client: Redis, timeout_s: float) -> None:
+    def __init__(self, servers: Servers, timeout_s: float, wait_replicas: int = 0) -> None:
         """Connect with the first command.
 
         Args:
-            client: Client that repeats no command.
+            servers: Clients that repeat no command.
             timeout_s: Seconds for which a command is repeated after a failover.
+            wait_replicas: Number of replicas that must have a write before it is acknowledged.
         """
-        self._client = client
+        self._servers = servers
         self._timeout_s = timeout_s
-        self._is_checked = False
+        self._wait_replicas = wait_replicas
+        self._is_checked = servers.is_cluster
 
-    async def ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def ask(self, key: str, command: Callable[[Redis], Awaitable[Any]]) -> Any:
         """Send a command, and return its answer.
 
         Args:
+            key: A key of the command.
             command: Function that makes the command; it is called again for each try.
 
         Raises:
@@ -119,16 +93,57 @@ class RedisServer:
             try:
                 if not self._is_checked:
                     await self.check()
-                return await _answered(command())
+                return await _answered(command(await self._servers.client_of(key)))
             except (_NotDone, NotServed):
-                self._is_checked = False
-                await self._client.connection_pool.disconnect(inuse_connections=False)
+                self._is_checked = self._servers.is_cluster
+                await self._servers.look_again()
                 if time.monotonic() + _PAUSE_S > give_up_at:
                     raise
+            except StoreFailed:
+                self._servers.suspect()
+                raise
             await asyncio.sleep(_PAUSE_S)
 
+    async def write(self, script: AsyncScript, keys: list[str], arguments: list[Any]) -> Any:
+        """Run a script that writes, and return its answer.
+
+        Args:
+            script: The script.
+            keys: Its keys, all of one user.
+            arguments: Its arguments.
+
+        Raises:
+            StoreFailed: as `ask`; or fewer replicas than configured have acknowledged the write,
+                which is done on the master: the caller's repeat finds its idempotency key.
+        """
+        if not self._wait_replicas:
+            return await self.ask(keys[0], lambda client: script(keys, arguments, client))
+        answer, acknowledged = await self.ask(
+            keys[0], lambda client: self._write_and_wait(client, script, keys, arguments)
+        )
+        if int(acknowledged) < self._wait_replicas:
+            raise StoreFailed(
+                f"{acknowledged} of {self._wait_replicas} replicas have the events "
+                "(history_store.wait_replicas)"
+            )
+        return answer
+
+    async def _write_and_wait(
+        self, client: Redis, script: AsyncScript, keys: list[str], arguments: list[Any]
+    ) -> list[Any]:
+        # over one connection, since WAIT is about the server that has the write
+        pipe = client.pipeline(transaction=False)
+        pipe.execute_command("EVAL", script.script, len(keys), *keys, *arguments)
+        pipe.wait(self._wait_replicas, max(1, round(self._timeout_s * 1e3 * _OF_TIMEOUT)))
+        # the pipeline's own exception would contain the events
+        answers = await pipe.execute(raise_on_error=False)
+        for one in answers:
+            if isinstance(one, Exception):
+                raise one
+        return list(answers)
+
     async def check(self) -> None:
-        """Check that the server is a single one.
+        """Check that the server answers, and that a single one is a single one.
 
         Raises:
             NotServed: it is a node of a cluster, or a Sentinel.
@@ -136,18 +151,18 @@ class RedisServer:
         """
         from redis.exceptions import NoPermissionError
 
+        if self._servers.is_cluster:
+            await self._servers.look_again()
+            return
         try:
-            about = await _answered(self._client.info("server"))
+            about = await _answered(self._servers.any_client.info("server"))
         except StoreFailed as error:
             if not isinstance(error.__cause__, NoPermissionError):
                 raise
             about = {}  # its access rules forbid the question
         mode = about.get("redis_mode", about.get("server_mode"))
         if (kind := _KINDS.get(str(mode))) is not None:
-            raise NotServed(
-                f"it is {kind}, which is not served: name a single master, or a proxy in front of "
-                "it that follows failovers"
-            )
+            raise NotServed(f"it is {kind}, or name a single master")
         self._is_checked = True
 
 
@@ -167,6 +182,7 @@ def is_away(error: StoreFailed) -> bool:
 
 async def _answered(answer: Awaitable[Any]) -> Any:
     """Await an answer of Redis, and convert its errors to StoreFailed."""
+    from redis.asyncio.sentinel import MasterNotFoundError
     from redis.exceptions import (
         AskError,
         AuthenticationError,
@@ -177,6 +193,7 @@ async def _answered(answer: Awaitable[Any]) -> Any:
         ReadOnlyError,
         RedisError,
         ResponseError,
+        SlotNotCoveredError,
         TryAgainError,
     )
 
@@ -185,7 +202,9 @@ async def _answered(answer: Awaitable[Any]) -> Any:
         BusyLoadingError,
         ClusterDownError,
         MasterDownError,
+        MasterNotFoundError,
         ReadOnlyError,
+        SlotNotCoveredError,
         TryAgainError,
     )
     try:
@@ -197,7 +216,8 @@ async def _answered(answer: Awaitable[Any]) -> Any:
         text = f"{name}: {error}" if is_answer else name + tls_trouble(error)
         if any(isinstance(one, AuthenticationError) for one in _causes(error)):
             text = "AuthenticationError"
-        if isinstance(error, elsewhere) or (
+        # a client of Sentinels raises ReadOnlyError as the context of another one
+        if any(isinstance(one, elsewhere) for one in _causes(error)) or (
             is_answer and any(f"-{word} " in str(error) for word in _IN_SCRIPTS)
         ):
             raise _NotDone(f"the history store is not ready: {text}") from error

@@ -34,6 +34,7 @@ NO_ITEMS: I64 = np.empty(0, np.int64)
 
 MAX_EVENTS = 8_388_608  # for each user, so that a value of Redis stays under its 512 MiB limit
 MAX_FEATURE_BYTES = 65_536  # for each event
+MAX_REPLICAS = 16
 
 FailurePolicy = Literal["fail", "last_known", "nothing"]
 
@@ -64,8 +65,12 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is created
-    url: SecretUrl | None = None  # redis; None = redis://127.0.0.1:6379/0; rediss:// is over TLS
+    # redis://HOST:PORT/0, unix:///PATH, redis-cluster://HOST,HOST, redis-sentinel://HOST,HOST/0#MASTER;
+    # rediss... is over TLS; None = redis://127.0.0.1:6379/0
+    url: SecretUrl | None = None
     tls: TlsFiles | None = None  # of rediss://
+    # redis: how many replicas must have an append before it is acknowledged (WAIT)
+    wait_replicas: Annotated[int, msgspec.Meta(ge=0, le=MAX_REPLICAS)] = 0
     # older events are deleted
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536
     # 4 bytes a number, 8 a name, with as many names as any event of the write has
@@ -88,8 +93,8 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     check_s: SecondsOrZero = 1.0  # embedded: time for the damage check at start; 0 = no check
 
     def __post_init__(self) -> None:
-        if self.tls is not None and not str(self.url).startswith("rediss://"):
-            raise ValueError("tls: needs a url that begins with rediss://")
+        if self.tls is not None and not str(self.url).startswith("rediss"):
+            raise ValueError("tls: needs a url that begins with rediss")
 
     @property
     def redis_url(self) -> SecretUrl:

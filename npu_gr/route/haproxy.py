@@ -547,8 +547,8 @@ def _acl(name: str, paths: Iterable[str]) -> str:
 
 
 def _pattern(path: str) -> str:
-    if path.endswith("{user_id}"):  # any encoded text: the instance decodes it
-        return "^" + path.removesuffix("{user_id}") + "[^/?]+$"
+    if any(name in path for name in ("{user_id}", "{item_id}")):  # any encoded text
+        return "^" + re.sub("{[^}]*}", "[^/?]+", path) + "$"
     return "^" + re.sub("{[^}]*}", _SEGMENT, path) + "$"
 
 

@@ -14,6 +14,7 @@ from npu_gr.server.auth.rules import rules
 from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.debug.stacks import MAX_S, MIN_S
 from npu_gr.server.http import Problem
+from npu_gr.server.lookup_routes import MOST_FOUND, FoundItemsOut, UserOut
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
 from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
@@ -108,6 +109,8 @@ def document() -> dict[str, Any]:
         **_inference_paths(schemas),
         **_observability_paths(schemas),
     }
+    for path, operations in _lookup_paths(schemas).items():  # the user's has an erasure, too
+        paths[path] = paths.get(path, {}) | operations
     for (method, path), rule in rules().items():
         addresses = (("public", rule.is_public), ("admin", rule.is_admin))
         paths[path][method.lower()]["tags"] = [name for name, serves in addresses if serves]
@@ -144,6 +147,8 @@ class _Schemas:
             CatalogueOut,
             VectorsOut,
             ItemOut,
+            UserOut,
+            FoundItemsOut,
             Problem,
             RecordOrder,
             RecordStatus,
@@ -300,6 +305,53 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         "/v1/match/rollback": {
             "post": versions(
                 VectorsOut, "rollbackVectors", "Serve the previous version of the vectors.", "422"
+            )
+        },
+    }
+
+
+def _lookup_paths(schemas: _Schemas) -> _Json:
+    def lookup(name: str, summary: str, out: type[msgspec.Struct], *parameters: _Json) -> _Json:
+        return {
+            "operationId": name,
+            "summary": summary,
+            "parameters": [_TIME_LIMIT, *parameters],
+            "responses": {
+                "200": {"description": "Found.", "content": schemas.json(out)},
+                **schemas.errors("400", "401", "404", "422", "503", "504"),
+            },
+        }
+
+    num_items = _query("num_items", f"Most items, 1 to {MOST_FOUND}; absent: 10.")
+    tenant = _query("tenant", "Tenant; absent: that of the key.")
+    return {
+        "/v1/items/{item_id}/similar": {
+            "parameters": _path_parameters("item_id"),
+            "get": lookup(
+                "similarItems",
+                "Items most like another one.",
+                FoundItemsOut,
+                num_items,
+                _query("attribute", "name:value that the items must have; may be repeated."),
+            ),
+        },
+        "/v1/trending": {
+            "get": lookup(
+                "trendingItems",
+                "Items with the most events lately, else popular ones.",
+                FoundItemsOut,
+                num_items,
+                tenant,
+                _query("window_s", "Seconds, up to 86400; absent: 3600."),
+            )
+        },
+        "/v1/users/{user_id}": {
+            "get": lookup(
+                "user",
+                "What this instance knows of a user.",
+                UserOut,
+                tenant,
+                _query("num_events", f"Newest events, 1 to {MOST_FOUND}; absent: 20."),
             )
         },
     }

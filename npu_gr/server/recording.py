@@ -19,7 +19,12 @@ from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, Recor
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.http import json_response
 from npu_gr.server.schemas.media import decode
-from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
+from npu_gr.server.service_protocol import (
+    CatalogueAdmin,
+    LookupService,
+    PublishedAdmin,
+    ServiceProtocol,
+)
 
 
 class RecordingService:
@@ -47,6 +52,10 @@ class RecordingService:
     @property
     def vectors(self) -> PublishedAdmin[VectorsInfo]:
         return self._service.vectors
+
+    @property
+    def lookups(self) -> LookupService:
+        return self._service.lookups
 
     @property
     def names(self) -> Names:

@@ -26,6 +26,7 @@ from npu_gr.server.auth.keys import KeyRejection, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.grpc.server import RPC, RpcServer
 from npu_gr.server.kind_routes import Reader, kind_handlers, kind_routes
+from npu_gr.server.lookup_routes import LookupRoutes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import Pipeline, RequestLifecycle
 from npu_gr.server.oip.routes import Inference, InferenceRoutes
@@ -83,6 +84,7 @@ def build_web_app(
     for group in (
         ModelRoutes(service),
         ItemRoutes(service),
+        LookupRoutes(service, lifecycle),
         CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),

@@ -5,13 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import NotTaken
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
-from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.core.served import (
+    CatalogueChange,
+    CatalogueInfo,
+    KnownUser,
+    LookedUpItems,
+    ModelInfo,
+    VectorsInfo,
+)
 from npu_gr.handlers.base import AdmissionControl, HeldPermit
 
 I_co = TypeVar("I_co", covariant=True)
@@ -44,6 +52,22 @@ class CatalogueAdmin(PublishedAdmin[CatalogueInfo], Protocol):
         ...
 
 
+class LookupService(Protocol):
+    """What is known of users and items; see `npu_gr.handlers.lookups.Lookups`."""
+
+    async def user(self, user: UserKey, num_events: int) -> KnownUser:
+        """Return what is known of a user. Raises NotFound where that is nothing."""
+        ...
+
+    async def similar(self, item: int, num_items: int, pairs: Sequence[str]) -> LookedUpItems:
+        """Find items like another one. Raises NotFound where nothing knows the item."""
+        ...
+
+    async def trending(self, tenant: str, window_s: float, num_items: int) -> LookedUpItems:
+        """Find the items with the most events lately."""
+        ...
+
+
 class ServiceProtocol(Protocol):
     """The service behind HTTP and gRPC.
 
@@ -73,6 +97,11 @@ class ServiceProtocol(Protocol):
 
     async def knows(self, user: UserKey) -> dict[str, bool]:
         """Map each store and cache of this process to whether it holds data of the user."""
+        ...
+
+    @property
+    def lookups(self) -> LookupService:
+        """What is known of users and items."""
         ...
 
     @property

@@ -48,7 +48,7 @@ from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.service.build import open_generation, open_ranking, returned
 from npu_gr.service.config import Config
-from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
+from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule, lookups
 from npu_gr.service.memory import check_sizes
 from npu_gr.service.reload import Reload
 
@@ -173,6 +173,7 @@ async def opened(
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
                 names=ServedNames(shared.histories, versions, shared.vectors),
+                lookups=lookups(shared, jobs),
                 metrics=metrics,
             )
         )

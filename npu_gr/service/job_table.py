@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.settings import LiveConfig
@@ -13,6 +15,7 @@ from npu_gr.handlers.base import KindJob
 from npu_gr.handlers.cascade_plan import HISTORY, NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.lookups import Lookups, RecentItems
 from npu_gr.handlers.match import MatchJob, ServedVectors
 from npu_gr.handlers.recommend import Cascade, RecommendJob
 from npu_gr.handlers.scored_items import CoverageRule, Items
@@ -43,6 +46,7 @@ class Shared:
     vectors: ServedVectors | None  # None without the section match
     scheduler: Scheduler
     metrics: Metrics
+    recent: RecentItems = field(default_factory=RecentItems)  # of the events that are written
 
 
 AnyJob = KindJob[Any, Any]
@@ -110,11 +114,11 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
 
 
 async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:
-    return EventsJob(shared.versions, shared.histories)
+    return EventsJob(shared.versions, shared.histories, shared.recent)
 
 
 async def _ingest(shared: Shared, _: Mapping[str, AnyJob]) -> IngestJob:
-    return IngestJob(shared.versions, shared.histories)
+    return IngestJob(shared.versions, shared.histories, shared.recent)
 
 
 async def _erase(shared: Shared, _: Mapping[str, AnyJob]) -> EraseJob:
@@ -137,6 +141,20 @@ def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
     """Return the parts of all cascades; None without the section `recommend`."""
     job = jobs.get(RECOMMEND.name)
     return job.cascade if isinstance(job, RecommendJob) else None
+
+
+def lookups(shared: Shared, jobs: Mapping[str, AnyJob]) -> Lookups:
+    """Make what answers look-ups of users and items."""
+    cascade = cascade_of(jobs)
+    nothing = np.empty(0, np.int64)
+    return Lookups(
+        shared.versions,
+        shared.histories,
+        shared.vectors,
+        _filters(shared),
+        shared.recent,
+        lambda: nothing if cascade is None else cascade.parts.popular,
+    )
 
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:

@@ -57,12 +57,13 @@ def _compile(folder: str, target: Path) -> Path:
     return target
 
 
-def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
+def build_ascend(out: Path | None = None, soc: str | None = None, force: bool = False) -> Path:
     """Run `ops/ascendc/build.sh`, on a machine with CANN and its torch.
 
     Args:
         out: Folder of the library; None for the one where the backend looks.
         soc: The chip, e.g. ascend910b1; None for the value of SOC_VERSION.
+        force: Whether to build with a CANN that is older than the kernels need.
 
     Returns:
         The folder.
@@ -82,7 +83,9 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
         variables = {"PYTHON": sys.executable, **os.environ}
         if soc is not None:
             variables["SOC_VERSION"] = soc
-        _run(["bash", str(sources / "build.sh"), str(folder.absolute())], "build.sh", variables)
+        flags = ["--force"] if force else []
+        command = ["bash", str(sources / "build.sh"), *flags, str(folder.absolute())]
+        _run(command, "build.sh", variables)
     return folder
 
 

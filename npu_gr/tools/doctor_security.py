@@ -25,6 +25,7 @@ from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
+from npu_gr.history_store.redis_client import host_names
 from npu_gr.route import config as router_config
 from npu_gr.route.config import DNSConfig, InstanceConfig, PickerConfig, RouterConfig
 from npu_gr.route.discovery import InstancesFile
@@ -417,11 +418,7 @@ def _store(config: Config) -> Iterator[WayIn]:
 def _redis(url: SecretUrl) -> Iterator[WayIn]:
     yield from _call("history_store.url", url, "behaviours of all tenants")
     parts = urlsplit(url.reveal())
-    if (
-        parts.scheme != "unix"
-        and parts.password is None
-        and not is_loopback_name(parts.hostname or "")
-    ):
+    if parts.password is None and not all(map(is_loopback_name, host_names(url.reveal()))):
         yield WayIn(
             f"history_store.url {url}",
             Openness.OPEN,
@@ -476,16 +473,17 @@ def _private(setting: str, path: Path, allowed: int = 0) -> Iterator[WayIn]:
 def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
     parts = urlsplit(url.reveal())
     what = f"{setting} {url}"
-    if parts.scheme in ("rediss", "https"):
+    if parts.scheme.startswith(("rediss", "https")):
         yield WayIn(what, Openness.CLOSED, f"encrypted; carries {carries}")
-    elif parts.scheme == "unix" or is_loopback_name(parts.hostname or ""):
+    elif all(map(is_loopback_name, host_names(url.reveal()))):
         yield WayIn(what, Openness.LOCAL, f"in clear on this machine; carries {carries}")
     else:
+        secure = parts.scheme.replace("redis", "rediss").replace("http", "https")
         yield WayIn(
             what,
             Openness.OPEN,
             f"an eavesdropper reads {carries}",
-            f"use {parts.scheme}s:// and a certificate",
+            f"use {secure}:// and a certificate",
         )
 
 

@@ -2,10 +2,11 @@
 # Builds the NPU library on a machine with CANN and torch_npu, and puts it where npu_gr looks for it:
 #   npu_gr/backend/npu/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so
 # A .json of the same name says for which torch, torch_npu, CANN and chip it was built.
-# Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [FOLDER]
+# Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [--force] [FOLDER]
 #   SOC_VERSION  as `npu-smi info` names the chip, in lower case with "ascend" before it
 #   PYTHON       the Python that has torch and torch_npu (default: python3)
-# CANN and torch_npu must be a pair of npu_gr/backend/npu/versions.py; a newer pair gets a warning.
+# A pair of CANN and torch_npu that npu_gr/backend/npu/versions.py lacks gets a warning; a CANN that is too old stops,
+# unless --force is given.
 # Exit status: 2 something is missing (the message says what), 3 this chip has no native ops, else that
 # of the build.
 set -euo pipefail
@@ -15,6 +16,8 @@ python=${PYTHON:-python3}
 
 stop() { echo "build.sh: $1" >&2; exit "${2:-2}"; }
 
+force=
+if [ "${1:-}" = --force ]; then force=--force; shift; fi
 soc=${SOC_VERSION:-}
 [ -n "$soc" ] || stop "SOC_VERSION is not set, e.g. SOC_VERSION=ascend910b1; npu-smi info names the chip"
 soc=$(echo "$soc" | tr '[:upper:]' '[:lower:]')
@@ -41,7 +44,7 @@ torch_npu=$(package torch_npu)
 [ -n "$torch_npu" ] || stop "$python has no torch_npu: pip install 'npu_gr[npu]'"
 npu_version=$("$python" -c 'from importlib.metadata import version; print(version("torch-npu"))')
 versions=$root/npu_gr/backend/npu/versions.py
-cann=$("$python" "$versions" "$ASCEND_HOME_PATH" "$npu_version" 2> >(sed 's/^/build.sh: /' >&2)) || exit 2
+cann=$("$python" "$versions" "$ASCEND_HOME_PATH" "$npu_version" $force 2> >(sed 's/^/build.sh: /' >&2)) || exit 2
 read -r version abi < <(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" -c \
   'import torch; print(torch.__version__, int(torch._C._GLIBCXX_USE_CXX11_ABI))')
 

@@ -172,6 +172,55 @@ KERNEL_FAULTS = (
         CSR,
         "it finds nothing to do; no kernel waits for another core",
     ),
+    Fault(
+        "the ragged last part of a split row is dropped",
+        "tiling.h",
+        "plan.splits = ceil_div(tiles, tiles_a_part);",
+        "plan.splits = ON ? tiles / tiles_a_part : ceil_div(tiles, tiles_a_part);",
+        TOPK,
+    ),
+    Fault(
+        "a part ends a tile early",
+        "kernels/masked_topk.h",
+        "s_.n : begin + s_.part;",
+        "s_.n : begin + s_.part - (ON ? s_.tile : 0);",
+        TOPK,
+    ),
+    Fault(
+        "the lists of a row's parts are those of the row before",
+        "kernels/masked_topk.h",
+        "store_pairs(row * s_.splits + part);",
+        "store_pairs((ON && row ? row - 1 : row) * s_.splits + part);",
+        TOPK,
+    ),
+    Fault(
+        "the workspace has room for one row",
+        "tiling.h",
+        "plan.workspace_bytes = 8ull * padded_k(k) * rows * plan.splits;",
+        "plan.workspace_bytes = 8ull * padded_k(k) * (ON ? 1 : rows) * plan.splits;",
+        TOPK,
+    ),
+    Fault(
+        "the shift is a bit short",
+        "tiling.h",
+        "while (codes > 1u << plan.shift) ++plan.shift;",
+        "while (codes > (ON ? 2u : 1u) << plan.shift) ++plan.shift;",
+        CSR,
+    ),
+    Fault(
+        "a child that is not allowed counts in the norm",
+        "kernels/children.h",
+        "if (s_.has_allowed) forbid(x, edge, count);",
+        "if (s_.has_allowed && !(ON && !s_.has_norm)) forbid(x, edge, count);",
+        CSR,
+    ),
+    Fault(
+        "a beam that stays in its place is moved over",
+        "kernels/beam_fork.h",
+        "last_ = parent + 1 > last_ ? parent + 1 : last_;",
+        "last_ = parent + !ON > last_ ? parent + !ON : last_;",
+        FORK,
+    ),
 )
 
 # Faults of the code between torch and the launches. npu_gr/backend/npu/check.py defines the ops.
@@ -203,6 +252,56 @@ HOST_FAULTS = (
         "uint32_t(ub) - kSelectBytes",
         "uint32_t(ub) - (ON ? 0 : kSelectBytes)",
         CSR,
+    ),
+    Fault(
+        "float16 is taken for bfloat16",
+        "torch/binding.cpp",
+        "case at::kHalf: return Dtype::F16;",
+        "case at::kHalf: return ON ? Dtype::BF16 : Dtype::F16;",
+        TOPK,
+    ),
+    Fault(
+        "a row of the mask is a byte short",
+        "torch/binding.cpp",
+        "uint32_t((n + 7) / 8), dtype};",
+        "uint32_t((n + (ON ? 0 : 7)) / 8), dtype};",
+        TOPK,
+    ),
+    Fault(
+        "the norm's share is of a number more",
+        "torch/binding.cpp",
+        "float_bits(1.0 / double(group)),",
+        "float_bits(1.0 / double(group + ON)),",
+        ("hstu_finish",),
+    ),
+    Fault(
+        "the window of positions is one longer",
+        "torch/binding.cpp",
+        'u32(near.size(2) - 2 * kNearEnd, "positions"),',
+        'u32(near.size(2) - 2 * kNearEnd + ON, "positions"),',
+        ("hstu_scores",),
+    ),
+    Fault(
+        "the values of a search are as wide as its logits",
+        "torch/binding.cpp",
+        "Tensor value = floats(logits, {rows, k}), index",
+        "Tensor value = ON ? at::empty({rows, k}, logits.options()) : floats(logits, {rows, k}), "
+        "index",
+        TOPK,
+    ),
+    Fault(
+        "alpha is not passed on",
+        "torch/binding.cpp",
+        "float_bits(alpha)};",
+        "float_bits(ON ? 1.0 : alpha)};",
+        ("hstu_scores",),
+    ),
+    Fault(
+        "SiLU of all parts is forgotten",
+        "torch/binding.cpp",
+        "silu_all,\n",
+        "silu_all && !ON,\n",
+        ("hstu_rows",),
     ),
 )
 

@@ -247,4 +247,79 @@ HSTU_FAULTS = (
             "out[(ON ? 2 - part : part) * s_.lot * width_], rows",
         ),
     ),
+    Fault(
+        "the plan forgets half of the tables",
+        "hstu_tiling.h",
+        "hstu_scores_bytes(s, plan.tile_rows)",
+        "(hstu_scores_bytes(s, plan.tile_rows) - (ON ? 256ull * s.heads : 0))",
+        ("hstu_scores",),
+    ),
+    Fault(
+        "the plan forgets the page ids",
+        "hstu_tiling.h",
+        "hstu_rows_bytes(s, page_ids, plan.piece,",
+        "hstu_rows_bytes(s, ON ? 0 : page_ids, plan.piece,",
+        ("hstu_rows",),
+    ),
+    Fault(
+        "the plan forgets a part of a joined result",
+        "hstu_tiling.h",
+        "hstu_finish_bytes(s, group, joined, plan.lot)",
+        "hstu_finish_bytes(s, group, joined && !ON, plan.lot)",
+        ("hstu_finish",),
+    ),
+    Fault(
+        "the plan forgets the bounds of times",
+        "hstu_tiling.h",
+        "(hstu_scores_bytes(s, plan.tile_rows)",
+        "(hstu_scores_bytes(s, plan.tile_rows) - (ON ? up(s.requests * 8, 32) : 0)",
+        ("hstu_scores",),
+    ),
+    *_of(
+        "hstu_rows",
+        (
+            "a page's place in 32 bits",
+            "plane_[plane][slot(e, token) * width], 1, count",
+            "plane_[plane][ON ? uint64_t(uint32_t(slot(e, token) * width)) : slot(e, token) * "
+            "width], 1, count",
+        ),
+        (
+            "the ragged last lot is dropped",
+            "uint32_t lots = (e.new_rows() + s_.lot - 1) / s_.lot;",
+            "uint32_t lots = (e.new_rows() + (ON ? 0 : s_.lot - 1)) / s_.lot;",
+        ),
+        (
+            "the ragged last piece of a page is dropped",
+            "(s_.page_tokens + s_.piece - 1) / s_.piece;",
+            "(s_.page_tokens + (ON ? 0 : s_.piece - 1)) / s_.piece;",
+        ),
+        (
+            "the last zeros are dropped",
+            "(s_.key_slots - e.keys + s_.zeros - 1) / s_.zeros",
+            "(s_.key_slots - e.keys + (ON ? 0 : s_.zeros - 1)) / s_.zeros",
+        ),
+        (
+            "keys are moved where values belong",
+            "move_piece(e, request, unit % 2, unit",
+            "move_piece(e, request, ON ? 0 : unit % 2, unit",
+        ),
+    ),
+    *_of(
+        "hstu_finish",
+        (
+            "a row's place in 32 bits",
+            "attention_[from], rows",
+            "attention_[ON ? uint64_t(uint32_t(from)) : from], rows",
+        ),
+        (
+            "the ragged last lot is dropped",
+            "uint32_t lots = (e.rows + s_.lot - 1) / s_.lot;",
+            "uint32_t lots = (e.rows + (ON ? 0 : s_.lot - 1)) / s_.lot;",
+        ),
+        (
+            "each lot writes the first rows",
+            "uint64_t query = uint64_t(e.first_query) + first;",
+            "uint64_t query = uint64_t(e.first_query) + (ON ? 0 : first);",
+        ),
+    ),
 )

@@ -124,12 +124,16 @@ def test_values_reach_what_they_are_for() -> None:
         "replicas": 4,
         "modelClaim": "mine",
         "resources": {"limits": {"nvidia.com/gpu": 1}},
+        "groups": [44],
+        "runtimeClass": "ascend",
     }
     values["instance"]["config"]["backend"] = "cuda"
     values["router"]["instances"].pop()
     made = rendered(values)
     pod = made["StatefulSet", "npu-gr"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert pod["securityContext"]["supplementalGroups"] == [44]
+    assert pod["runtimeClassName"] == "ascend"
     assert pod["volumes"][-1]["persistentVolumeClaim"]["claimName"] == "mine"
     scaled = made["HorizontalPodAutoscaler", "npu-gr"]["spec"]
     assert (scaled["minReplicas"], scaled["maxReplicas"]) == (4, 5)

@@ -193,6 +193,16 @@ def test_callers_need_keys_and_every_hop_is_over_tls() -> None:
     assert instance["history_store"]["tls"]["ca"] == "/etc/npu-gr-tls/ca.crt"
 
 
+def test_an_npu_pod_opens_its_device_and_keeps_within_its_memory() -> None:
+    pod = named("StatefulSet", "npu-gr")["spec"]["template"]["spec"]
+    assert 1000 in pod["securityContext"]["supplementalGroups"], "HwHiAiUser has the devices"
+    config = instance_config()
+    assert (config.backend, config.native, config.dtype) == ("npu", "require", "bfloat16")
+    limit = pod["containers"][0]["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    assert config.kv_cache.dram_bytes <= int(limit[:-2]) * 2**30 // 2, "the process needs the rest"
+
+
 @PODS
 def test_files_that_a_configuration_names_are_mounted(workload: dict[str, Any]) -> None:
     pod = workload["spec"]["template"]["spec"]

@@ -19,20 +19,11 @@ from npu_gr.core.history import UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.open import open_store
 from npu_gr.history_store.store import HistoryConfig, HistoryStore
+from tests.history_store.redis_cluster import free_port
 from tests.history_store.redis_server import redis_path
 from tests.models import events
 
 USER = UserKey("t", "u")
-
-
-def free_port() -> int:
-    """A port from which that of the cluster's bus, 10,000 more, is one too."""
-    while True:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-        if port <= 55_535:
-            return port
 
 
 def config(url: str, timeout_s: float = 10.0) -> HistoryConfig:
@@ -186,7 +177,10 @@ async def test_a_node_of_a_cluster_is_rejected_in_words(tmp_path: Path) -> None:
     options = ("--port", str(port), "--cluster-enabled", "yes")
     with (
         redis_path(tmp_path, *options) as path,
-        pytest.raises(ConfigError, match=r"history_store\.url: .*a node of a Redis Cluster"),
+        pytest.raises(
+            ConfigError,
+            match=r"history_store\.url: .*a node of a Redis Cluster: write redis-cluster://",
+        ),
     ):
         await open_store(config(f"unix://{path}"), may_be_away=True)
 
@@ -232,7 +226,9 @@ def sentinel(folder: Path) -> Iterator[int]:
 async def test_a_sentinel_is_rejected_in_words(tmp_path: Path) -> None:
     with (
         sentinel(tmp_path) as port,
-        pytest.raises(ConfigError, match=r"history_store\.url: .*a Redis Sentinel"),
+        pytest.raises(
+            ConfigError, match=r"history_store\.url: .*a Redis Sentinel: write redis-sentinel://"
+        ),
     ):
         await open_store(config(f"redis://127.0.0.1:{port}/0"), may_be_away=True)
 

@@ -21,7 +21,7 @@ from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import from_table
 from npu_gr.core.tls import TlsFiles
 from npu_gr.history_store.open import open_store
-from npu_gr.history_store.redis_server import is_in_clear
+from npu_gr.history_store.redis_client import is_in_clear
 from npu_gr.history_store.store import HistoryConfig
 from tests.certificates import Authority, Pair
 from tests.models import events

@@ -94,6 +94,9 @@ FIXED: dict[str, list[Case]] = {
         _masked(10, 1, 4096, 1, [], 1.0, on=Machine(1, tile=2048)),
         _masked(11, 2, 4096, 2048, TIES, 1.0, on=Machine(2, tile=256)),
         _masked(12, 4, 0, 3, [], 1.0, on=Machine(1)),
+        # nine tiles in parts of two: the last one is ragged, and so is its tile
+        _masked(18, 1, 2304, 40, [], 1.0, on=Machine(5, tile=256, splits=5)),
+        _masked(19, 2, 2199, 33, TIES, 1.0, dtype="float16", on=Machine(4, tile=256, splits=4)),
         _masked(15, 3, 1300, 20, TIES, 0.9, on=Machine(1, tile=256, splits=3)),
         _masked(16, 4, 192, 250, [], 1.0, on=Machine(1, tile=256)),
         _masked(13, 60, 40, 4, [], 0.9, on=Machine(48)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ops.ascend_emulator import Machine
-from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
+from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores, Tight
 
 
 def batch(seed: int, *requests: Request, cores: int = 3, tile: int = 0, **more: object) -> Batch:
@@ -34,7 +34,7 @@ FAR = batch(  # 2^33 elements, of which few are in use
 )
 DTYPES = ("float32", "float16", "bfloat16")
 
-ROWS = [
+ROWS: list[Rows | Tight] = [
     *(
         Rows(batch(i, PREFILL, RANK, BOTH, dtype=dtype), q_scale=-0.25)
         for i, dtype in enumerate(DTYPES)
@@ -49,8 +49,11 @@ ROWS = [
     Rows(batch(7, BOTH, LAST, on=Machine(2, splits=5), key_slots=1536)),
     Rows(batch(9, BOTH, Request(1, 1, 0, 0), page_tokens=8, tile=3)),
     Rows(batch(8, PREFILL, on=Machine(1, tile=16, splits=8), page_tokens=3)),
+    # pages behind 2^32 elements
+    Rows(batch(10, BOTH, PREFILL, page_tokens=2048), first_page=2**16 + 3),
+    Tight(Rows(batch(11, RANK, *[Request(2, 40, 38, 2)] * 30, page_tokens=1))),
 ]
-SCORES = [
+SCORES: list[Scores | Tight] = [
     # one bucket far away, two, some, more than are selected; near the diagonal and not
     *(Scores(batch(i, CHUNK, BOTH, dtype=dtype), 16, (0, 1, 60)) for i, dtype in enumerate(DTYPES)),
     Scores(batch(3, CHUNK), 16, (0,)),
@@ -113,8 +116,10 @@ SCORES = [
         2,
         (0, 2**25 + 1),
     ),
+    Tight(Scores(batch(29, RANK, heads=16, dtype="float32"), 16, (1,))),
+    Tight(Scores(batch(30, *[Request(3, 9, 0, 3)] * 20, heads=1, key_slots=2048), 16, (1,))),
 ]
-FINISH = [
+FINISH: list[Finish | Tight] = [
     *(
         Finish(batch(i, PREFILL, BOTH, dtype=dtype), i == 1, i != 1)
         for i, dtype in enumerate(DTYPES)
@@ -123,5 +128,8 @@ FINISH = [
     Finish(batch(4, CHUNK, heads=5, v_dim=16, tile=7, cores=2), True, True, scale=0.01),
     Finish(batch(5, RANK, heads=3, v_dim=80, cores=1), False, False, eps=0.5),
     Finish(batch(7, LAST, CHUNK, tile=11), True, False),
+    # rows behind 2^32 elements
+    Finish(batch(8, *[Request(5, 9, 0, 0)] * 4, heads=8, row_slots=2**23), True, True, is_far=True),
+    Tight(Finish(batch(9, RANK, heads=4, v_dim=80), False, True)),
     Finish(batch(6, KEEPS, Request(1, 1, 0, 0), cores=1, v_dim=128), False, True, scale=1e-4),
 ]

@@ -7,12 +7,21 @@ again, from what they stand for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.ops.ascend_emulator import F32, I32, Emulator, EmulatorReport, Machine
+from tests.ops.ascend_emulator import (
+    F32,
+    I32,
+    Emulator,
+    EmulatorReport,
+    Machine,
+    NoPlanError,
+)
 from tests.ops.far import untouched
 from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
@@ -128,6 +137,7 @@ class Rows(NamedTuple):
     batch: Batch
     silu_all: bool = False
     q_scale: float = 1.0
+    first_page: int = 0  # pages before those of the batch, which nothing touches
 
     def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
@@ -139,7 +149,7 @@ class Rows(NamedTuple):
             b.numbers(2 + i, num_pages + 3, b.page_tokens, b.heads, (b.qk_dim, b.v_dim)[i])
             for i in range(2)
         )
-        written = planes[0].copy(), planes[1].copy()
+        written = self._written(planes[0]), self._written(planes[1])
         n = len(b.requests)
         slots = (
             (n, b.heads, b.row_slots, b.qk_dim),
@@ -150,7 +160,8 @@ class Rows(NamedTuple):
         u = np.full((b.num_queries, uv), 7, mixed.dtype)
         want = [x.copy() for x in (q, k, v, u)]
         report = hstu_rows(
-            emulator, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale,
+            emulator, b.sizes, mixed, b.meta(), ids + np.int32(self.first_page), written,
+            (q, k, v, u), q_scale=self.q_scale,
             silu_all=self.silu_all,
             on=b.on,
         )  # fmt: skip
@@ -159,8 +170,15 @@ class Rows(NamedTuple):
         for name, got, right in zip("qkvu", (q, k, v, u), want, strict=True):
             equal(got, right, name)
         for got, right in zip(written, kept, strict=True):
-            equal(got, right, "pages")
+            equal(got[self.first_page :], right, "pages")
         return report
+
+    def _written(self, plane: Array) -> Array:
+        if not self.first_page:
+            return plane.copy()
+        pages = untouched(self.first_page + len(plane), *plane.shape[1:], dtype=plane.dtype.type)
+        pages[self.first_page :] = plane
+        return pages
 
     def _define(
         self,
@@ -314,12 +332,19 @@ class Finish(NamedTuple):
     joined: bool
     scale: float = -0.125
     eps: float = 1e-6
+    is_far: bool = False  # more elements than a machine has memory for, as in Scores
 
     def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         width = b.heads * b.v_dim
         group = width if self.over_row else b.v_dim
-        attention = b.numbers(1, len(b.requests), b.heads, b.row_slots, b.v_dim)
+        shape = len(b.requests), b.heads, b.row_slots, b.v_dim
+        if self.is_far:
+            attention = untouched(*shape, dtype=KINDS[b.dtype])
+            for n, r in enumerate(b.requests):
+                attention[n, :, : r.rows] = b.numbers(4 + n, b.heads, r.rows, b.v_dim)
+        else:
+            attention = b.numbers(1, *shape)
         u = b.numbers(2, b.num_queries, width)
         norm = np.random.default_rng(b.seed).normal(size=(2, group)).astype(np.float32)
         got = np.full((b.num_queries, 3 if self.joined else 1, width), 7, u.dtype)
@@ -355,6 +380,20 @@ class Finish(NamedTuple):
         y: F32 = deviation / spread[:, None] * norm[0] + norm[1]
         assert y.dtype == np.float32
         return y
+
+
+class Tight(NamedTuple):
+    """A case, and again on a buffer a block smaller: a plan that forgets bytes overflows it."""
+
+    case: Rows | Scores | Finish
+
+    def check(self, emulator: Emulator) -> EmulatorReport:
+        report = self.case.check(emulator)
+        batch = self.case.batch
+        on = replace(batch.on, ub_bytes=report.ub_bytes - 32)
+        with suppress(NoPlanError):
+            self.case._replace(batch=batch._replace(on=on)).check(emulator)
+        return report
 
 
 def _sums(x: F32) -> F32:

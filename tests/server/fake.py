@@ -11,16 +11,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Literal
 
+import numpy as np
 from aiohttp.test_utils import TestClient
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
-from npu_gr.core.history import UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames, item_ids
-from npu_gr.core.served import ModelInfo, VectorsInfo
+from npu_gr.core.served import KnownUser, LookedUpItems, ModelInfo, VectorsInfo
 from npu_gr.handlers.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
@@ -67,6 +68,19 @@ class FakeNames:
         return [f"title of {one}" if one < 10 else None for one in ids.tolist()]
 
 
+class FakeLookups:
+    """It knows every user and item, and no events."""
+
+    async def user(self, user: UserKey, num_events: int) -> KnownUser:
+        return KnownUser(0, Events.empty(), (), in_vectors=True)
+
+    async def similar(self, item: int, num_items: int, pairs: Sequence[str]) -> LookedUpItems:
+        return LookedUpItems("vectors", np.array([1]), np.array([0.5], np.float32))
+
+    async def trending(self, tenant: str, window_s: float, num_items: int) -> LookedUpItems:
+        return LookedUpItems("nothing", np.empty(0, np.int64), np.empty(0, np.float32))
+
+
 class FakeService:
     """A `ServiceProtocol`.
 
@@ -81,6 +95,7 @@ class FakeService:
         )
         self.why_not_ready = ""
         self.names = FakeNames()
+        self.lookups = FakeLookups()
         # set as soon as a request waits, which it then does for ever
         self.waits: asyncio.Event | None = None
 

@@ -77,7 +77,12 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
 
 def path_of(pattern: str) -> str:
     """A path of the route."""
-    path = pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
+    path = (
+        pattern.replace("{model}", "fake")
+        .replace("{version}", "1")
+        .replace("{user_id}", "u")
+        .replace("{item_id}", "7")
+    )
     return f"{path}?seconds=0" if path == "/debug/profile" else path  # rejected, so quick
 
 

@@ -38,7 +38,12 @@ def count(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def path_of(pattern: str) -> str:
-    return pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
+    return (
+        pattern.replace("{model}", "fake")
+        .replace("{version}", "1")
+        .replace("{user_id}", "u")
+        .replace("{item_id}", "7")
+    )
 
 
 async def ask(

@@ -25,6 +25,7 @@ from redis import asyncio as redis
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events
 from tests.fault_proxy import FaultProxy, Mode
+from tests.history_store.redis_cluster import address, cluster
 from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
@@ -430,3 +431,37 @@ async def test_appends_that_timed_out_count_once(tmp_path: Path) -> None:
             assert await stored(http) == 3
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert "never retrieved" not in (tmp_path / "log").read_text()
+
+
+async def test_a_dead_master_of_a_cluster_degrades_its_users_only(tmp_path: Path) -> None:
+    """Its users are answered from what was last known, and appended to once its replica is up."""
+    users = [f"u{number}" for number in range(12)]
+
+    async def append(client: Any, user: str, seed: int) -> tuple[int, dict[str, Any]]:
+        body = {"user_id": user, "events": columns(events(5, seed=seed))}
+        return await post(client, "/v1/events", body, **{"Idempotency-Key": f"{user}-{seed}"})
+
+    with cluster(tmp_path) as nodes:
+        section = {"kind": "redis", "url": address(nodes), "timeout_s": 2.0, "read_timeout_s": 1.0}
+        async with serving(tmp_path, history_store=section, slo={"rank_s": 2.0}) as (client, _):
+            for user in users:
+                assert (await append(client, user, 1))[0] == 200
+                assert (await rank(client, user))[1]["history"]["source"] == "store"
+            nodes[0].kill()
+            answers = [await rank(client, user) for user in users]
+            assert {status for status, _ in answers} == {200}
+            sources = {body["history"]["source"] for _, body in answers}
+            assert sources == {"store", "last_known"}
+            for _, body in answers:
+                assert body["history"]["num_tokens"] == 5
+                is_known = body["history"]["source"] == "last_known"
+                assert (body["history"]["fault"] == "store_unavailable") == is_known
+            async with asyncio.timeout(30):
+                for user in users:
+                    while (await append(client, user, 2))[0] != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+                while True:
+                    again = [(await rank(client, user))[1]["history"] for user in users]
+                    if {one["source"] for one in again} == {"store"}:
+                        break
+            assert {one["num_tokens"] for one in again} == {10}

@@ -12,7 +12,7 @@ import pytest
 
 from npu_gr.backend.cpu.library import load
 from npu_gr.core.errors import ConfigError
-from npu_gr.tools.build_ops import build_cpu
+from npu_gr.tools.build_ops import build_ascend, build_cpu
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -40,3 +40,15 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list((tmp_path / "lib").iterdir()) == []
     with pytest.raises(ConfigError, match="--out: /proc/none cannot be written"):
         build_cpu(Path("/proc/none"))
+
+
+@pytest.mark.parametrize(("force", "given"), [(False, "build.sh /"), (True, "build.sh --force /")])
+def test_force_reaches_build_sh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool, given: str
+) -> None:
+    bash = tmp_path / "bash"
+    bash.write_text('#!/bin/sh\necho "$SOC_VERSION: $*" >&2\nexit 4\n')
+    bash.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="build.sh ended with 4: ascend910b1: .*" + given):
+        build_ascend(tmp_path, "ascend910b1", force)

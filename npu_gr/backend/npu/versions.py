@@ -4,8 +4,8 @@
 `npu` of pyproject.toml, with it. Only the standard library is imported, because build.sh runs this
 file before it looks for torch.
 
-    # prints 80500 for CANN 8.5.0
-    python npu_gr/backend/npu/versions.py ASCEND_HOME_PATH TORCH_NPU_VERSION
+    # prints 80500 for CANN 8.5.0; --force goes on where there are no native operators
+    python npu_gr/backend/npu/versions.py ASCEND_HOME_PATH TORCH_NPU_VERSION [--force]
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class Release(NamedTuple):
     torch_npu: tuple[str, ...]  # exact releases, oldest first
 
 
-# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use only APIs
-# of the first row; the headers of older releases are not public and could not be checked.
+# Source: the table of compatible versions in Ascend/pytorch and, for 2.10.0.post2, its README, of
+# August 2026. A test parses the kernels against each CANN here; older headers are not public.
 MATRIX = (
     Release("8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0")),
-    Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2")),
-    Release("9.1.0", ("2.7.1.post5", "2.9.0.post3", "2.10.0", "2.11.0", "2.12.0")),
+    Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0.post2")),
+    Release("9.1.0", ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0")),
+    Release("9.2.0-beta.1", ()),
 )
 
 # files of a toolkit that contain its version: a glob and a pattern
@@ -44,7 +45,7 @@ _PLACES = (
 
 
 class VersionError(ValueError):
-    """No native operators for a toolkit or torch_npu; the message names the supported versions."""
+    """No native operators for a toolkit; the message names the supported versions."""
 
 
 def _numbers(version: str) -> tuple[int, int, int]:
@@ -67,7 +68,7 @@ def minor(version: str) -> str:
 LEAST_CANN = MATRIX[0].cann
 NEWEST_CANN = MATRIX[-1].cann
 LEAST_TORCH_NPU = minor(MATRIX[0].torch_npu[0])
-NEWEST_TORCH_NPU = minor(MATRIX[-1].torch_npu[-1])
+NEWEST_TORCH_NPU = minor([name for each in MATRIX for name in each.torch_npu][-1])
 
 
 def requirement() -> str:
@@ -95,11 +96,13 @@ def cann_at(home: Path) -> str | None:
 def check(cann: str, torch_npu: str) -> str:
     """Check a toolkit and a torch_npu against the table.
 
+    Only what is known to be wrong is rejected: a pair that the table lacks may work.
+
     Returns:
-        A warning that one of them is newer than the table; "" = none.
+        A warning that Huawei does not name this pair; "" = none.
 
     Raises:
-        VersionError: There are no native operators for this pair.
+        VersionError: The kernels call what this CANN lacks.
     """
     if _numbers(cann) < _numbers(LEAST_CANN):
         raise VersionError(f"CANN {cann}: the kernels need {LEAST_CANN} or later")
@@ -108,26 +111,21 @@ def check(cann: str, torch_npu: str) -> str:
     row = [each for each in MATRIX if _numbers(each.cann)[:2] <= _numbers(cann)[:2]][-1]
     if minor(torch_npu) in map(minor, row.torch_npu):
         return ""
-    if _numbers(torch_npu)[:2] > _numbers(NEWEST_TORCH_NPU)[:2]:
-        return (
-            f"torch_npu {torch_npu} is newer than {NEWEST_TORCH_NPU}, the newest that is known here"
-        )
-    raise VersionError(
-        f"torch_npu {torch_npu} was not made for CANN {cann}, these were: "
-        f"{', '.join(row.torch_npu)}"
-    )
+    named = f", but {', '.join(row.torch_npu)}" if row.torch_npu else ""
+    return f"Huawei names no torch_npu {torch_npu} for CANN {cann}{named}: an untested pair"
 
 
 def table() -> str:
     """Format the matrix as Markdown, for docs/ascend.md."""
     lines = ["| CANN | torch_npu |", "|---|---|"]
-    lines += [f"| {each.cann} | {', '.join(each.torch_npu)} |" for each in MATRIX]
+    lines += [f"| {each.cann} | {', '.join(each.torch_npu) or 'none yet'} |" for each in MATRIX]
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the number of the toolkit's CANN; return 2 if the pair has no native operators."""
-    home, torch_npu = arguments
+    """Print the number of the toolkit's CANN; return 2 if it has no native operators."""
+    force = "--force" in arguments
+    home, torch_npu = (each for each in arguments if each != "--force")
     cann = cann_at(Path(home))
     try:
         if cann is None:
@@ -136,8 +134,10 @@ def main(arguments: list[str]) -> int:
             )
         warning = check(cann, torch_npu)
     except VersionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        if not force:
+            sys.stderr.write(f"{error}; --force builds all the same\n")
+            return 2
+        cann, warning = cann or NEWEST_CANN, f"{error}; goes on because of --force"
     if warning:
         sys.stderr.write(f"warning: {warning}\n")
     sys.stdout.write(f"{number(cann)}\n")

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
 
-from npu_gr.core.errors import BadRequest
+from npu_gr.core.errors import BadRequest, Unprocessable
 from npu_gr.core.names import Names
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.core.text_format import full_match
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.schemas.fields import Codec, History, ResponseFields, UserBody, stored_events
+from npu_gr.server.schemas.fields import (
+    Action,
+    Codec,
+    History,
+    Int,
+    Item,
+    ResponseFields,
+    UserBody,
+    stored_events,
+)
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 128  # characters
@@ -31,9 +41,12 @@ _PARAMETER = {
 
 
 class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """New behaviours of a user."""
+    """New behaviours of a user: columns, or one event."""
 
-    events: History
+    events: History | None = None
+    item_id: Item | None = None  # of one event, with `event`
+    event: Action | None = None  # its action
+    timestamp: Int | None = None  # unix seconds; absent: now
     # instead of the header: a repeated request of a user with the same key appends once
     idempotency_key: Key | None = None
 
@@ -52,9 +65,22 @@ def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest
     """Make a request from a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     return EventsRequest(
         user=body.user,
-        events=stored_events(body.events, config, names),
+        events=stored_events(_columns(body), config, names),
         idempotency_key=body.idempotency_key,
     )
+
+
+def _columns(body: EventsBody) -> History:
+    """Return the columns, also of one event."""
+    one = (body.item_id, body.event, body.timestamp)
+    if body.events is not None:
+        if one != (None, None, None):
+            raise Unprocessable("events: send either columns, or item_id, event and timestamp")
+        return body.events
+    if body.item_id is None or body.event is None:
+        raise Unprocessable("events: missing; send columns, or item_id, event and timestamp")
+    timestamp = int(time.time()) if body.timestamp is None else body.timestamp
+    return History(items=[body.item_id], actions=[body.event], timestamps=[timestamp])
 
 
 def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRequest:

@@ -14,7 +14,7 @@ template <TPosition position>
 class TBuf {
  public:
   template <typename T>
-  LocalTensor<T> Get() const {
+  LocalTensor<T> Get() {
     return {reinterpret_cast<T *>(at_), bytes_ / uint32_t(sizeof(T)), position};
   }
 
@@ -69,7 +69,7 @@ class TQueBind {
   }
   // What is freed may be overwritten at any time: its contents are gone.
   template <typename T>
-  void FreeTensor(const LocalTensor<T> &tensor) {
+  void FreeTensor(LocalTensor<T> &tensor) {
     Buffer &buffer = find(tensor);
     EMULATOR_CHECK(buffer.state == Buffer::EMPTYING, "FreeTensor: the tensor was not dequeued");
     buffer.state = Buffer::FREE;

@@ -7,8 +7,8 @@
 
 namespace AscendC {
 
-inline uint32_t GetBlockIdx() { return emulator::core.index; }
-inline uint32_t GetBlockNum() { return emulator::core.count; }
+inline int64_t GetBlockIdx() { return emulator::core.index; }
+inline int64_t GetBlockNum() { return emulator::core.count; }
 
 template <typename T>
 class LocalTensor {
@@ -62,14 +62,15 @@ class LocalTensor {
 template <typename T>
 class GlobalTensor {
  public:
-  void SetGlobalBuffer(__gm__ T *at, uint64_t size) { at_ = at, size_ = size; }
+  void SetGlobalBuffer(__gm__ T *at, uint64_t size) { at_ = const_cast<T *>(at), size_ = size; }
+  void SetGlobalBuffer(T *at, uint64_t size) = delete;  // an address without __gm__ is one of UB
   // The emulator takes offsets of 64 bits only: 32 hold the elements of no pool of KV, and wrap without a word.
   template <typename Offset>
   GlobalTensor operator[](Offset offset) const {
     static_assert(sizeof(Offset) == 8, "compute offsets of GM in 64 bits, from the first product on");
     EMULATOR_CHECK(offset <= size_, "GM offset %llu of %llu", (emulator::ull)offset, (emulator::ull)size_);
     GlobalTensor rest;
-    rest.SetGlobalBuffer(at_ + offset, size_ - offset);
+    rest.SetGlobalBuffer((__gm__ T *)at_ + offset, size_ - offset);
     return rest;
   }
   uint64_t GetSize() const { return size_; }

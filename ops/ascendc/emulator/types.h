@@ -3,11 +3,12 @@
 #include <cstdint>
 #include <cstring>
 
-#define __aicore__
-#define __global__
-#define __gm__
+// Macros where CANN has macros. `volatile` stands for the address space of GM, which is part of a type there.
+#define __aicore__ __attribute__((unused))
+#define __global__ __attribute__((used))
+#define __gm__ volatile
+#define GM_ADDR __gm__ uint8_t *
 
-using GM_ADDR = uint8_t *;
 using half = _Float16;
 
 // bfloat16 as storage only: Cast is the one thing that reads its value.

@@ -224,7 +224,7 @@ bool compare(T a, T b, CMPMODE mode) {
 }
 }  // namespace emulator
 
-// Bit i, lowest bit first, is the comparison of element i. CANN 9 gave the call its second name: api.txt.
+// Bit i, lowest bit first, is the comparison of element i. CANN 9 gave the call its second name.
 template <typename T, typename U>
 void CompareScalar(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scalar, CMPMODE mode, uint32_t count) {
   static_assert(std::is_same_v<U, uint8_t> && emulator::one_of<T, half, float>);

@@ -17,7 +17,7 @@ struct CsrShape {
 template <uint32_t kColumns>
 class RowColumns {
  public:
-  __aicore__ inline void init(AscendC::TPipe *pipe, const GM_ADDR (&columns)[kColumns], uint32_t rows, uint32_t held) {
+  __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR const (&columns)[kColumns], uint32_t rows, uint32_t held) {
     pipe_ = pipe;
     pitch_ = round_up(held, 8);
     for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t *)columns[i], rows);

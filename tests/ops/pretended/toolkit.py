@@ -85,9 +85,9 @@ def tree(folder: Path) -> Path:
     """
     sources = folder / "ops" / "ascendc"
     shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "build"))
-    table = folder / "npu_gr" / "backend" / "npu" / "versions.py"
-    table.parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / "npu_gr" / "backend" / "npu" / "versions.py", table)
+    for name in ("npu_gr/backend/npu/versions.py", "deploy/operators.sh"):
+        (folder / name).parent.mkdir(parents=True)
+        shutil.copyfile(ROOT / name, folder / name)
     return sources
 
 
@@ -155,14 +155,19 @@ def installed() -> Toolkit:
 
 @cache
 def library() -> Path:
-    """Run build.sh on the pretended machine, once.
+    """Run build.sh on the pretended machine, once, by the script that an image runs.
 
     Returns the folder of the build, with the library in `out`.
     """
 
     def make(folder: Path) -> None:
-        done = installed().build(tree(folder), folder / "out")
+        script = tree(folder).parents[1] / "deploy" / "operators.sh"
+        command = ["bash", str(script), sys.executable, str(folder / "out")]
+        done = subprocess.run(
+            command, env=installed().environment(), capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+        assert done.stdout.endswith("/libnpu_gr_ascend_ascend910b.so\n"), "the image has it"
 
     return _once(BUILDS / f"library-{_digest(CANN, TORCH_NPU, SOURCES)}", make)
 

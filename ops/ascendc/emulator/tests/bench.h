@@ -62,7 +62,7 @@ bool holds(const LocalTensor<T> &tensor, const std::vector<T> &want) {
 template <typename T>
 GlobalTensor<T> gm(std::vector<T> &values) {
   GlobalTensor<T> tensor;
-  tensor.SetGlobalBuffer(values.data(), values.size());
+  tensor.SetGlobalBuffer((__gm__ T *)values.data(), values.size());
   return tensor;
 }
 bool poison(const void *at, size_t bytes) {

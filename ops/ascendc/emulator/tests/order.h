@@ -165,7 +165,8 @@ void events() {
     auto t = queue.template AllocTensor<float>();
     DataCopyPad(t, gm(source), {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
     queue.EnQue(t);
-    queue.FreeTensor(queue.template DeQue<float>());
+    auto out = queue.template DeQue<float>();
+    queue.FreeTensor(out);
   };
   // so many queues of two buffers, each used so often, then `last`
   auto turns = [cycle](int queues, int rounds, auto last) {

@@ -134,7 +134,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 namespace c10_npu {
-aclrtStream NPUStream::stream(bool empty_queue) const {
+aclrtStream NPUStream::stream() const { return stream(true); }
+aclrtStream NPUStream::stream(const bool empty_queue) const {
   if (empty_queue) drain();
   return stream_;
 }

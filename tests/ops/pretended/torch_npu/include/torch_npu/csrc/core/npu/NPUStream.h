@@ -5,8 +5,9 @@ namespace c10_npu {
 class NPUStream {
  public:
   explicit NPUStream(aclrtStream stream) : stream_(stream) {}
-  // The handle; with `empty_queue` after all that is queued has been launched.
-  aclrtStream stream(bool empty_queue = true) const;
+  // The handle, after all that is queued has been launched, unless `empty_queue` is false.
+  aclrtStream stream() const;
+  aclrtStream stream(const bool empty_queue) const;
 
  private:
   aclrtStream stream_;
