@@ -311,3 +311,15 @@ class Names(Protocol):
     def titles(self, ids: I64) -> list[str | None]:
         """Return the title of each item: [n] -> n titles, None if it has none."""
         ...
+
+
+def served_id(names: Names, name: str | int) -> int:
+    """Return the id of one name by the key of the served models.
+
+    Raises:
+        ValueError: as `item_id`.
+    """
+    try:
+        return int(names.item_ids([name])[0])
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("index 0: ")) from None

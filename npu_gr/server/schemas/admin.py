@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.values import BLANKS
-from npu_gr.core.names import FIRST_HASHED, Names
+from npu_gr.core.names import FIRST_HASHED, Names, served_id
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
@@ -104,10 +104,9 @@ def parse_catalogue_change(
 
 def _new_item(place: int, new: NewItemBody, names: Names) -> NewItem:
     try:
-        found = int(names.item_ids([new.item_id])[0])
+        found = served_id(names, new.item_id)
     except ValueError as error:
-        reason = str(error).removeprefix("index 0: ")
-        raise Unprocessable(f"add[{place}].item_id: {reason}") from None
+        raise Unprocessable(f"add[{place}].item_id: {error}") from None
     return NewItem(
         item_id=found,
         name=str(new.item_id).strip(BLANKS) if found >= FIRST_HASHED else "",
