@@ -144,7 +144,10 @@ async def test_filters_and_exhaustion(tmp_path: Path) -> None:
 
 
 async def test_a_withdrawn_item_is_not_matched(tmp_path: Path) -> None:
-    sections = {"match": section(tmp_path), "generate": of_generator(tmp_path)}
+    sections: dict[str, Any] = {
+        "match": section(tmp_path),
+        "generate": of_generator(tmp_path),
+    }
     async with serving(tmp_path, **sections) as (client, _):
         every = (await match(client, num_items=100))["items"]
         sid = (await generate(client))["sids"][:3]
