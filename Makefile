@@ -17,7 +17,8 @@ demo: $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n 4 --ignore tests/chaos
+	@# worksteal: each process begins with neighbours, so what a file's tests share is made about once
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/chaos
 	@# alone, because what these scenes measure would be the other tests
 	$(BIN)/python -m pytest -q tests/chaos
 
@@ -125,14 +126,15 @@ kernels: $(VENV)/installed
 	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
+EXTRAS := serve,parquet,plot
 # What the demo needs. MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
 $(VENV)/serves: pyproject.toml setup.py $(wildcard ops/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import torch" 2> /dev/null || $(MAKE) --no-print-directory torch
 	@echo "Installing npu_gr, pyarrow, DuckDB and matplotlib into $(VENV), and compiling the CPU kernels: 1 to 3 minutes"
-	$(BIN)/pip install --quiet --editable ".[serve,parquet,plot]"
-	$(BIN)/pip install --quiet --no-deps recbole==1.2.1
-	touch $@
+	$(BIN)/pip install --quiet --no-compile --editable ".[$(EXTRAS)]"
+	$(BIN)/pip install --quiet --no-compile --no-deps recbole==1.2.1
+	echo $(EXTRAS) > $@
 
 torch:
 ifeq ($(strip $(TORCH_INDEX)),)
@@ -140,16 +142,18 @@ ifeq ($(strip $(TORCH_INDEX)),)
 	  "and more on disk. The CPU build has 0.2 GB, 0.8 GB on disk: press Ctrl-C now and type" \
 	  "  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@[ ! -t 0 ] || sleep 10
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
 else
 	@echo "Installing torch into $(VENV) from $(TORCH_INDEX)"
-	$(BIN)/pip install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --index-url "$(TORCH_INDEX)" "$(TORCH)"
 endif
 
-# and what the tests and linters need
+# And what the tests and linters need. Where nothing is installed yet, all of it is at once: each installation compiles the
+# kernels, a minute. Python compiles what is imported, and pip would compile all (--no-compile).
+$(VENV)/installed: EXTRAS := $(EXTRAS),dev
 $(VENV)/installed: $(VENV)/serves
-	@echo "Installing what the tests and linters need into $(VENV): another 1 GB"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	@echo "The tests and linters need another 1 GB in $(VENV)"
+	grep -q dev $< || $(BIN)/pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 clean:

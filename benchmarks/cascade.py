@@ -36,8 +36,8 @@ from npu_gr.engine.rank_engine import RankPass
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import RecommendConfig
 from npu_gr.handlers.config import RankingConfig
-from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.recommend import Cascade
 from npu_gr.handlers.scored_items import ScoredItems

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from npu_gr.handlers.service import Service
     from npu_gr.service.app import instance
     from npu_gr.service.config import Config, load
+    from npu_gr.tools.site import Site, train
 
 __all__ = [
     "ERASE",
@@ -95,6 +96,7 @@ __all__ = [
     "Service",
     "SignalAnswer",
     "SignalRequest",
+    "Site",
     "StageReport",
     "StageResult",
     "UserKey",
@@ -105,6 +107,7 @@ __all__ = [
     "errors",
     "instance",
     "load",
+    "train",
 ]
 
 _HOMES = {
@@ -131,7 +134,9 @@ _HOMES = {
     "npu_gr.service.app": ("instance",),
     "npu_gr.service.config": ("Config", "load"),
     "npu_gr.handlers.service": ("Service",),
+    "npu_gr.tools.site": ("Site",),
 }
+_MODULES = {"errors": "npu_gr.core.errors", "train": "npu_gr.train"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
@@ -141,8 +146,8 @@ if not TYPE_CHECKING:  # a type checker must not believe that every name is here
         """Import a public name from the module that defines it, and keep it here."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "errors":
-            value: Any = import_module("npu_gr.core.errors")
+        if name in _MODULES:  # the second one can be called
+            value: Any = import_module(_MODULES[name])
         else:
             value = getattr(import_module(_HOME.get(name, "npu_gr.core.request")), name)
         globals()[name] = value

@@ -15,6 +15,7 @@ from npu_gr import __version__
 from npu_gr.cli.data import erase_check, kafka_ingest, load, store
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
+from npu_gr.cli.nightly import nightly
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
@@ -107,7 +108,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(demo, prepare, train, serve, load, evaluate),
+    *(demo, prepare, train, serve, nightly, load, evaluate),
     *(check_config, config, keys, doctor, dashboards, calibrate, import_),
     *(route, fleet, kafka_ingest, store, erase_check, record, replay, simulate, build_ops),
 ):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 NOT_LOADED = 3  # exit code of `train all`
+BELOW_BASELINE = 4  # the same, with --fail-below-baseline
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
 ITEM_FEATURES = click.option(
@@ -101,6 +102,11 @@ def train() -> None:
 @click.argument("data", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder for the models and serve.yaml.")
 @click.option("--preset", default="full", show_default=True, type=click.Choice(["full", "quick"]))
+@click.option(
+    "--fail-below-baseline",
+    is_flag=True,
+    help="End with exit code 4 if recommend is not shown to be better than every baseline.",
+)
 @_override(_site_presets)
 @THREADS
 @click.pass_context
@@ -109,6 +115,7 @@ def train_all(
     data: Path,
     out: Path,
     preset: str,
+    fail_below_baseline: bool,
     overrides: tuple[str, ...],
     threads: int,
 ) -> None:
@@ -116,15 +123,17 @@ def train_all(
 
     Models are trained in parallel. Finished models are reused if data and options are unchanged, so
     the same command continues after an interruption. The served models are replaced at the end.
-    Then DATA is loaded into the history store, as npu-gr load does. Exit code: 0 = trained and
-    loaded, 2 = not trained, 3 = trained, but not loaded.
+    Then DATA is loaded into the history store, as npu-gr load does. The last line is the verdict:
+    whether recommend is better than the strongest baseline. Exit code: 0 = trained and loaded, 2 =
+    not trained, 3 = trained, but not loaded, 4 = trained and loaded, but not shown to be better
+    than every baseline (only with --fail-below-baseline).
     """
     from npu_gr.tools.served_quality import served_hit_ratio
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
 
     try:
-        train_site(data, out, overrides, threads, wide_console(), preset, served_hit_ratio)
+        report = train_site(data, out, overrides, threads, wide_console(), preset, served_hit_ratio)
     except KeyboardInterrupt:
         click.echo(
             "\ninterrupted: finished models are kept; repeat the command to continue. "
@@ -145,6 +154,10 @@ def train_all(
         )
         sys.exit(NOT_LOADED)
     click.echo(next_commands(data, out))
+    if report.verdict is not None:
+        click.echo(f"\n{report.verdict.text}")
+    if fail_below_baseline and not (report.verdict and report.verdict.is_better):
+        sys.exit(BELOW_BASELINE)
 
 
 @train.command("rank", epilog=LISTED, short_help="Train an HSTU ranker.")

@@ -168,14 +168,13 @@ def add(
             unchanged.
     """
     folder = Path(dataset)
-    options = options_of(read_dataset(folder).manifest, options or PrepareOptions())
-    with (
-        _sources(log, items, users, options) as sources,
-        replaced_folder(folder, is_dataset, FILES) as new,
-    ):
-        earlier = Earlier(dataset=read_dataset(folder))  # again, now that no other run writes it
-        old = _actions_of(earlier.dataset)
-        num_rejected = _write(sources, new, options, old, earlier, on_stage)
+    # first, because it puts a dataset back whose replacement was interrupted
+    with replaced_folder(folder, is_dataset, FILES) as new:
+        earlier = Earlier(dataset=read_dataset(folder))
+        options = options_of(earlier.manifest, options or PrepareOptions())
+        with _sources(log, items, users, options) as sources:
+            old = _actions_of(earlier.dataset)
+            num_rejected = _write(sources, new, options, old, earlier, on_stage)
     return PreparedDataset(dataset=read_dataset(folder), num_rejected=num_rejected)
 
 

@@ -69,7 +69,6 @@ from npu_gr.handlers.cascade_plan import (
     split,
     why_short,
 )
-from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.hooks import (
     Hook,
     HookAfter,
@@ -79,6 +78,7 @@ from npu_gr.handlers.hooks import (
     reordered,
 )
 from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.rules import Asked, apply
 from npu_gr.handlers.sources import (

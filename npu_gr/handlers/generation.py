@@ -28,7 +28,7 @@ from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import Frame, GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.config import GenerateConfig
-from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Relay

@@ -43,7 +43,7 @@ from npu_gr.engine.rank_engine import (
 )
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.config import RankingConfig
-from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.blend import BlendSum, ScoreBlend

@@ -28,9 +28,10 @@ from npu_gr.core.request import RecommendAnswer, RecommendRequest, SignalAnswer,
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import RecommendConfig
 from npu_gr.handlers.cascade_run import CascadeParts, CascadeRun
-from npu_gr.handlers.histories import Histories, UserHistory
+from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.hooks import load_hook
 from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.sources import SizedSource
 from npu_gr.handlers.versions import Versions

@@ -43,8 +43,8 @@ from npu_gr.core.text_format import quoted
 from npu_gr.engine.rank_engine import NextItems, PrefetchedScores
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.cascade_plan import Denied
-from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.match import MatchJob
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.ranking import NOTHING, Ranking
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry import Metrics

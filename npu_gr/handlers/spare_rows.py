@@ -119,11 +119,16 @@ class SpareRows:
             unused.sort(key=lambda c: order[c[0]] if self.known(c[0]) == c else -1)
             self._leave(unused[:lacking])
             self._renew({})
-        give_up_at = time.monotonic() + WAIT_S
+        began_at = time.monotonic()
+        search_s = _POLL_S
         self._collect()
-        while len(self._free) < count and time.monotonic() < give_up_at:
+        while len(self._free) < count and time.monotonic() < began_at + WAIT_S:
             await asyncio.sleep(_POLL_S)
-            gc.collect()  # a request may have left its tokens in a cycle
+            # A request may have left its tokens in a cycle. A full collection stops every request,
+            # so there are few: after .1, .2, .4, ... s.
+            if time.monotonic() >= began_at + search_s:
+                gc.collect()
+                search_s *= 2
             self._collect()
         return self._free[:count]
 

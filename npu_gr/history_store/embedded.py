@@ -27,8 +27,9 @@ from npu_gr.core.file_permissions import warn_if_shared
 from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
 from npu_gr.history_store import embedded_file as file
 from npu_gr.history_store.embedded_check import quick_check
-from npu_gr.history_store.embedded_file import MAX_LOG_BYTES, RowOverwrites, read_names, write_names
+from npu_gr.history_store.embedded_file import read_names, write_names
 from npu_gr.history_store.event_features import check_size
+from npu_gr.history_store.row_overwrites import MAX_LOG_BYTES, RowOverwrites
 from npu_gr.history_store.store import HistoryConfig, StoredHistory, checked, key_bytes
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from typing import Any
 from npu_gr.core.errors import ConfigError, DataError, StoreFailed
 from npu_gr.history_store import embedded_file as file
 from npu_gr.history_store.checksum import Found
-from npu_gr.history_store.embedded_file import RowOverwrites, read_names, write_names
+from npu_gr.history_store.embedded_file import read_names, write_names
 from npu_gr.history_store.event_features import CHUNK, Chunk, events_of, load_runs
+from npu_gr.history_store.row_overwrites import RowOverwrites
 from npu_gr.history_store.store import EVENT, MAX_EVENTS
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -412,17 +412,30 @@ def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
 
 
 @contextmanager
-def spans(config: ServerConfig, worker: Worker | None = None) -> Iterator[Tracing]:
+def spans(
+    config: ServerConfig,
+    worker: Worker | None = None,
+    count: Callable[[str, int], None] = lambda _result, _num: None,
+) -> Iterator[Tracing]:
     """Trace as configured while the block runs; at its end the pending spans are sent.
 
     Args:
         config: Section `server`.
         worker: Shows whether spans are sent.
+        count: Receives the numbers of spans that ended, and of those that were sent.
     """
     if config.otlp_endpoint is None:
         yield Tracing()
         return
-    provider = _provider(config.otlp_endpoint, worker or Worker())
+    numbers = Counter[str]()
+    lock = threading.Lock()
+
+    def counted(result: str, num: int) -> None:
+        with lock:
+            numbers[result] += num
+        count(result, num)
+
+    provider = _provider(config.otlp_endpoint, worker or Worker(), counted)
     try:
         yield Tracing(provider.get_tracer("npu_gr"), config.trace_sample_ratio)
     finally:
@@ -430,13 +443,18 @@ def spans(config: ServerConfig, worker: Worker | None = None) -> Iterator[Tracin
         stop = threading.Thread(target=provider.shutdown, name="npu_gr-spans", daemon=True)
         stop.start()
         stop.join(LAST_SPANS_S)
-        if stop.is_alive():
+        if lost := numbers["ended"] - numbers["sent"]:
             logging.getLogger(__name__).warning(
-                "server.otlp_endpoint: the last spans were not sent within %.0f s", LAST_SPANS_S
+                "server.otlp_endpoint: %d of %d spans were not sent, %.0f s after the last request",
+                lost,
+                numbers["ended"],
+                LAST_SPANS_S,
             )
 
 
-def _provider(endpoint: SecretUrl, worker: Worker) -> TracerProvider:
+def _provider(
+    endpoint: SecretUrl, worker: Worker, count: Callable[[str, int], None]
+) -> TracerProvider:
     """Make the provider that sends spans to an OTLP collector over HTTP, in batches.
 
     Raises:
@@ -446,14 +464,22 @@ def _provider(endpoint: SecretUrl, worker: Worker) -> TracerProvider:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     except ImportError as error:
         raise ConfigError(f"server.otlp_endpoint: needs the extra npu_gr[otel]: {error}") from error
 
     class WatchedExporter(OTLPSpanExporter):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             with worker.busy(SEND_S):
-                return super().export(spans)
+                result = super().export(spans)
+            if result is SpanExportResult.SUCCESS:
+                count("sent", len(spans))
+            return result
+
+    class CountedProcessor(BatchSpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            count("ended", 1)
+            super().on_end(span)
 
     resource = Resource.create({"service.name": "npu_gr"})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `spans` does it
@@ -463,5 +489,5 @@ def _provider(endpoint: SecretUrl, worker: Worker) -> TracerProvider:
         raise ConfigError(f"server.otlp_endpoint: {error}") from None
     # user and password go into a header, so that logs of the URL do not have them
     headers = {"Authorization": authorization} if authorization else None
-    provider.add_span_processor(BatchSpanProcessor(WatchedExporter(endpoint=url, headers=headers)))
+    provider.add_span_processor(CountedProcessor(WatchedExporter(endpoint=url, headers=headers)))
     return provider

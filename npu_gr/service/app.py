@@ -29,8 +29,9 @@ from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.feature_store.user_features import UserFeatures, open_source
 from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.handlers.histories import Histories, PrefixHistoryCache
+from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.prefix_histories import PrefixHistoryCache
 from npu_gr.handlers.service import Parts, Service
 from npu_gr.handlers.versions import ServedNames, Versions
 from npu_gr.history_store.bulkhead import GuardedStore
@@ -83,7 +84,8 @@ async def instance(
         ConfigError: a setting, file or device cannot be used; nothing is left running.
     """
     async with opened(config, read) as ready:
-        with spans(config.server, ready.metrics.health.add("tracing")) as tracing:
+        worker, count = ready.metrics.health.add("tracing"), ready.metrics.process.spans
+        with spans(config.server, worker, count) as tracing:
             app = build_web_app(ready.served, config.server, ready.metrics, tracing)
             add_record_routes(app, OwnRecorder(ready.recorder))
             yield app, ready.service

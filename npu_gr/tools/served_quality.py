@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import answered_ids
 from npu_gr.tools.demo_instance import Instance, free_port, served
 from npu_gr.tools.evaluate import EvaluationClient
-from npu_gr.train.cascade import TOP, NextEventCase
+from npu_gr.train.cascade import MISSED, TOP, NextEventCase
+from npu_gr.train.metrics import F64, hit_ratio
 
 TENANT = "evaluate-served"
 ATTEMPTS = 5  # of a request that the service truncated, because the machine was busy
@@ -30,12 +33,18 @@ def served_hit_ratio(
     Raises:
         Unavailable: The service did not start, or a request failed.
     """
-    return asyncio.run(_hit_ratio(config, overrides, cases))
+    return hit_ratio(served_ranks(config, overrides, cases), TOP) if cases else 0.0
 
 
-async def _hit_ratio(
-    config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]
-) -> float:
+def served_ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]) -> F64:
+    """Start a service, and return the rank of each case's item in `recommend`, from 0; inf = none.
+
+    The arguments and errors are those of `served_hit_ratio`.
+    """
+    return asyncio.run(_ranks(config, overrides, cases))
+
+
+async def _ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]) -> F64:
     with TemporaryDirectory(prefix="npu-gr-served-") as scratch:
         own = [
             f"server.port={free_port()}",
@@ -43,14 +52,15 @@ async def _hit_ratio(
             f"history_store.path={Path(scratch) / 'history.db'}",
         ]
         instance = Instance(config, [*overrides, *own], Path(scratch) / "service.log")
-        num_hits = 0
+        ranks = np.full(len(cases), MISSED)
         async with served(instance) as url, EvaluationClient(url) as client:
-            for case in cases:
+            for row, case in enumerate(cases):
                 body = case.body(TENANT) | {"num_items": TOP, "timestamp": case.happened_at}
                 answer, _took_s = await client.post(RECOMMEND.path, body)
                 for _ in range(ATTEMPTS - 1):
                     if answer["degraded"]:
                         answer, _took_s = await client.post(RECOMMEND.path, body)
-                items = answered_ids(answer["items"], case.item_key)
-                num_hits += case.target in items.tolist()
-        return num_hits / max(1, len(cases))
+                items = answered_ids(answer["items"], case.item_key).tolist()
+                if case.target in items:
+                    ranks[row] = items.index(case.target)
+        return ranks

@@ -57,7 +57,7 @@ from npu_gr.vector_search.fold import Folding
 from npu_gr.vector_search.vectors import Vectors
 
 SPLIT: Split = "leave-one-out"
-NAME = "transition vectors"
+NAME = "vectors"
 _Decay = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Weight = Annotated[float, Meta(gt=0.0)]
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter
 from npu_gr.core.errors import StoreFailed, StoreFault
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.core.history import Events, UserKey
-from npu_gr.handlers.histories import PrefixHistoryCache, StoreReads, UserHistory
+from npu_gr.handlers.histories import StoreReads
+from npu_gr.handlers.prefix_histories import PrefixHistoryCache, UserHistory
 from npu_gr.history_store.store import StoredHistory
 from tests.models import events
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.shares import WANTS_S
-from npu_gr.handlers.histories import KnownHistory, PrefixHistoryCache
+from npu_gr.handlers.prefix_histories import KnownHistory, PrefixHistoryCache
 from tests.models import events
 
 USERS = [UserKey("t", "a"), UserKey("t", "b"), UserKey("other", "a")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -191,6 +192,23 @@ async def test_a_rollback_finds_its_rows_as_they_were() -> None:
     assert await table.publish("c", [(FIRST, 2), (FIRST + 1, 1)]) == []
     assert not await table.publish("b", [(FIRST, 2)])
     assert sorted(table.content.values()) == [(FIRST, 2), (FIRST + 1, 1)]
+
+
+async def test_a_change_that_waits_for_a_reader_stops_the_process_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each full collection stops every request."""
+    monkeypatch.setattr(spare_rows, "WAIT_S", 1.0)
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    table = Table(1)
+    await table.publish("a", [(FIRST, 1)])
+    reader = table.rows.vocabulary
+    await table.publish("b", [])
+    await table.publish("c", [])
+    assert await table.publish("d", [(FIRST, 2)]), "its reader has not ended"
+    assert reader is not None
+    assert 1 <= len(collected) <= 4
 
 
 async def test_a_row_is_free_although_a_request_left_a_cycle(

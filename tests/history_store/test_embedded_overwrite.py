@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, UserKey
-from npu_gr.history_store import embedded, embedded_file
+from npu_gr.history_store import embedded, row_overwrites
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.embedded_check import check, repair
 from npu_gr.history_store.store import HistoryConfig
@@ -53,7 +53,7 @@ def rooms(path: Path) -> list[int]:
     return [
         page
         for page, one in enumerate(pages, 1)
-        if embedded_file._unallocated(one, is_first=page == 1)
+        if row_overwrites._unallocated(one, is_first=page == 1)
     ]
 
 
@@ -262,8 +262,8 @@ def test_the_room_of_a_page_ends_where_its_cells_begin() -> None:
     leaf = bytearray(
         b"\x0a\0\0\0\2\0\x40\0" + bytes([0x40, 0x41, 0x42, 0x43]) + b"old" + bytes(49) + b"x" * 64
     )
-    assert embedded_file._unallocated(bytes(leaf), is_first=False) == (12, bytes(52))
+    assert row_overwrites._unallocated(bytes(leaf), is_first=False) == (12, bytes(52))
     leaf[12:15] = bytes(3)
-    assert embedded_file._unallocated(bytes(leaf), is_first=False) is None
+    assert row_overwrites._unallocated(bytes(leaf), is_first=False) is None
     # belongs to no tree
-    assert embedded_file._unallocated(b"\0\0\0\7" + b"x" * 508, is_first=False) is None
+    assert row_overwrites._unallocated(b"\0\0\0\7" + b"x" * 508, is_first=False) is None

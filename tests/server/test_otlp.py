@@ -25,8 +25,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from npu_gr.core.settings import from_table
+from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
+from tests.server.fake import metrics_of_all_kinds
 from tests.serving import free_port
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -71,9 +73,9 @@ def receiver() -> Iterator[tuple[str, Queue[tuple[str, str | None, ExportTraceSe
             thread.join()
 
 
-def tell(config: ServerConfig) -> tuple[str, dict[str, str | int]]:
+def tell(config: ServerConfig, metrics: Metrics) -> tuple[str, dict[str, str | int]]:
     """Send the spans of one request, and say which span it was and what its attributes are."""
-    with spans(config) as tracing:
+    with spans(config, count=metrics.process.spans) as tracing:
         trace, span = tracing.begin("POST /v1/rank", f"00-{TRACE}-{PARENT}-01")
         assert span is not None
         attributes: dict[str, str | int] = {
@@ -108,12 +110,18 @@ def check(
     assert abs(device.end_time_unix_nano - device.start_time_unix_nano - 2_000_000) < 1000
 
 
+def counted(metrics: Metrics, result: str) -> float | None:
+    return metrics.registry.get_sample_value("npu_gr_spans_total", {"result": result})
+
+
 def test_a_collector_gets_the_spans_of_a_request_with_the_password_in_a_header() -> None:
+    metrics = metrics_of_all_kinds()
     with receiver() as (address, came):
         table = {"otlp_endpoint": f"http://me:secret@{address}", "trace_sample_ratio": 0.0}
-        told = tell(from_table(table, ServerConfig))
+        told = tell(from_table(table, ServerConfig), metrics)
         path, authorization, request = came.get(timeout=10)
         assert came.empty(), "one batch"
+    assert counted(metrics, "ended") == counted(metrics, "sent") == 5
     assert (path, authorization) == ("/v1/traces", "Basic bWU6c2VjcmV0")
     check(request, *told)
 
@@ -121,8 +129,10 @@ def test_a_collector_gets_the_spans_of_a_request_with_the_password_in_a_header()
 def test_a_collector_that_does_not_answer_delays_no_stop(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        tell(from_table({"otlp_endpoint": url, "trace_sample_ratio": 0.0}, ServerConfig))
-        assert "the last spans were not sent within 1 s" in caplog.text
+        metrics = metrics_of_all_kinds()
+        tell(from_table({"otlp_endpoint": url, "trace_sample_ratio": 0.0}, ServerConfig), metrics)
+        assert "5 of 5 spans were not sent" in caplog.text
+        assert (counted(metrics, "ended"), counted(metrics, "sent")) == (5, 0)
 
 
 @pytest.mark.bare
@@ -170,7 +180,8 @@ def test_a_real_collector_takes_them_and_passes_them_on(tmp_path: Path) -> None:
             told = tell(
                 from_table(
                     {"otlp_endpoint": f"http://127.0.0.1:{ports[0]}/v1/traces"}, ServerConfig
-                )
+                ),
+                metrics_of_all_kinds(),
             )
             path, _, request = came.get(timeout=30)
         finally:

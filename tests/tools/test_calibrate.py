@@ -15,7 +15,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.settings import to_table
-from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.relay.config import Calibration, calibration_path
 from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
-from npu_gr.handlers.histories import KnownHistory
+from npu_gr.handlers.prefix_histories import KnownHistory
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.redis import RedisStore
 from npu_gr.history_store.store import HistoryConfig

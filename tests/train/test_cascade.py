@@ -9,8 +9,10 @@ import json
 
 import numpy as np
 
-from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, why
+from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, next_events, why
+from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import F64, difference_of_users, ndcg, ndcg_of_each
+from tests.train.synthetic import planted
 
 MISSED = float("inf")
 
@@ -120,3 +122,25 @@ def test_the_sentence_says_what_the_interval_says() -> None:
     assert "does not differ significantly from" in why(
         "recommend", low, "shared encoder alone", low
     )
+
+
+def test_the_next_event_of_each_user_in_any_order_of_events() -> None:
+    random = np.random.default_rng(0)
+    log = planted(num_users=30, num_events=8)
+    log = log[np.sort(random.choice(len(log), 150, replace=False))]
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    cases = next_events(log, known)
+    for case in cases:
+        own = log[log.users == log.user_names.index(case.user)]
+        assert [*case.items, case.target] == own.items.tolist()
+        assert [*case.timestamps, case.happened_at] == own.timestamps.tolist()
+        assert case.values == own.values[:-1].tolist()
+    has_two = np.bincount(log.users, minlength=30) > 1
+    assert [case.user for case in cases] == [log.user_names[row] for row in np.flatnonzero(has_two)]
+    some = next_events(log, known, 5)
+    assert [case.user for case in some] == sorted(
+        (case.user for case in some), key=log.user_names.index
+    )
+    assert len(some) == 5
+    assert next_events(log, known, len(cases)) == cases
+    assert next_events(log, np.ones(len(log), np.bool_)) == []

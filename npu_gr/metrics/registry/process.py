@@ -61,6 +61,13 @@ class ProcessMetrics:
             result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")
         }
 
+        spans = make.counter("spans_total", "Spans, and those a collector took.", ("result",))
+        self._spans = {result: spans.labels(result) for result in ("ended", "sent")}
+
+    def spans(self, result: str, num: int) -> None:
+        """Count spans, from any thread; `result` is ended, or sent: the collector took them."""
+        self._spans[result].inc(num)
+
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""
         self._lag_s.observe(seconds)

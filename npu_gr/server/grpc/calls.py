@@ -12,8 +12,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -62,6 +62,8 @@ CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+MAX_CALLS = 4096  # concurrent calls of the process
+_calls: set[int] = set()  # ids of their `ServerCall`s
 # Calls that wait for a message of their client, or watch the health: a quarter of those that the
 # server takes at once, so that calls that say nothing never shut others out.
 MAX_WAITING = 1024
@@ -104,7 +106,8 @@ async def unary(
     """
     call = begin(lifecycle, path, context)
     try:
-        answer = await counted(lifecycle, call, scope, work, context)
+        with place(lifecycle, call):
+            answer = await counted(lifecycle, call, scope, work, context)
     except Exception as error:
         await context.abort(*status_of(error, call))
         raise AssertionError("gRPC's abort raises") from error
@@ -126,8 +129,9 @@ async def stream(
     """
     call = begin(lifecycle, path, context)
     try:
-        await _check(lifecycle, call, scope)
-        await answer(context)
+        with place(lifecycle, call):
+            await _check(lifecycle, call, scope)
+            await answer(context)
     except NpuGrError as error:
         await context.abort(*status_of(error, call))
 
@@ -152,6 +156,24 @@ def begin(lifecycle: RequestLifecycle, path: str, context: Any) -> ServerCall:
     if len(headers.getall("authorization", ())) > 1:
         headers["authorization"] = ""  # two keys are ambiguous: accept neither
     return lifecycle.begin("POST", path, headers)
+
+
+@contextmanager
+def place(lifecycle: RequestLifecycle, call: ServerCall) -> Iterator[None]:
+    """Hold one of `MAX_CALLS` places.
+
+    Raises:
+        Overloaded: All are held. The rejection is counted and logged, as over HTTP.
+    """
+    if len(_calls) >= MAX_CALLS:
+        error = Overloaded(f"{MAX_CALLS} calls run at once", reason=Rejection.QUEUE)
+        lifecycle.end(call, error.status, error, _attributes(call))
+        raise error
+    _calls.add(id(call))
+    try:
+        yield
+    finally:
+        _calls.discard(id(call))
 
 
 async def counted(
@@ -196,7 +218,7 @@ async def counted(
         raise
     finally:
         lifecycle.metrics.requests.in_flight.dec()
-        lifecycle.end(call, status, failure, {"rpc.system": "grpc", "rpc.method": call.route})
+        lifecycle.end(call, status, failure, _attributes(call))
         failure = None  # its traceback holds this frame: a cycle would wait for the collector
 
 
@@ -212,6 +234,10 @@ async def _read(lifecycle: RequestLifecycle, call: ServerCall, context: Any) -> 
         raise BadRequest("the call has no message")
     call.body_at = time.monotonic()
     return body
+
+
+def _attributes(call: ServerCall) -> dict[str, str | int]:
+    return {"rpc.system": "grpc", "rpc.method": call.route}
 
 
 def _about(call: ServerCall) -> Metadata:

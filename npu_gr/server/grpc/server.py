@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16_384  # metadata of one call
 MAX_STREAMS = 1024  # concurrent calls of one connection
-MAX_CALLS = 4096  # concurrent calls of the server
 HANDSHAKE_S = 5.0  # time limit of the TLS handshake
 KEEPALIVE_TIMEOUT_S = 10.0  # time for a client to answer a ping
 KEEPALIVE_S = 30.0  # idle time of a connection before the server pings the client
@@ -97,8 +96,7 @@ class RpcServer:
         config = self._config
         server = grpc.aio.server(
             handlers=[Handlers()],
-            options=_options(config),
-            maximum_concurrent_rpcs=MAX_CALLS,
+            options=_options(config),  # `calls.MAX_CALLS` bounds the calls: gRPC would not count
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"

@@ -70,7 +70,7 @@ from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingPro
 
 SPLIT: Split = "leave-one-out"
 MISSED = float("inf")  # rank of an item that no beam has found
-DECODER = "semantic-ID decoder"
+DECODER = "generator"
 COOCCURRENCE_WINDOW = 5  # two items co-occur if they are at most so many events apart
 
 

@@ -49,7 +49,7 @@ from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
 
 K = 10
-RANKER = "HSTU ranker"  # the fitted blend, if there is one, or the retrieval
+RANKER = "ranker"  # the fitted blend, if there is one, or the retrieval
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
 NEIGHBOURS = "neighbours alone"
@@ -90,6 +90,7 @@ class Evaluation:
     baselines: tuple[RankingFigures, ...]
     likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
     users: I64 = field(repr=False, compare=False)  # [num_evaluated]
+    next_users: I64 = field(repr=False, compare=False)  # [num_next]
 
     def as_dict(self) -> dict[str, float]:
         """Return the ranker's figures by name, and those of other models as `<model>/<figure>`.

@@ -242,6 +242,7 @@ def _evaluate(
         ),
         likes=likes[~log.trained],
         users=log.users[~log.trained],
+        next_users=np.array([target.user for target in targets], np.int64),
     )
 
 

@@ -212,7 +212,8 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     }
     warnings = [text for warning in report.warnings() for text in ("", warning)]
     words = report.words()
-    cascade = "\n\n" + "\n\n".join(words) if words else ""
+    verdict = [f"**{report.verdict.text}**"] if report.verdict else []
+    cascade = "".join(f"\n\n{text}" for text in (*words, *verdict))
     as_of = (
         ""
         if found.asked_at is None

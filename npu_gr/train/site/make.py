@@ -10,12 +10,11 @@ A model that an earlier or interrupted run made from the same dataset and option
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,17 +26,20 @@ from npu_gr.core.progress import heartbeat
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
-from npu_gr.history_store.interactions import Interactions, ItemValues
-from npu_gr.model.hf_files import version
-from npu_gr.model.weights import Checkpoint, save
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.service.config import load
-from npu_gr.train.cascade import NextEventCase, hides_seen, next_events, repeat_ratio
-from npu_gr.train.data import TESTED, Split, to_train_on
-from npu_gr.train.generate.publish import publish
-from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
-from npu_gr.train.options import CONFIGURATION, curl, serve
-from npu_gr.train.rank.train import RankerCodes, train_rank
-from npu_gr.train.retrieve import TrainedRetriever, train_retriever
+from npu_gr.train.baselines import DecayedTransitions, OwnHistory
+from npu_gr.train.cascade import (
+    TOP,
+    NextEventCase,
+    choosing_half,
+    hides_seen,
+    next_events,
+    repeat_ratio,
+)
+from npu_gr.train.data import to_train_on
+from npu_gr.train.metrics import ndcg
+from npu_gr.train.options import curl, serve
 from npu_gr.train.site.choose import choose_for_site, configured_way, selection_cases
 from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
@@ -56,23 +58,33 @@ from npu_gr.train.site.folder import (
     known_user,
     readme,
 )
-from npu_gr.train.site.report import (
-    Figure,
-    PartReport,
-    SiteCascade,
-    SiteReport,
-    generator_figures,
-    ranker_figures,
-    ranker_words,
-    vectors_figures,
-    warning_of,
-    warning_of_ranker,
-)
+from npu_gr.train.site.parts import EVALUATED, PARTS, PartName, train_part
+from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
 from npu_gr.train.site.side_by_side import Training, side_by_side
-from npu_gr.train.steps import TrainingProgress, training_progress
-from npu_gr.vector_search.vectors import save as save_vectors
+from npu_gr.train.site.verdict import NextItemTest, verdict_of, verdict_of_ranker
+from npu_gr.train.steps import training_progress
 
 AskService = Callable[[Path, Sequence[str], Sequence[NextEventCase]], float]
+
+
+class TrainedSite(NamedTuple):
+    """A trained site before it replaces the one in service."""
+
+    site: Path
+    config: Path  # configuration of the new evaluated models
+    overrides: Sequence[str]  # of that configuration, while they are staged
+    log: Interactions
+    is_new: bool  # whether a model was trained; else only the other files are written
+
+
+class _Command(NamedTuple):
+    """The command that makes a site."""
+
+    text: str
+    preset: str
+    overrides: tuple[str, ...]
+
+
 MOST_DIFFERENCE = 0.01  # of HR@10 as served, and as chosen
 NEW_SERVE = "serve.new.yaml"  # written instead of `serve.yaml` if an operator has changed that
 POPULAR = "popular.txt"
@@ -87,6 +99,7 @@ def train_site(
     console: Console,
     preset: str = "full",
     ask: AskService | None = None,
+    accept: Callable[[TrainedSite], None] = lambda _: None,
 ) -> SiteReport:
     """Train every model of a site, and write its folder. The history store does not change.
 
@@ -99,6 +112,7 @@ def train_site(
         preset: Name in `PRESETS` of the options that `overrides` does not set.
         ask: Starts a service of a configuration with overrides, and returns HR@10 of `recommend`
             for held-out events; compared with the figure by which the cascade was chosen.
+        accept: Callback before the new models replace those in service; its error keeps these.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
@@ -107,7 +121,8 @@ def train_site(
     """
     dataset = read_dataset(data)
     options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
-    made_by = train_command(data, site, preset, overrides, num_threads)
+    text = train_command(data, site, preset, overrides, num_threads)
+    command = _Command(text, preset, tuple(overrides))
     with SiteFolder.opened(site) as folder:
         made_from = _digests(data, options)
         parts = _train(folder, data, options, made_from, num_threads, console)
@@ -116,7 +131,7 @@ def train_site(
                 folder.discard(name)
             raise DataError(f"{data}: was changed during the training; run the command again")
         with heartbeat(console.print, "choosing the sources and the order of recommend"):
-            report = _finish(folder, data, made_by, dataset, options, parts, console, ask)
+            report = _finish(folder, data, command, dataset, options, parts, console, ask, accept)
     console.print(report.table())
     for line in report.words():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -197,17 +212,19 @@ def _train(
 def _finish(
     folder: SiteFolder,
     data: Path,
-    made_by: str,
+    command: _Command,
     dataset: Dataset,
     options: SiteOptions,
     parts: dict[PartName, PartReport],
     console: Console,
     ask: AskService | None,
+    accept: Callable[[TrainedSite], None],
 ) -> SiteReport:
     """Write all files but the models, and move everything into place."""
     site = folder.place
     served = folder.report()
     log = dataset.interactions()
+    made_by = command.text
     cascade = _cascade(folder, made_by, log, options, parts, served)
     configured = configuration(site, made_by, options, cascade).encode()
     evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
@@ -216,6 +233,9 @@ def _finish(
         load(folder.write(name, text))
     if ask is not None and cascade is not (served.cascade if served else None):
         cascade = _compared(folder, log, options, cascade, ask)
+    made = [name for name in PARTS if (folder.staged / name).exists()]
+    config = folder.staged / EVALUATED_CONFIG
+    accept(TrainedSite(site, config, _staged_models(folder), log, bool(made)))
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)
@@ -229,6 +249,8 @@ def _finish(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         dataset=str(data),
         made_by=made_by,
+        preset=command.preset,
+        overrides=command.overrides,
         num_events=len(log),
         num_users=len(log.user_names),
         num_items=len(dataset.names),
@@ -238,7 +260,6 @@ def _finish(
     )
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    made = [name for name in PARTS if (folder.staged / name).exists()]
     folder.put_in_place(
         [*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT]
     )
@@ -298,16 +319,58 @@ def _cascade(
                 f"the ranker's own sources: {error}",
             ),
         )
+    ranker = _evaluated_models(folder)["ranker"]
+    if choice is not None and choice.seen:
+        excludes = choice.seen["recommend"].excludes
+    test = NextItemTest.read(ranker, exclude_seen=excludes)
     if choice is None:
-        return usual
+        return usual if test is None else _without_choice(usual, sources, test)
+    users = selection_cases(log, options.selection_users)
+    evaluates = np.flatnonzero(~choosing_half(len(choice.places)))
     return msgspec.structs.replace(
         usual,
+        verdict=None
+        if test is None
+        else verdict_of([users[row] for row in evaluates], choice.places[evaluates], test),
         sources={name: sources[name] for name in choice.way.sources},
         order=choice.way.order,
         words=tuple(choice.lines()),
-        exclude_seen=choice.seen["recommend"].excludes if choice.seen else excludes,
+        exclude_seen=excludes,
         excludes={kind: one.excludes for kind, one in choice.seen.items()},
         hr_at_10=choice.hr_of_all,
+    )
+
+
+SIMPLE_SOURCES: dict[SourceName, str] = {
+    "history": OwnHistory.name,
+    "transitions": DecayedTransitions.name,
+    "neighbours": "ItemKNN",
+}
+"""Sources that count events -> the baseline that ranks by the same counts."""
+
+
+def _without_choice(
+    usual: SiteCascade, sources: Mapping[SourceName, int], test: NextItemTest
+) -> SiteCascade:
+    """Serve the ranker if it beats the baselines, else the strongest of `SIMPLE_SOURCES`."""
+    verdict = verdict_of_ranker(test)
+    rows = np.arange(len(test.users))
+    simple = {
+        source: test.ranks[name] for source, name in SIMPLE_SOURCES.items() if name in test.ranks
+    }
+    if verdict.is_better or not len(rows) or not simple:
+        return msgspec.structs.replace(usual, verdict=verdict)
+    best = max(simple, key=lambda source: ndcg(simple[source], TOP))
+    words = (
+        f"recommend uses {best} alone, the best of the simple orders that can be served: too few "
+        "users to choose a cascade, and no model is shown to beat the baselines"
+    )
+    return msgspec.structs.replace(
+        usual,
+        sources={best: sources[best]},
+        order="retrieval",
+        words=(*usual.words, words),
+        verdict=verdict,
     )
 
 
@@ -321,14 +384,19 @@ def _seen_words(ratio: float) -> str:
 
 def _staged_models(folder: SiteFolder) -> list[str]:
     """Return the overrides of a configuration that serve the evaluated models before they move."""
-    made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
-    lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
+    lies = _evaluated_models(folder)
     return [
         f"checkpoint={lies['ranker']}",
         f"generate.checkpoint={lies['generator']}",
         f"generate.catalogue={lies['generator'] / 'items.jsonl'}",
         f"match.vectors={lies['vectors']}",
     ]
+
+
+def _evaluated_models(folder: SiteFolder) -> dict[PartName, Path]:
+    """Return the folders of the evaluated models, the staged ones first."""
+    made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
+    return {name: made.get(name, folder.place / name) / EVALUATED for name in PARTS}
 
 
 def _compared(
@@ -376,131 +444,3 @@ def _popular(dataset: Dataset, num_popular: int) -> str:
     names = [str(name) for name in dataset.names.names(best)]
     # skip names with line breaks or surrounding blanks, which a line cannot hold
     return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])
-
-
-EVALUATED = "evaluated"  # subfolder of a model's folder, for the evaluated model
-PartName = Literal["ranker", "generator", "vectors"]
-Show = Callable[[TrainingProgress], None]
-
-
-class _Trained(NamedTuple):
-    version: str
-    measured_on: str
-    figures: tuple[Figure, ...]
-    warning: str
-    words: tuple[str, ...] = ()
-
-
-class Part(NamedTuple):
-    """One model of a site."""
-
-    options: Callable[[SiteOptions], object]  # the options that decide the model
-    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # trains it, and writes a folder
-
-
-def train_part(
-    name: PartName, data: Path, options: SiteOptions, folder: Path, made_from: str, show: Show
-) -> PartReport:
-    """Train one model of a site.
-
-    Args:
-        name: Name of the model.
-        data: Folder of the dataset.
-        options: Options of the site.
-        folder: Folder to write the model to.
-        made_from: Digest of everything that decides the model.
-        show: Callback with the progress.
-
-    Raises:
-        DataError: the data cannot be trained on.
-        ConfigError: the options do not make a model.
-    """
-    began_at = time.perf_counter()
-    dataset = read_dataset(data)
-    dataset.names.save(folder)  # first, because a version covers all files of the folder
-    trained = PARTS[name].train(dataset, options, folder, show)
-    return PartReport(
-        made_from=made_from,
-        version=trained.version,
-        measured_on=trained.measured_on,
-        num_events=len(dataset.interactions()),
-        took_s=time.perf_counter() - began_at,
-        figures=trained.figures,
-        words=trained.words,
-        warning=trained.warning,
-    )
-
-
-def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
-    def keep(checkpoint: Checkpoint) -> None:
-        dataset.names.save(folder / EVALUATED)
-        save(checkpoint, folder / EVALUATED)
-
-    interactions, features = dataset.interactions(), dataset.item_features()
-    # Codes come from co-occurrence, which a new item does not have. With item features, the ranker
-    # predicts new items better without codes: see docs/history/README.md.
-    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
-    checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
-    what = (
-        f"AUC of {found.num_evaluated:,} later events, HR and NDCG of the next item of "
-        f"{found.num_next:,} users"
-    )
-    measured_on = _stands(found.split, found.num_trained, what)
-    made = save(checkpoint, folder)
-    return _Trained(
-        made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found)
-    )
-
-
-def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
-    features = dataset.item_features()
-
-    def keep(trained: TrainedGenerator) -> None:
-        dataset.names.save(folder / EVALUATED)
-        _publish(trained, features, options, folder / EVALUATED)
-
-    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
-    _publish(trained, features, options, folder)
-    report = trained.report
-    what = f"of {report.own.num_users:,} users"
-    measured_on = _stands(SPLIT, report.num_trained, what)
-    return _Trained(
-        version(folder), measured_on, generator_figures(report), warning_of(report.comparison())
-    )
-
-
-def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
-    def keep(trained: TrainedRetriever) -> None:
-        dataset.names.save(folder / EVALUATED)
-        save_vectors(trained.vectors, folder / EVALUATED)
-
-    trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
-    report = trained.report
-    measured_on = _stands(SPLIT, report.num_trained, f"of {report.own.num_users:,} users")
-    made = save_vectors(trained.vectors, folder)
-    return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
-
-
-def _publish(
-    trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path
-) -> None:
-    publish(trained, features, options.generate, folder)
-    (folder / CONFIGURATION).unlink()  # the site has one that serves all models
-
-
-def _of_codes(options: SiteOptions) -> object:
-    """Return the options that decide the semantic IDs, which the ranker reads too."""
-    generate = options.generate
-    return generate.seed, generate.code_count, generate.vector_dim
-
-
-def _stands(split: Split, num_trained: int, what: str) -> str:
-    return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
-
-
-PARTS: dict[PartName, Part] = {
-    "generator": Part(lambda options: options.generate, _generator),
-    "ranker": Part(lambda options: (options.rank, _of_codes(options)), _ranker),
-    "vectors": Part(lambda options: options.retrieve, _vectors),
-}
-"""The models, the one with the longest training first."""

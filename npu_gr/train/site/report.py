@@ -13,6 +13,7 @@ from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
 from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
+from npu_gr.train.site.verdict import SiteVerdict
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
@@ -54,6 +55,7 @@ class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
     excludes: dict[str, bool] = {}  # kind -> the same, where it was chosen
     repeat_ratio: float = 0.0  # share of the held-out events whose item the user had before
     hr_at_10: float | None = None  # of the users who chose and evaluated; None = not chosen
+    verdict: SiteVerdict | None = None  # None = made by an older version
 
 
 class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,8 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     made_at: str  # UTC
     dataset: str  # path of the dataset's folder
     made_by: str = ""  # command line; empty = made by an older version
+    preset: str = "full"
+    overrides: tuple[str, ...] = ()  # `section.key=value` of the options
     num_events: int
     num_users: int
     num_items: int
@@ -95,6 +99,11 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return table
 
+    @property
+    def verdict(self) -> SiteVerdict | None:
+        """The comparison of `recommend` with the strongest baseline."""
+        return self.cascade.verdict if self.cascade else None
+
     def words(self) -> list[str]:
         """Compare the models with the baselines, and explain the choice of the cascade."""
         own = [line for part in self.parts.values() for line in part.words]
@@ -103,17 +112,22 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     def warnings(self) -> list[str]:
         """List the warnings of models that are not shown to be better than a baseline.
 
-        For a model that recommend does not use, it is a note, not a warning.
+        Models that recommend does not use share one note, as do all if recommend is better than
+        every baseline.
         """
+        weak = {name: part.warning for name, part in self.parts.items() if part.warning}
         used = self.cascade.sources if self.cascade else None
-        found = []
-        for name, part in self.parts.items():
-            text = part.warning
-            source = _SOURCE_OF.get(name)
-            if text and source and used is not None and source not in used:
-                text = f"{text} recommend does not use this model.".replace("WARNING", "Note")
-            found.append(text)
-        return [text for text in found if text]
+        unused = [
+            name
+            for name in weak
+            if used is not None and name in _SOURCE_OF and _SOURCE_OF[name] not in used
+        ]
+        if self.verdict is not None and self.verdict.is_better:
+            names = " and ".join(weak)
+            text = f"Note: alone, {names} would not beat every baseline; recommend does."
+            return [text] if weak else []
+        note = f"Note: recommend does not use {' and '.join(unused)}, which beat no baseline."
+        return [text for name, text in weak.items() if name not in unused] + [note] * bool(unused)
 
 
 def warning_of(comparison: BaselineComparison | None) -> str:
@@ -121,8 +135,8 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: no figure shows that {comparison.model} beats {comparison.baseline} at the "
-        f"next item ({comparison.grounds}). More events or more epochs may help."
+        f"WARNING: {comparison.model} alone is not shown to beat {comparison.baseline} at the next "
+        "item; the verdict says what to serve."
     )
 
 

@@ -565,6 +565,24 @@ async def test_calls_that_say_nothing_shut_no_other_out(
     await until(lambda: not calls._waiting)
 
 
+async def test_calls_over_the_bound_are_rejected_and_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 1)
+    watch = rig.channel.unary_stream(f"/{HEALTH}/Watch")(b"", timeout=60)
+    assert await watch.read() == b"\x08\x01"
+    for path, number in ((INFER, 1), (f"/{INFERENCE}/ModelStreamInfer", 2)):
+        for _ in range(number):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in rig.channel.unary_stream(path)(b"", timeout=10):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rig.count("requests_total", route=path, code="429") == number
+    watch.cancel()
+    await until(lambda: not calls._calls)
+    assert (await rig.infer("rank", SMALL)).model_name == "rank"
+
+
 async def test_no_page_of_a_browser_calls(rig: Rig) -> None:
     for name in ("origin", "sec-fetch-site"):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -256,7 +256,7 @@ def test_one_task_alone_leaves_the_other_figures_out() -> None:
     assert "hr_at_10" not in found.as_dict()
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(found.table())
-    assert "HSTU ranker" in console.export_text()
+    assert "ranker" in console.export_text()
     only_click = msgspec.structs.replace(TINY, tasks=(Task(name="click"),))
     assert "auc" not in train_rank(planted(), [], only_click)[1].as_dict()
 

@@ -1,0 +1,161 @@
+"""Train the models of a site, each in a process of its own, and write their folders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from npu_gr.dataset.files import Dataset, read_dataset
+from npu_gr.history_store.interactions import ItemValues
+from npu_gr.model.hf_files import version
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.train.data import TESTED, Split
+from npu_gr.train.generate.publish import publish
+from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
+from npu_gr.train.options import CONFIGURATION
+from npu_gr.train.rank.train import RankerCodes, train_rank
+from npu_gr.train.retrieve import TrainedRetriever, train_retriever
+from npu_gr.train.site.configuration import SiteOptions
+from npu_gr.train.site.report import (
+    Figure,
+    PartReport,
+    generator_figures,
+    ranker_figures,
+    ranker_words,
+    vectors_figures,
+    warning_of,
+    warning_of_ranker,
+)
+from npu_gr.train.site.verdict import keep as keep_ranks
+from npu_gr.train.steps import TrainingProgress
+from npu_gr.vector_search.vectors import save as save_vectors
+
+EVALUATED = "evaluated"  # subfolder of a model's folder, for the evaluated model
+PartName = Literal["ranker", "generator", "vectors"]
+Show = Callable[[TrainingProgress], None]
+
+
+class _Trained(NamedTuple):
+    version: str
+    measured_on: str
+    figures: tuple[Figure, ...]
+    warning: str
+    words: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """One model of a site."""
+
+    options: Callable[[SiteOptions], object]  # the options that decide the model
+    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # trains it, and writes a folder
+
+
+def train_part(
+    name: PartName, data: Path, options: SiteOptions, folder: Path, made_from: str, show: Show
+) -> PartReport:
+    """Train one model of a site.
+
+    Args:
+        name: Name of the model.
+        data: Folder of the dataset.
+        options: Options of the site.
+        folder: Folder to write the model to.
+        made_from: Digest of everything that decides the model.
+        show: Callback with the progress.
+
+    Raises:
+        DataError: the data cannot be trained on.
+        ConfigError: the options do not make a model.
+    """
+    began_at = time.perf_counter()
+    dataset = read_dataset(data)
+    dataset.names.save(folder)  # first, because a version covers all files of the folder
+    trained = PARTS[name].train(dataset, options, folder, show)
+    return PartReport(
+        made_from=made_from,
+        version=trained.version,
+        measured_on=trained.measured_on,
+        num_events=len(dataset.interactions()),
+        took_s=time.perf_counter() - began_at,
+        figures=trained.figures,
+        words=trained.words,
+        warning=trained.warning,
+    )
+
+
+def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(checkpoint: Checkpoint) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save(checkpoint, folder / EVALUATED)
+
+    interactions, features = dataset.interactions(), dataset.item_features()
+    # Codes come from co-occurrence, which a new item does not have. With item features, the ranker
+    # predicts new items better without codes: see docs/history/README.md.
+    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
+    checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
+    what = (
+        f"AUC of {found.num_evaluated:,} later events, HR and NDCG of the next item of "
+        f"{found.num_next:,} users"
+    )
+    measured_on = _stands(found.split, found.num_trained, what)
+    made = save(checkpoint, folder)
+    keep_ranks(found, interactions.user_names, folder / EVALUATED)
+    return _Trained(
+        made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found)
+    )
+
+
+def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    features = dataset.item_features()
+
+    def keep(trained: TrainedGenerator) -> None:
+        dataset.names.save(folder / EVALUATED)
+        _publish(trained, features, options, folder / EVALUATED)
+
+    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
+    _publish(trained, features, options, folder)
+    report = trained.report
+    what = f"of {report.own.num_users:,} users"
+    measured_on = _stands(SPLIT, report.num_trained, what)
+    return _Trained(
+        version(folder), measured_on, generator_figures(report), warning_of(report.comparison())
+    )
+
+
+def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(trained: TrainedRetriever) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save_vectors(trained.vectors, folder / EVALUATED)
+
+    trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
+    report = trained.report
+    measured_on = _stands(SPLIT, report.num_trained, f"of {report.own.num_users:,} users")
+    made = save_vectors(trained.vectors, folder)
+    return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
+
+
+def _publish(
+    trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path
+) -> None:
+    publish(trained, features, options.generate, folder)
+    (folder / CONFIGURATION).unlink()  # the site has one that serves all models
+
+
+def _of_codes(options: SiteOptions) -> object:
+    """Return the options that decide the semantic IDs, which the ranker reads too."""
+    generate = options.generate
+    return generate.seed, generate.code_count, generate.vector_dim
+
+
+def _stands(split: Split, num_trained: int, what: str) -> str:
+    return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
+
+
+PARTS: dict[PartName, Part] = {
+    "generator": Part(lambda options: options.generate, _generator),
+    "ranker": Part(lambda options: (options.rank, _of_codes(options)), _ranker),
+    "vectors": Part(lambda options: options.retrieve, _vectors),
+}
+"""The models, the one with the longest training first."""
