@@ -24,7 +24,6 @@ from npu_gr.handlers.service import Service
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.store import StoredHistory
 from npu_gr.vector_search.vectors import save
-from tests.server.test_generate_over_http import generate
 from tests.server.test_generate_over_http import section as of_generator
 from tests.serving import serving, until
 from tests.vector_search.test_fold import make_folding
@@ -150,11 +149,7 @@ async def test_a_withdrawn_item_is_not_matched(tmp_path: Path) -> None:
     }
     async with serving(tmp_path, **sections) as (client, _):
         every = (await match(client, num_items=100))["items"]
-        sid = (await generate(client))["sids"][:3]
-        new = {"item_id": every[0], "sid": sid, "order": 0.0}
-        new["attributes"] = {"kind": "a", "stock": 1}
         for change, found in (
-            ({"add": [new]}, every),
             ({"withdraw": [every[0]]}, every[1:]),
             ({"restore": [every[0]]}, every),
             ({"withdraw": [every[0]]}, every[1:]),
