@@ -105,7 +105,13 @@ from npu_gr.cli.options import FILE, names_of
     "--positive",
     multiple=True,
     metavar="CONDITION",
-    help="Rows that are behaviours, such as 'click=1'; the others are left out. `none`: all are.",
+    help="Rows that are behaviours, such as 'click=1'; others are impressions. `none`: all are.",
+)
+@click.option(
+    "--position",
+    default="",
+    metavar="COLUMN",
+    help="Column with the place of a shown item, or `none`; default: guessed.",
 )
 @click.option(
     "--drop",
@@ -127,7 +133,12 @@ from npu_gr.cli.options import FILE, names_of
 )
 @click.option(
     "--format",
-    type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc")),
+    type=click.Choice(
+        (
+            *("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc"),
+            *("sqlite", "lists"),
+        )
+    ),
     help="Format of LOG; default: by its name.",
 )
 @click.option(

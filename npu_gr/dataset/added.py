@@ -27,15 +27,30 @@ from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
 from npu_gr.dataset.cells import identifier, pa, pq
 from npu_gr.dataset.columns import NONE
-from npu_gr.dataset.files import ITEMS, MANY_FILES, USERS, Dataset
+from npu_gr.dataset.files import (
+    ITEMS,
+    MANY_FILES,
+    POSITION,
+    USERS,
+    Dataset,
+    impressions_of,
+)
 from npu_gr.dataset.line_sources import file_sql
 from npu_gr.dataset.lines import NESTED
 from npu_gr.dataset.options import PrepareOptions
-from npu_gr.dataset.write import COMPRESSION, EventCounts, ItemCounts
+from npu_gr.dataset.write import COMPRESSION, EventCounts, ItemCounts, write_private
 
 # options that the dataset decides unless they are given
 _KEPT = (
-    *("positive", "drop", "where", "event_features", "request_features", "cross_features"),
+    *(
+        "positive",
+        "drop",
+        "where",
+        "position",
+        "event_features",
+        "request_features",
+        "cross_features",
+    ),
     *("columns", "encoding", "format", "time_unit", "time_format", "keep_duplicates", "items_key"),
     *("title", "features", "users_key", "user_features"),
 )
@@ -101,6 +116,10 @@ class Earlier:
         return pq.read_table(self.dataset.folder / ITEMS).combine_chunks()
 
     @property
+    def _files(self) -> list[dict[str, Any]]:
+        return self.dataset.event_files
+
+    @property
     def kinds(self) -> dict[str, str]:
         """Kinds of the features of the log by name: "number", "one" or "many"."""
         return {one["name"]: one["kind"] for one in self.manifest.get("log_features", [])}
@@ -108,7 +127,7 @@ class Earlier:
     @property
     def next_file(self) -> str:
         """The file of the events that are added."""
-        return f"events-{len(self.dataset.event_files):04}.parquet"
+        return f"events-{len(self._files):04}.parquet"
 
     def without_known(self, con: Any, path: Path, counts: EventCounts) -> EventCounts:
         """Remove the events that the dataset has already from a file of events.
@@ -126,7 +145,7 @@ class Earlier:
         first, last = counts.first_time, counts.last_time
         overlap = [
             self.dataset.folder / one["name"]
-            for one in self.dataset.event_files
+            for one in self._files
             if one["first_time"] <= last and one["last_time"] >= first
         ]
         if not overlap:
@@ -137,7 +156,8 @@ class Earlier:
         )
         listed = ", ".join(map(file_sql, overlap))
         new = f"read_parquet({file_sql(path)}, file_row_number = true)"
-        known = f"(FROM read_parquet([{listed}]) WHERE time BETWEEN {first} AND {last})"
+        known = f"read_parquet([{listed}], union_by_name = true)"
+        known = f"(FROM {known} WHERE time BETWEEN {first} AND {last})"
         key = " AND ".join(f"a.{one} = b.{one}" for one in ("user", "item", "time"))
         found = con.execute(
             f"SELECT a.file_row_number FROM {new} a SEMI JOIN {known} b ON {key} AND {same}"
@@ -151,16 +171,28 @@ class Earlier:
         left = EventCounts(len(counts.of_action))
         left.num_duplicates = counts.num_duplicates + len(found)
         if not len(table):
-            path.unlink()
+            pq.write_table(table, path)  # its impressions may be new
             return left
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         left.add([sink.getvalue()], table["action"].to_numpy(), table["time"].to_numpy())
-        make_private(path)
-        with path.open("wb") as file:
-            pq.write_table(table, file, compression=COMPRESSION)
+        write_private(table, path)
         return left
+
+    def without_shown(self, con: Any, shown: Any) -> Any:
+        """Remove the impressions that the dataset has already from a table of impressions."""
+        paths = [self.dataset.folder / impressions_of(one["name"]) for one in self._files]
+        there = ", ".join(file_sql(path) for path in paths if path.exists())
+        if not there or not len(shown):
+            return shown
+        con.register("shown", shown)
+        found = con.sql(
+            f"FROM shown a ANTI JOIN (FROM read_parquet([{there}])) b ON a.user = b.user AND "
+            f"a.item = b.item AND a.time = b.time AND a.{POSITION} = b.{POSITION} ORDER BY ALL"
+        ).to_arrow_table()
+        con.unregister("shown")
+        return found
 
     def link_events(self, folder: Path, actions: Sequence[str]) -> I64:
         """Link the files of earlier events into the new folder.
@@ -175,13 +207,14 @@ class Earlier:
         """
         before = self.manifest["actions"]["names"]
         place = np.array([actions.index(name) for name in before], np.int64)
-        for one in self.dataset.event_files:
-            source, target = self.dataset.folder / one["name"], folder / one["name"]
+        names = [one["name"] for one in self._files]
+        for name in map(impressions_of, names):
+            if (self.dataset.folder / name).exists():
+                _link(self.dataset.folder / name, folder / name)
+        for name in names:
+            source, target = self.dataset.folder / name, folder / name
             if place.tolist() == list(range(len(before))):
-                try:
-                    os.link(source, target)
-                except OSError:  # a file system without links
-                    shutil.copy2(source, target)
+                _link(source, target)
                 continue
             make_private(target)
             with (
@@ -200,9 +233,7 @@ class Earlier:
         """List the items with events: those of the dataset, then those of the added log."""
         names: list[str] = self.items["name"].to_pylist()
         if self.manifest["items"]["without_events"]:
-            paths = [
-                file_sql(self.dataset.folder / one["name"]) for one in self.dataset.event_files
-            ]
+            paths = [file_sql(self.dataset.folder / one["name"]) for one in self._files]
             ids = con.execute(
                 f"SELECT DISTINCT item FROM read_parquet([{', '.join(paths)}])"
             ).fetchnumpy()["item"]
@@ -258,8 +289,8 @@ class Earlier:
             has_users: Whether a file of users was given; else the features stay.
         """
         before = self.manifest
-        files = self.dataset.event_files
-        if added["events"]:
+        files = self._files
+        if added["events"] or added["impressions"]:
             keys = ("events", "first_time", "last_time", "digest")
             files = [*files, {"name": self.next_file} | {key: added[key] for key in keys}]
         of_action = np.array(added["actions"]["events"], np.int64)
@@ -275,6 +306,7 @@ class Earlier:
             "columns": before["columns"],
             "options": before.get("options", added["options"]),
             "added": added["events"],
+            "impressions": before.get("impressions", 0) + added["impressions"],
         }
         if added["events"]:
             digests = "".join(one["digest"] for one in files)
@@ -292,3 +324,10 @@ class Earlier:
                 new = added["users"] - before["users"]
                 joined["users_without_row"] = before["users_without_row"] + new
         return joined
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)

@@ -27,21 +27,24 @@ from npu_gr.dataset.actions import Actions, OldActions
 from npu_gr.dataset.added import Earlier, kept_options, options_of
 from npu_gr.dataset.engine import duckdb_errors, memory_for, opened
 from npu_gr.dataset.files import (
-    ADDED_EVENTS,
+    ADDED,
     DECLARED_KIND,
     EVENTS,
     FORMAT,
+    IMPRESSIONS,
     ITEMS,
     KIND,
     MANIFEST,
     REJECTED,
     USERS,
     Dataset,
+    impressions_of,
     is_dataset,
     read_dataset,
     replaced_folder,
 )
 from npu_gr.dataset.line_sources import Source
+from npu_gr.dataset.log_facts import busiest_user, examples, lost_events
 from npu_gr.dataset.log_features import LogFeature
 from npu_gr.dataset.logs import Log
 from npu_gr.dataset.options import PrepareOptions
@@ -49,9 +52,16 @@ from npu_gr.dataset.plausible import findings
 from npu_gr.dataset.rejects import Rejects
 from npu_gr.dataset.side import ItemTable, UserTable, notes_of, read_items, read_users
 from npu_gr.dataset.sources import OTHERS, ArrowStream, open_source
-from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
+from npu_gr.dataset.write import (
+    EventCounts,
+    ItemCounts,
+    write_events,
+    write_items,
+    write_private,
+    write_users,
+)
 
-FILES = (MANIFEST, EVENTS, ADDED_EVENTS, USERS, ITEMS, REJECTED)
+FILES = (MANIFEST, EVENTS, IMPRESSIONS, *ADDED, USERS, ITEMS, REJECTED)
 OnStage = Callable[[str, float], None]
 """Called with the name of the stage and its progress, 0 to 1."""
 
@@ -270,9 +280,14 @@ class _Build:
             show=lambda ratio: on_stage("sorting", ratio),
         )
         names, item_names = log.user_names(), log.item_names()
+        shown = log.impressions() if log.has_impressions else None
         if earlier:
             if not self._options.keep_duplicates:
                 counts = earlier.without_known(con, path, counts)
+            if shown is not None:
+                shown = earlier.without_shown(con, shown)
+            if not sum(counts.of_action) and not (shown and len(shown)):
+                path.unlink()
             item_names = earlier.names_with_events(con, item_names)
         num_without = write_users(folder, names, users, earlier.users if earlier else None)
         titles = log.titles() if table is None else {}
@@ -286,13 +301,18 @@ class _Build:
         if users is not None:
             notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
         manifest = self._manifest(actions, table, counts, items, notes)
+        if shown is not None and len(shown):
+            write_private(shown, folder / impressions_of(path.name))
+        manifest["impressions"] = 0 if shown is None else len(shown)
+        manifest["examples"] = examples(con, log.columns)
         manifest |= {"users": len(names)} | self._features(users, num_without)
         if earlier:
             place = earlier.link_events(folder, actions.names)
             has = {"has_items": table is not None, "has_users": users is not None}
             manifest = earlier.joined(manifest, place, **has)
         is_order = log.time_kind is None or log.time_kind.least_us == 0
-        found = list(findings(manifest, item_names, log.lost_events(), is_order=is_order))
+        facts = lost_events(con, log.columns), busiest_user(con)
+        found = list(findings(manifest, item_names, *facts, is_order=is_order))
         if found and self._options.strict:
             raise DataError("\n".join(["--strict:", *found]))
         manifest["notes"] += found
@@ -370,6 +390,7 @@ class _Build:
             "items: item": table.key if table else None,
             "items: title": table.title if table else None,
             "title": None if table else self._log.title,
+            "position": self._log.position,
         }
         time_kind = self._log.time_kind
         of_action = counts.of_action
@@ -405,7 +426,6 @@ class _Build:
             "skipped": table.skipped if table else {},
             "unused": self._log.unused,
             "filtered": self._log.num_left_out,
-            "examples": self._log.examples(),
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "trimmed": self._log.num_trimmed,
             "rejected": self._rejects.as_dict(),

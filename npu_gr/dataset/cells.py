@@ -5,6 +5,7 @@ A column of DuckDB is a text, a number, a time, or a list of these.
 
 from __future__ import annotations
 
+import ast
 import re
 from datetime import date
 from decimal import Decimal
@@ -26,7 +27,8 @@ except ImportError as error:
 
 __all__ = ["duckdb", "pa", "pc", "pq"]
 
-Cells = Literal["list", "blanks", "bars", "number", "text"]
+Cells = Literal["list", "blanks", "bars", "semicolons", "commas", "json", "number", "comma", "text"]
+_MARKS = {"blanks": " ", "bars": "|", "semicolons": ";", "commas": ", "}
 NUMBER = rf"^\s*{values.NUMBER}\s*$"
 MAX_CELL_CHARS = 4096  # the rest of a longer text is ignored; no name or value is that long
 JOINT = "\x1f"  # separates the values of a list
@@ -81,8 +83,15 @@ def has_point(array: Any) -> bool:
     return bool(len(texts)) and bool(pc.all(is_whole).as_py())
 
 
-def finite_number(cell: Any) -> float | None:
-    """Read a cell as a number; None if it is missing, too large for float32, or not one."""
+def finite_number(cell: Any, *, has_comma: bool = False) -> float | None:
+    """Read a cell as a number; None if it is missing, too large for float32, or not one.
+
+    Args:
+        cell: The cell.
+        has_comma: Whether numbers are written as 1.234,56.
+    """
+    if has_comma and isinstance(cell, str):
+        cell = cell.replace(".", "").replace(",", ".")
     try:
         number = number_of(cell)
     except TypeError:
@@ -96,14 +105,26 @@ def values_of(cell: Any, cells: Cells) -> list[str]:
         return []
     if isinstance(cell, list):
         parts = [plain_text(part) for part in cell]
-    elif cells == "blanks":
-        parts = plain_text(cell).split(" ")
-    elif cells == "bars":
-        parts = plain_text(cell).split("|")
+    elif cells in _MARKS:
+        parts = plain_text(cell).split(_MARKS[cells])
+    elif cells == "json":
+        parts = [plain_text(part) for part in _listed(plain_text(cell))]
     else:
         parts = [plain_text(cell)]
     parts = [part.strip(BLANKS) for part in parts]
     return list(dict.fromkeys(part for part in parts if part not in MISSING))
+
+
+def _listed(text: str) -> list[Any]:
+    """Read a list that is written as JSON or by Python; a text that is neither is one value."""
+    for read in (orjson.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        if isinstance(found, list):
+            return found
+    return [text]
 
 
 def plain_text(cell: Any) -> str:

@@ -14,68 +14,20 @@ from typing import Any
 from npu_gr.core.errors import DataError
 from npu_gr.core.text_format import cut, quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
+from npu_gr.dataset.column_names import IS_A, NAMES
 from npu_gr.dataset.row_filter import is_binary
 from npu_gr.dataset.time_parts import MARK, find_parts
 
 NONE = "none"  # as the name in an option: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
+_COMMA = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*$|^\s*[+-]?\d{1,3}(\.\d{3})*\s*$"
+_JSON_LIST = r"^\s*\[.*\]\s*$"
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
 _MOST = 0.9  # share of the cells that must match a kind
+_MIN_RECUR = 2  # times that a value of a list occurs on average
+_LONGEST_PART = 40  # characters of a value of a list; longer ones are sentences
 _MOST_ONE = 0.5  # if more of the lists have one cell, the column is one of cells
 MAX_EVENT_TYPES = 100
-
-# Names of columns, letters and digits only: strong ones, then weak ones, which count if no column
-# has a strong one.
-_NAMES: dict[str, tuple[str, str]] = {
-    "user": (
-        "userid user uid customerid customer customerno customernumber visitorid visitor "
-        "memberid member accountid clientid client reviewerid buyerid subscriberid shopperid "
-        "profileid userpseudoid userkey useruuid personid "
-        "nutzer nutzerid kunde kundenid kundennummer kundennr benutzer benutzerid "
-        "用户 用户id 用户编号 会员 会员id 会员编号 客户 客户id 顾客id 买家id",
-        "anonymousid fullvisitorid cookieid deviceid sessionid session",
-    ),
-    "item": (
-        "itemid item iid sku skuid productid product asin articleid article movieid contentid "
-        "trackid songid videoid bookid isbn listingid offerid newsid postid adid documentid "
-        "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid "
-        "aid artikel artikelid artikelnummer artikelnr produkt produktid produktnummer "
-        "商品 商品id 商品编号 商品编码 物品id 物品 产品id 视频id 文章id 内容id 歌曲id 电影id",
-        "parentasin productkey itemkey variantid",
-    ),
-    "time": (
-        "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime "
-        "timestampms timestampus timestampns timems eventts eventtimems orderts ordertime "
-        "zeit zeitstempel zeitpunkt 时间 时间戳 行为时间 下单时间 点击时间",
-        "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
-        "reviewtime day datum bestelldatum 日期",
-    ),
-    "event": (
-        "event eventtype eventname action actiontype behavior behaviour behaviortype "
-        "behaviourtype interaction interactiontype activity "
-        "ereignis aktion 行为 行为类型 事件 事件类型 动作 操作类型",
-        "type verb",
-    ),
-    "value": (
-        "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds "
-        "watchtime watchratio playtime listeningtime engagement bookrating userrating "
-        "bewertung sterne verweildauer 评分 分数 时长 观看时长 停留时长",
-        "duration preference label",
-    ),
-    "title": (
-        "title name productname movietitle itemname producttitle itemtitle displayname "
-        "titel bezeichnung artikelname produktname 标题 名称 商品名称 商品标题",
-        "label headline",
-    ),
-}
-_IS_A = {
-    "user": "who did it",
-    "item": "with which item",
-    "time": "when",
-    "event": "what was done",
-    "value": "how much",
-    "title": "what a person calls it",
-}
 
 
 class CellKind(StrEnum):
@@ -160,9 +112,26 @@ def cells_of(name: str, array: Any, declared: Mapping[str, str]) -> Cells:
         return "list"
     if kind_of(array) in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
         return "number"
-    if is_text(array) and pc.any(pc.match_substring(array, "|")).as_py():
+    if not is_text(array):
+        return "text"
+    texts = pc.drop_null(array)
+    if _share(texts, _COMMA) >= _MOST:
+        return "comma"
+    if _share(texts, _JSON_LIST) >= _MOST:
+        return "json"
+    if pc.any(pc.match_substring(texts, "|")).as_py():
         return "bars"
-    return "text"
+    return "semicolons" if _repeats(texts, ";") else "commas" if _repeats(texts, ", ") else "text"
+
+
+def _repeats(texts: Any, mark: str) -> bool:
+    """Whether texts are lists: their parts recur in other cells, as those of sentences do not."""
+    if not pc.any(pc.match_substring(texts, mark)).as_py():
+        return False
+    parts = pc.list_flatten(pc.split_pattern(texts, mark))
+    return bool(pc.count_distinct(parts).as_py() * _MIN_RECUR <= len(parts)) and bool(
+        pc.max(pc.utf8_length(parts)).as_py() <= _LONGEST_PART
+    )
 
 
 def choose_log_columns(
@@ -210,7 +179,7 @@ def choose_log_columns(
 
 def is_item_name(name: str) -> bool:
     """Whether a column of this name is probably the item."""
-    return _plain(name) in _NAMES["item"][0].split()
+    return _plain(name) in NAMES["item"][0].split()
 
 
 def choose_title(columns: Mapping[str, Any], taken: Sequence[str]) -> Column | None:
@@ -221,13 +190,32 @@ def choose_title(columns: Mapping[str, Any], taken: Sequence[str]) -> Column | N
         taken: Columns that have another role.
     """
     kinds = {name: kind_of(array) for name, array in columns.items()}
-    strong = set(_NAMES["title"][0].split()) - {"name"}  # in a log it may be the user's
+    strong = set(NAMES["title"][0].split()) - {"name"}  # in a log it may be the user's
     found = [
         name
         for name, kind in kinds.items()
         if name not in taken and _plain(name) in strong and kind is CellKind.TEXT
     ]
     return Column(found[0], "its name") if len(found) == 1 else None
+
+
+def choose_position(
+    columns: Mapping[str, Any], named: str, taken: Sequence[str], source: str
+) -> Column | None:
+    """Choose the column of a log with the places of shown items; None = there is none.
+
+    Args:
+        columns: The first cells of all columns, by name.
+        named: Name of the column, or NONE; "" to guess.
+        taken: Columns that have another role.
+        source: Name of the log, for messages.
+
+    Raises:
+        DataError: there is no such column, or more than one fits.
+    """
+    kinds = {name: kind_of(array) for name, array in columns.items()}
+    given = {"position": named} if named else {}
+    return _optional("position", columns, kinds, given, source, set(taken))
 
 
 def unused_columns(columns: Mapping[str, Any], taken: Sequence[str]) -> list[dict[str, str]]:
@@ -250,9 +238,9 @@ def unused_columns(columns: Mapping[str, Any], taken: Sequence[str]) -> list[dic
         hint = ""
         if is_binary(array):
             hint = f"if 0 is shown and not clicked: --positive '{name}=1'"
-        elif _plain(name) in " ".join(_NAMES["value"]).split() and _fits("value", kind):
+        elif _plain(name) in " ".join(NAMES["value"]).split() and _fits("value", kind):
             hint = f"--value {name} uses it"
-        elif _plain(name) in " ".join(_NAMES["value"]).split():
+        elif _plain(name) in " ".join(NAMES["value"]).split():
             hint = f"its cells are {kind}, not numbers; --value {name} rejects the others"
         first = ", ".join(cut(str(value), 16) for value in values) or str(kind)
         found.append({"name": name, "values": first, "hint": hint})
@@ -327,7 +315,7 @@ def _required(
     if found:
         raise _ambiguous(role, found, source, option)
     raise DataError(
-        f"{source}: no column looks like the {role} ({_IS_A[role]}); name it with {option}: "
+        f"{source}: no column looks like the {role} ({IS_A[role]}); name it with {option}: "
         f"{_listed(columns)}. If the file has no header, name the columns with --columns a,b,..."
     )
 
@@ -393,12 +381,15 @@ def _named(name: str, columns: Mapping[str, Any], source: str, option: str) -> C
 
 def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
     """Find the columns whose name and kind fit a role: by strong names, else by weak ones."""
-    for names in _NAMES[role]:
+    for names in NAMES[role]:
         known = set(names.split())
-        if found := [
-            name for name, kind in kinds.items() if _plain(name) in known and _fits(role, kind)
-        ]:
-            return found
+        found = [
+            name
+            for name, kind in kinds.items()
+            if (_plain(name) in known or _with_owner(name) in known) and _fits(role, kind)
+        ]
+        if found:  # an empty column is none if another one has cells
+            return [name for name in found if kinds[name] is not CellKind.EMPTY] or found
     return []
 
 
@@ -414,6 +405,8 @@ def _fits(role: str, kind: CellKind) -> bool:
                 CellKind.NUMBER,
                 CellKind.TIME,
             )
+        case "position":
+            return kind is CellKind.INTEGER
         case "event":
             return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":
@@ -431,6 +424,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]", "", name.rpartition(".")[2])
 
 
+def _with_owner(name: str) -> str:
+    """Return the last two parts of a dotted name whose last part is "id": `customer.id`."""
+    owner, _, last = name.lower().rpartition(".")
+    return re.sub(r"[\W_]", "", owner.rpartition(".")[2] + last) if last == "id" else ""
+
+
 def _share(texts: Any, pattern: str) -> float:
     return float(pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(len(texts), 1)
 
@@ -440,7 +439,7 @@ def _ambiguous(
 ) -> DataError:
     choice = " or ".join(f"{option} {name}" for name in names)
     return DataError(
-        f"{source}: {len(names)} columns could be the {role} ({_IS_A[role]}): {choice}{rest}"
+        f"{source}: {len(names)} columns could be the {role} ({IS_A[role]}): {choice}{rest}"
     )
 
 

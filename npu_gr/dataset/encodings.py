@@ -61,23 +61,32 @@ def transcoded(path: Path, encoding: str, folder: Path) -> Path:
     return found
 
 
-def unpacked(path: Path, folder: Path) -> Path:
-    """Unpack a .xz or .zip file into a folder; return the new path.
+def unpacked(path: Path, folder: Path) -> list[Path]:
+    """Unpack a .xz or .zip file into a folder; return the new paths, sorted by name.
 
     Raises:
-        DataError: The file is damaged, or a .zip has more than one file.
+        DataError: The file is damaged, or a .zip is empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".xz":
             with lzma.open(path) as packed:
-                return _copied(packed, folder / path.stem)
+                return [_copied(packed, folder / path.stem)]
         with zipfile.ZipFile(path) as archive:
-            inside = [one for one in archive.infolist() if not one.is_dir()]
-            if len(inside) != 1:
-                raise DataError(f"{path}: {len(inside)} files; give an archive of one")
-            with archive.open(inside[0]) as member:
-                return _copied(member, folder / Path(inside[0].filename).name)
+            inside = [
+                one
+                for one in archive.infolist()
+                if not one.is_dir() and not any(p[0] in "._" for p in Path(one.filename).parts)
+            ]
+            if not inside:
+                raise DataError(f"{path}: no file in it")
+            found = []
+            for place, one in enumerate(sorted(inside, key=lambda one: one.filename)):
+                (folder / str(place)).mkdir()
+                with archive.open(one) as member:
+                    to = folder / str(place) / Path(one.filename).name
+                    found.append(_copied(member, to))
+            return found
     except (EOFError, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
         raise DataError(f"{path}: damaged, truncated or encrypted: {error}") from error
 

@@ -5,6 +5,7 @@
                      action int16, value float64 (of ratings and ranges), time int64 (unix
                      seconds), and `feature.X` of each feature X of the log: a number, a text,
                      or a list of texts; events-0001.parquet, ... of logs that were added
+    impressions.parquet   items that were shown, and no behaviour: user, item, time, position
     users.parquet    name, and `feature.X` of each feature X of users
     items.parquet    id int64, name, title, and `feature.X`: a text, or a list of texts
     rejected.jsonl   the first rejected rows, each with its reason
@@ -42,6 +43,7 @@ from npu_gr.dataset.cells import pa, pc, pq
 from npu_gr.history_store.interactions import (
     DeclaredKind,
     FeatureColumn,
+    Impressions,
     Interactions,
     ItemValues,
     LogFeatureOf,
@@ -51,7 +53,9 @@ KIND = "npu_gr dataset"
 FORMAT, MANY_FILES = 1, 2  # of the manifest; 2: with files of logs that were added
 MANIFEST = "manifest.json"
 EVENTS = "events.parquet"
-ADDED_EVENTS = "events-*.parquet"
+IMPRESSIONS = "impressions.parquet"
+ADDED = ("events-*.parquet", "impressions-*.parquet")  # of logs that were added
+POSITION = "position"  # column of the place of an item among those shown; -1 = not known
 USERS = "users.parquet"
 ITEMS = "items.parquet"
 REJECTED = "rejected.jsonl"
@@ -99,6 +103,8 @@ class Dataset:
         columns = ["user", "item", "value" if is_rated else "action", "time"]
         wanted = columns + [FEATURE + one["name"] for one in self._features("log_features")]
         files = [one["name"] for one in self.event_files]
+        has_position = all(POSITION in self._columns_of(name) for name in files)
+        wanted += [POSITION] if has_position else []
         table = pa.concat_tables(self._read(name, wanted) for name in files)
         users, items, values, times = (table[name].to_numpy() for name in columns)
         if len(files) > 1:  # the order that one file would have
@@ -111,6 +117,21 @@ class Dataset:
         names = listed["name"].to_pylist()
         if len(users) and not 0 <= users.min() <= users.max() < len(names):
             raise DataError(f"{self.folder / EVENTS}: a user is not in {USERS}")
+        shown = None
+        if self.manifest.get("impressions"):
+            tables = [
+                self._read(impressions_of(name), ["user", "item", "time", POSITION])
+                for name in files
+                if (self.folder / impressions_of(name)).exists()
+            ]
+            joined = pa.concat_tables(tables)
+            shown = Impressions(
+                joined["user"].to_numpy(),
+                joined["item"].to_numpy(),
+                joined["time"].to_numpy(),
+                joined[POSITION].to_numpy(),
+                table[POSITION].to_numpy()[order] if has_position else None,
+            )
         return Interactions(
             users[order],
             items[order],
@@ -125,6 +146,7 @@ class Dataset:
                     for one in self._features("log_features")
                 ),
             ),
+            shown,
             self.item_key,
         )
 
@@ -181,6 +203,11 @@ class Dataset:
             return pq.read_table(path, columns=columns)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: {error}; npu-gr prepare makes it anew") from error
+
+
+def impressions_of(events: str) -> str:
+    """Return the file of impressions next to a file of events."""
+    return events.replace("events", "impressions", 1)
 
 
 def is_dataset(folder: Path) -> bool:

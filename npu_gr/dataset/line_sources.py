@@ -30,6 +30,7 @@ from npu_gr.dataset.engine import LEAST_MB, PACKED_RATIO
 from npu_gr.dataset.lines import (
     PACKED,
     OnProgress,
+    ParsedRow,
     flat,
     has_like_ends,
     json_cell,
@@ -46,7 +47,7 @@ SAMPLE_ROWS = 10_000  # from which columns and times are guessed
 SAMPLE_BYTES = 16 << 20  # of these rows; fewer rows, if they are longer
 LINE_BYTES = 1 << 20  # the longest line that DuckDB reads; Python reads longer ones
 MAX_COLUMNS = 1000  # of JSON objects, whose keys may be ids
-_DELIMITERS = ",;\t|"
+DELIMITERS = ",;\t|"
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
@@ -81,6 +82,7 @@ class Source:
         self.notes: list[str] = []  # for the user of `npu-gr prepare`
         # types that the header of an atomic file declares
         self.types: dict[str, str] = {}
+        self.positive: tuple[str, ...] = ()  # condition of behaviours, where the format has one
         self._sample: dict[str, Any] | None = None
 
     @property
@@ -177,7 +179,7 @@ class DelimitedSource(LineSource):
         """
         super().__init__(name, paths)
         path, line = self.paths[0], _first_line(self.paths[0])
-        self._delimiter = delimiter or max(_DELIMITERS, key=line.count)
+        self._delimiter = delimiter or max(DELIMITERS, key=line.count)
         cells = self._header(path, line)
         atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
         self.types = (
@@ -202,6 +204,10 @@ class DelimitedSource(LineSource):
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
 
+    def rows(self, path: Path) -> Iterator[ParsedRow]:
+        """Parse a file row by row."""
+        return read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number)
+
     def kinds(self, columns: Sequence[str]) -> list[str]:
         """Return VARCHAR for every column."""
         return ["VARCHAR"] * len(columns)
@@ -215,10 +221,7 @@ class DelimitedSource(LineSource):
             ) from error
 
     def _read_sample(self) -> dict[str, Any]:
-        rows = chain.from_iterable(
-            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number)
-            for path in self.paths
-        )
+        rows = chain.from_iterable(map(self.rows, self.paths))
         cells: list[list[str]] = []
         num_rejected = num_bytes = 0
         for row in rows:

@@ -36,15 +36,15 @@ def split_kind(text: str) -> tuple[str, DeclaredKind]:
 
 def kind_word(cells: Cells) -> str:
     """Return the kind of the values as in the manifest: "number", "one" or "many"."""
-    return {"number": "number", "text": "one"}.get(cells, "many")
+    return {"number": "number", "comma": "number", "text": "one"}.get(cells, "many")
 
 
 def declared_cells(name: str, declared: DeclaredKind, array: Any, source: Source) -> Cells:
     """Find how cells hold values: by the declared kind, else by the first cells."""
-    if declared == "number":
-        return "number"
     found = cells_of(name, array, source.types)
-    return "text" if declared and found == "number" else found
+    if declared == "number":
+        return found if found == "comma" else "number"
+    return "text" if declared and found in ("number", "comma") else found
 
 
 class LogFeature:
@@ -74,6 +74,8 @@ class LogFeature:
 
     def sql(self, column: str, kind: str) -> str:
         """Return the SQL that reads cells of a DuckDB type."""
+        if self.cells == "comma":
+            return number_sql(f"replace(replace({column}, '.', ''), ',', '.')", kind)
         if self.cells == "number":
             return number_sql(column, kind, has_booleans=True)
         if self.cells == "list" and is_list_type(kind):
@@ -101,7 +103,7 @@ class LogFeature:
 
     def column(self, codes: npt.NDArray[Any], values: Any) -> Any:
         """Convert codes or numbers of rows to a column of the dataset, null where missing."""
-        if self.cells == "number":
+        if self.kind == "number":
             return pa.array(codes, pa.float64(), from_pandas=True)
         return pc.take(values, pa.array(codes, pa.int32(), mask=codes < 0))
 

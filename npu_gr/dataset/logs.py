@@ -34,15 +34,15 @@ from npu_gr.dataset.cells import (
 from npu_gr.dataset.columns import (
     MAX_EVENT_TYPES,
     Column,
-    LogColumns,
-    choose_log_columns,
+    choose_position,
     choose_title,
     unused_columns,
 )
 from npu_gr.dataset.files import NUM_PARTS
 from npu_gr.dataset.line_sources import Source
-from npu_gr.dataset.lines import NESTED, OnProgress
-from npu_gr.dataset.log_features import log_features, split_kind
+from npu_gr.dataset.lines import OnProgress
+from npu_gr.dataset.log_columns import choose_columns, recognise_times
+from npu_gr.dataset.log_features import log_features
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import (
     CODES,
@@ -50,19 +50,17 @@ from npu_gr.dataset.rejects import (
     MAX_EVENT_CHARS,
     MAX_ROW_CHARS,
     MAX_USER_CHARS,
+    SHOWN,
     UNSURE,
     RejectReason,
     Rejects,
 )
-from npu_gr.dataset.row_filter import NONE, check_labels, parse
-from npu_gr.dataset.sources import NestedSource
+from npu_gr.dataset.row_filter import NONE, parse
 from npu_gr.dataset.table import SourceTable
-from npu_gr.dataset.time_parts import joined, joined_sql
-from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
+from npu_gr.dataset.time_parts import joined_sql
+from npu_gr.dataset.times import US_PER_S
 from npu_gr.history_store.interactions import LogFeatureOf
 
-EXAMPLE_USERS = 3  # whose first events the summary shows
-EXAMPLE_EVENTS = 3
 MAX_TITLE_CHARS = 256
 BATCH_ROWS = 1 << 17
 # a name that a spreadsheet turned into a rounded number: its last digits are lost
@@ -95,16 +93,17 @@ class Log:
                 parse(text, f"{source.name}: --{option}", sample) for text in texts if text != NONE
             ]
             for option, texts in (
-                ("positive", options.positive),
+                ("positive", options.positive or source.positive),
                 ("drop", options.drop),
                 ("where", options.where),
             )
         }
-        self._kept_if = [*conditions["positive"], *conditions["where"]]
+        self._positive, self._kept_if = conditions["positive"], conditions["where"]
         self._dropped_if = conditions["drop"]
-        conditioned = [one.name for one in (*self._kept_if, *self._dropped_if)]
-        self.columns = _choose(source, options, conditioned)
-        self.time_kind = _recognise(source, self.columns.time, options)
+        every = (*self._positive, *self._kept_if, *self._dropped_if)
+        conditioned = [one.name for one in every]
+        self.columns = choose_columns(source, options, conditioned)
+        self.time_kind = recognise_times(source, self.columns.time, options)
         wanted: dict[LogFeatureOf, tuple[str, ...]] = {
             "event": options.event_features,
             "request": options.request_features,
@@ -112,6 +111,10 @@ class Log:
         }
         self.features = log_features(sample, wanted, source, kinds or {})
         used = [*self.columns.names(), *(one.name for one in self.features), *conditioned]
+        self.position: Column | None = None
+        if self._positive:
+            self.position = choose_position(sample, options.position, used, source.name)
+        used += [self.position.name] if self.position is not None else []
         self.title = choose_title(sample, used)
         titles = [self.title.name] if self.title is not None else []
         self._names = list(dict.fromkeys([*used, *titles]))
@@ -164,7 +167,7 @@ class Log:
         ((self.num_rows, self.num_trimmed, self.num_left_out),) = con.execute(
             "SELECT count(*) FILTER (WHERE reason = 0), "
             "count(*) FILTER (WHERE reason = 0 AND has_blanks), "
-            f"count(*) FILTER (WHERE reason = {LEFT_OUT}) FROM log"
+            f"count(*) FILTER (WHERE reason IN ({LEFT_OUT}, {SHOWN})) FROM log"
         ).fetchall()
         self._check_rejected(rejects)
         self._give_codes("users_of_log", "user")
@@ -176,7 +179,6 @@ class Log:
             f"{len(self._known_users)} - 1 + row_number() OVER (PARTITION BY k.code IS NULL ORDER "
             "BY u.code)) AS code FROM users_of_log u LEFT JOIN known k ON k.name = u.name"
         )
-        con.unregister("known")
         ids = item_ids(names, self.item_key)
         con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": ids}))
         con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
@@ -185,7 +187,7 @@ class Log:
             self._give_codes("events", "event")
             self._check_events()
         for place, one in enumerate(self.features):
-            if one.cells == "number":
+            if one.kind == "number":
                 self.feature_values.append(None)
             else:
                 self._give_codes(f"feature_{place}", f"f{place}")
@@ -229,38 +231,6 @@ class Log:
             ).fetchall()
         )
 
-    def examples(self) -> list[dict[str, Any]]:
-        """Return the first events of some users: user, and item, action and microseconds each."""
-        action = "event" if self.columns.event is not None else "NULL"
-        if self.columns.value is not None:
-            action = "CAST(value AS VARCHAR)"
-        users = self._con.execute(
-            "SELECT user FROM log WHERE reason = 0 GROUP BY user ORDER BY "
-            f"count(*) < {EXAMPLE_EVENTS}, min(n) LIMIT {EXAMPLE_USERS}"
-        ).fetchall()
-        return [
-            {
-                "user": user,
-                "events": self._con.execute(
-                    f"SELECT item, {action}, time_us FROM log WHERE reason = 0 AND user = ? "
-                    f"ORDER BY time_us, n LIMIT {EXAMPLE_EVENTS}",
-                    [user],
-                ).fetchall(),
-            }
-            for (user,) in users
-        ]
-
-    def lost_events(self) -> list[tuple[str, int, int]]:
-        """List event types of which most rows were rejected: name, rejected rows, all rows."""
-        if self.columns.event is None:
-            return []
-        found: list[tuple[str, int, int]] = self._con.execute(
-            "SELECT event, count(*) FILTER (reason > 0), count(*) FROM log "
-            "WHERE reason >= 0 AND event IS NOT NULL GROUP BY event "
-            "HAVING count(*) FILTER (reason > 0) * 2 > count(*) ORDER BY ALL"
-        ).fetchall()
-        return found
-
     def actions(self, old: OldActions) -> Actions:
         """Make the actions.
 
@@ -280,20 +250,21 @@ class Log:
 
     def sorted_rows(self) -> Iterator[Rows]:
         """Read all usable rows by user and time; rows of equal times keep the order of the log."""
-        time_us = (
-            "l.time_us"
-            if self.columns.time is not None
-            else f"(l.n + {self._source.first_number}) * {US_PER_S}"
-        )
+        time_us = self._time_sql()
         columns = ["CAST(u.code AS INTEGER) AS user", "i.id AS item", f"{time_us} AS time_us"]
-        joins = ["JOIN users u ON u.name = l.user", "JOIN item_ids i ON i.name = l.item"]
+        joins = [
+            "JOIN (FROM users UNION FROM known) u ON u.name = l.user",
+            "JOIN item_ids i ON i.name = l.item",
+        ]
         if self.columns.event is not None:
             columns.append("CAST(e.code AS INTEGER) AS action")
             joins.append("JOIN events e ON e.name = l.event")
         elif self.columns.value is not None:
             columns.append("l.value")
+        if self.position is not None:
+            columns.append("CAST(coalesce(l.position, -1) AS SMALLINT) AS position")
         for place, one in enumerate(self.features):
-            if one.cells == "number":
+            if one.kind == "number":
                 columns.append(f"coalesce(l.f{place}, 'nan') AS f{place}")
             else:
                 columns.append(f"coalesce(CAST(f{place}.code AS INTEGER), -1) AS f{place}")
@@ -304,6 +275,38 @@ class Log:
         )
         for batch in self._con.sql(query).to_arrow_reader(BATCH_ROWS):
             yield {name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names}
+
+    @property
+    def has_impressions(self) -> bool:
+        """Whether rows that are no behaviour are impressions."""
+        return bool(self._positive)
+
+    def impressions(self) -> Any:
+        """Return the rows without a behaviour of users who have some, by user and time.
+
+        Arrow table of user, item, time and position; -1 = it is not known. Rows that repeat
+        another one are left out.
+        """
+        position = "coalesce(l.position, -1)" if self.position is not None else "-1"
+        time_us = self._time_sql()
+        names = self._con.execute(
+            f"SELECT DISTINCT l.item FROM log l WHERE reason = {SHOWN}"
+        ).fetchnumpy()["item"]
+        ids = item_ids(names.tolist(), self.item_key)
+        self._con.register("shown", pa.table({"name": pa.array(names, pa.string()), "id": ids}))
+        found = self._con.sql(
+            f"SELECT DISTINCT CAST(u.code AS INTEGER) AS user, i.id AS item, {time_us} // "
+            f"{US_PER_S} AS time, CAST({position} AS SMALLINT) AS position FROM log l JOIN "
+            "(FROM users UNION FROM known) u ON u.name = l.user JOIN shown i ON i.name = l.item "
+            f"WHERE l.reason = {SHOWN} ORDER BY ALL"
+        ).to_arrow_table()
+        self._con.unregister("shown")
+        return found
+
+    def _time_sql(self) -> str:
+        if self.columns.time is not None:
+            return "l.time_us"
+        return f"(l.n + {self._source.first_number}) * {US_PER_S}"
 
     def _wrap(self, cells: str) -> str:
         """Return the SQL of the needed cells and the reject reason of each row.
@@ -342,6 +345,7 @@ class Log:
             found |= time.parts
             time_us, time_reason = time.us, time.reason
             reasons.append("WHEN time_reason <> 0 THEN time_reason")
+        of_shown = len(reasons)  # what a row without a behaviour has to have, too
         if columns.event is not None:
             long = f"length(event) > {MAX_EVENT_CHARS}"
             reasons += _name_reasons("event", RejectReason.LONG_EVENT, long)
@@ -357,6 +361,14 @@ class Log:
         if self.title is not None:
             text = name_sql(cell[self.title.name], kinds[self.title.name])
             found["title"] = f"left({text}, {MAX_TITLE_CHARS})"
+        if self.position is not None:
+            number = number_sql(cell[self.position.name], kinds[self.position.name])
+            found["position"] = f"CAST({number} AS INTEGER)"
+        if self._positive:
+            met = " AND ".join(one.sql(cell[one.name], kinds[one.name]) for one in self._positive)
+            shown = " ".join(reasons[:of_shown])
+            shown = f"CASE WHEN CASE {shown} ELSE 0 END = 0 THEN {SHOWN} ELSE {LEFT_OUT} END"
+            reasons.insert(0, f"WHEN NOT ({met}) THEN {shown}")
         if self._kept_if or self._dropped_if:
             kept = [one.sql(cell[one.name], kinds[one.name]) for one in self._kept_if]
             dropped = [one.sql(cell[one.name], kinds[one.name]) for one in self._dropped_if]
@@ -375,13 +387,14 @@ class Log:
             *(
                 name
                 for name in found
-                if name in ("event", "value", "title", "has_blanks") or name[0] == "f"
+                if name in ("event", "value", "title", "has_blanks", "position") or name[0] == "f"
             ),
         ]
         # the event of a rejected row says which types are lost
         is_short = f" OR length(event) <= {MAX_EVENT_CHARS}"
         good = ", ".join(
-            f"CASE WHEN reason = 0{is_short * (name == 'event')} THEN {name} END AS {name}"
+            f"CASE WHEN reason IN (0, {SHOWN}){is_short * (name == 'event')} THEN {name} END AS "
+            f"{name}"
             for name in needed
         )
         line = self._source.line_sql(self._names)
@@ -442,38 +455,3 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
             f"{CODES[RejectReason.ROUNDED]}"
         )
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
-
-
-def _choose(source: Source, options: PrepareOptions, conditioned: Sequence[str]) -> LogColumns:
-    names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
-    named = {role: name for role, name in names.items() if name}
-    if not isinstance(source, NestedSource):
-        features = (*options.event_features, *options.request_features, *options.cross_features)
-        check_labels(
-            source.sample,
-            [*conditioned, *named.values(), *(split_kind(text)[0] for text in features)],
-            bool(options.positive),
-            bool(options.drop or options.where),
-            source.name,
-        )
-        return choose_log_columns(
-            source.sample, named, has_time=options.has_time, source=source.name
-        )
-    if named:
-        raise DataError(f"{source.name}: --{next(iter(named))}: {source.format} has no columns")
-    columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
-    place = Column(NESTED[2], "the index of an item in its user's list")
-    return LogColumns(user=columns.user, item=columns.item, time=place, event=None, value=None)
-
-
-def _recognise(source: Source, time: Column | None, options: PrepareOptions) -> TimeKind | None:
-    if time is None:
-        return None
-    if isinstance(source, NestedSource):
-        return TimeKind(
-            unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0
-        )
-    name = f"{source.name}: {time.name}"
-    sample = source.sample
-    array = joined([sample[one] for one in time.parts]) if time.parts else sample[time.name]
-    return recognise(array, name, options.time_unit, options.time_format)

@@ -25,7 +25,8 @@ class PrepareOptions:
     request_features: tuple[str, ...] = ()  # of the log: the request that showed the item
     cross_features: tuple[str, ...] = ()  # of the log: the user and the shown item together
     # conditions of `row_filter`; rows that do not meet them are left out. "none" = every row counts
-    positive: tuple[str, ...] = ()  # what makes a row a behaviour
+    positive: tuple[str, ...] = ()  # what makes a row a behaviour; others are impressions
+    position: str = ""  # of the log: the place of the item among those shown
     drop: tuple[str, ...] = ()  # a row that meets one is left out
     where: tuple[str, ...] = ()  # a row must meet all
     # folder of a dataset whose actions and items keep their ids; "" = the replaced one

@@ -14,6 +14,10 @@ MIN_EVENTS = 100  # fewer say nothing about shares
 _DAY_S = 86_400
 _FIRST_S = 315_532_800  # 1980-01-01
 _SPAN_S = 3600
+_MIN_USERS = 10
+_MOST_OF_ONE = 0.2  # share of the rows of one user
+_MOST_UNNAMED = 0.02  # and of a user whose name says that it is not known
+_UNNAMED = frozenset(("0", "-1", "-", "na", "n/a", "unknown", "guest", "anonymous", "undefined"))
 _MOST_OWN = 0.8  # share of items or users with one event
 
 
@@ -21,6 +25,7 @@ def findings(
     manifest: Mapping[str, Any],
     items: Sequence[str],
     lost_events: Sequence[tuple[str, int, int]],
+    busiest: tuple[str, int, int],
     *,
     is_order: bool,
 ) -> Iterator[str]:
@@ -30,6 +35,7 @@ def findings(
         manifest: The manifest of the new dataset.
         items: Names of the items.
         lost_events: Event types of which most rows were rejected: name, rejected rows, all rows.
+        busiest: The user with the most rows: name, rows of the user, rows of all users.
         is_order: Whether times are positions in an order.
     """
     first, last = manifest["first_time"], manifest["last_time"]
@@ -56,6 +62,15 @@ def findings(
                 f"WARNING: {count:,} {what}s for {num_events:,} events; if the column has another "
                 f"meaning, name the right one with --{what}"
             )
+    user, num_own, num_all = busiest
+    most = _MOST_UNNAMED if user.casefold() in _UNNAMED else _MOST_OF_ONE
+    if num_own >= MIN_EVENTS // 5 and num_own > most * num_all and manifest["users"] >= _MIN_USERS:
+        column = manifest["columns"]["user"]["name"]
+        yield (
+            f"WARNING: the user {quoted(user)} has {num_own:,} of {num_all:,} rows; if this stands "
+            f"for visitors without a name, give --drop '{column}={user}', or --user "
+            f"{column},SESSION to name them by another column"
+        )
     for name, num_rejected, num_rows in lost_events:
         yield (
             f"WARNING: {num_rejected:,} of the {num_rows:,} rows of the event type {quoted(name)} "

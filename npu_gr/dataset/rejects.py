@@ -43,6 +43,7 @@ CODES = {reason: code for code, reason in enumerate(RejectReason, 1)}
 """Reasons as integers in DuckDB; 0: the row can be used."""
 SKIPPED, UNSURE = -1, -2  # codes of a line that is no row, and of one that Python must parse
 LEFT_OUT = -3  # code of a row that the conditions of `row_filter` leave out
+SHOWN = -4  # code of a row that `--positive` does not meet: its item was shown alone
 _REASONS = list(RejectReason)
 
 

@@ -36,9 +36,7 @@ _COMPARED = re.compile(
 _LABELS = frozenset(
     "click clicked isclick isclicked iclick label target conversion converted".split()  # noqa: SIM905
 )
-_STATES = frozenset(
-    ("status", "state", "orderstatus", "orderstate", "paymentstatus", "订单状态", "状态")
-)
+_STATES = ("status", "state", "状态")  # ends of names
 _UNDONE = r"(?i)cancel|return|refund|reject|void|failed|storn|取消|退"
 
 
@@ -131,7 +129,7 @@ def check_labels(
                 f"behaviour: --positive '{name}=1' leaves out the other rows. If every row is a "
                 f"behaviour, give --positive {NONE}"
             )
-        if plain in _STATES and not has_drop and not _is_list(array):
+        if plain.endswith(_STATES) and not has_drop and not _is_list(array):
             texts = pc.unique(pc.drop_null(as_text(array)))
             undone = texts.filter(pc.match_substring_regex(texts, _UNDONE)).to_pylist()
             if undone:

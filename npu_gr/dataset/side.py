@@ -321,14 +321,16 @@ def _rows(con: Any, view: str, columns: Sequence[str]) -> Iterator[tuple[str, di
 
 def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
     """Make a feature of a column, or return the reason why not."""
-    if kind == "number":
-        numbers = [finite_number(cell) for cell in cells]
+    if kind in ("number", "comma"):
+        numbers = [finite_number(cell, has_comma=kind == "comma") for cell in cells]
         distinct = {number for number in numbers if number is not None}
         has_fraction = any(number != int(number) for number in distinct)
         if len(distinct) > _MIN_DISTINCT and (
             has_fraction or len(distinct) > MAX_VALUES or _is_own(distinct, numbers)
         ):
             return _buckets(name, numbers)
+        if kind == "comma":
+            cells = numbers
     values = [values_of(cell, kind) for cell in cells]
     counts = Counter(value for row in values for value in set(row))
     if not counts:
@@ -348,7 +350,7 @@ def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> It
         return f"a value has over {MAX_VALUE_CHARS} characters"
     if not is_wanted and len(counts) == 1 and all(values):
         return f"the same for all items: {quoted(next(iter(counts)))}"
-    return ItemColumn(name, "one" if kind in ("text", "number") else "many", values)
+    return ItemColumn(name, "one" if kind in ("text", "number", "comma") else "many", values)
 
 
 def _is_own(distinct: set[float], numbers: Sequence[float | None]) -> bool:
@@ -367,8 +369,8 @@ def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
 
 
 def _value(cell: Any, cells: Cells) -> float | str | list[str] | None:
-    if cells == "number":
-        return finite_number(cell)
+    if cells in ("number", "comma"):
+        return finite_number(cell, has_comma=cells == "comma")
     values = values_of(cell, cells)
     if cells == "text":
         return values[0] if values else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,8 +20,16 @@ from npu_gr.dataset.cells import (
     plain_sql,
     pq,
 )
+from npu_gr.dataset.converted import (
+    found_in,
+    from_lists,
+    from_sqlite,
+    json_texts,
+    parsed_lines,
+)
 from npu_gr.dataset.encodings import UNPACKED, UTF8, guess, transcoded, unpacked
 from npu_gr.dataset.engine import duckdb_errors, in_memory
+from npu_gr.dataset.formats import format_of, paths_of
 from npu_gr.dataset.line_sources import (
     SAMPLE_ROWS,
     DelimitedSource,
@@ -40,35 +47,18 @@ from npu_gr.dataset.line_sources import (
 )
 from npu_gr.dataset.lines import (
     NESTED,
-    PACKED,
     OnProgress,
     ignore_progress,
     json_object,
     nested_batches,
     read_chunks,
 )
+from npu_gr.dataset.partitions import Partitioned, partitions
 from npu_gr.dataset.rejects import MAX_ROW_CHARS
 from npu_gr.dataset.unfold import find_list, unfolded
 
 SAMPLE_CELLS = 400_000  # of a sample; fewer rows, if they have more columns
 OTHERS = "; name other columns with --user, --item, --time ..."
-FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc")
-_OF_SUFFIX = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".feather": "feather",
-    ".arrow": "feather",
-    ".orc": "orc",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".inter": "atomic",
-    ".item": "atomic",
-    ".user": "atomic",
-}
 
 
 @runtime_checkable
@@ -252,13 +242,18 @@ def open_source(
                 "__arrow_c_stream__"
             )
         return TableSource("the frame", [Path()], log)
-    name, paths = str(log), _paths(Path(log), format)
-    if scratch is not None:
-        paths = [
-            unpacked(path, scratch / f"unpacked-{place}") if path.suffix in UNPACKED else path
-            for place, path in enumerate(paths)
-        ]
-    found = {format or _format(path) for path in paths}
+    name, paths = str(log), paths_of(Path(log), format)
+    parts = partitions(paths)
+    if scratch is not None and any(path.suffix in UNPACKED for path in paths):
+        if parts:
+            raise DataError(f"{name}: unpack the files of a partitioned folder first")
+        folders = [scratch / f"unpacked-{place}" for place in range(len(paths))]
+        inside = (
+            unpacked(path, folder) if path.suffix in UNPACKED else [path]
+            for path, folder in zip(paths, folders, strict=True)
+        )
+        paths = list(chain.from_iterable(inside))
+    found = {format or format_of(path) for path in paths}
     if len(found) > 1:
         raise DataError(
             f"{name}: files of {len(found)} formats ({', '.join(sorted(found))}); give files of one"
@@ -269,41 +264,79 @@ def open_source(
             f"--columns: {name} names its columns itself; --columns is only for CSV and TSV "
             "without a header"
         )
+    source = _opened(name, paths, kind, columns, encoding, scratch)
+    return Partitioned(source, parts) if parts else source
+
+
+def _opened(
+    name: str,
+    paths: list[Path],
+    kind: str,
+    columns: Sequence[str],
+    encoding: str,
+    scratch: Path | None,
+) -> Source:
     if kind == "parquet":
         return TableSource(name, paths)
     if kind in ("feather", "orc"):
         return TableSource(name, paths[:1], _read_table(paths, kind))
-    is_guess = not encoding
-    encoding = encoding or guess(paths[0])
-    if scratch is not None and encoding.lower().replace("_", "-") not in (UTF8, "utf8"):
+    if kind == "sqlite":
+        if scratch is None:
+            raise DataError(f"{name}: a database is no side file; export the table as CSV")
+        return DelimitedSource(name, from_sqlite(paths[0], scratch / "table"))
+    encodings = [encoding or guess(path) for path in paths]
+    if scratch is not None:
         paths = [
-            transcoded(path, encoding, scratch / str(place)) for place, path in enumerate(paths)
-        ]
-    of_json = JsonLinesSource if kind == "jsonl" else None
-    if kind == "json":
-        of_json = _json_kind(paths[0])  # type: ignore[assignment]
-    if of_json is not None:
-        source: Source = of_json(name, paths)
-        if (
-            of_json is JsonLinesSource
-            and scratch is not None
-            and (column := find_list(source.sample))
-        ):
-            folders = [scratch / f"unfolded-{place}" for place in range(len(paths))]
-            copies = [unfolded(path, column, to) for path, to in zip(paths, folders, strict=True)]
-            source = JsonLinesSource(name, copies)
-            source.notes.append(
-                f"each object of {quoted(column)} is a row, where a row has no item of its own; "
-                "the numbers of rejected rows count these"
+            path if of.lower().replace("_", "-") in (UTF8, "utf8") else transcoded(path, of, to)
+            for path, of, to in (
+                (path, of, scratch / str(place))
+                for place, (path, of) in enumerate(zip(paths, encodings, strict=True))
             )
-    else:
-        source = DelimitedSource(name, paths, "" if kind == "csv" else "\t", columns)
-    if is_guess and encoding != UTF8:
+        ]
+    source = _of_text(name, paths, kind, columns, scratch)
+    if not encoding and (num := sum(of != UTF8 for of in encodings)):
+        which = name if num == len(paths) else f"{num} of the files of {name}"
         source.notes.append(
-            f"{name} is read as Windows-1252, by its letters with accents; --encoding NAME names "
+            f"{which} is read as Windows-1252, by its letters with accents; --encoding NAME names "
             "another one, --encoding utf-8 rejects these rows"
         )
     return source
+
+
+def _of_text(
+    name: str, paths: list[Path], kind: str, columns: Sequence[str], scratch: Path | None
+) -> Source:
+    if kind == "lists":
+        if scratch is None:
+            raise DataError(f"{name}: lists of items are no side file")
+        return NestedSource(name, from_lists(paths, scratch / "lists"))
+    if kind not in ("jsonl", "json"):
+        delimited = DelimitedSource(name, paths, "\t" if kind in ("tsv", "atomic") else "", columns)
+        if scratch is None or not (convert := found_in(delimited)):
+            return delimited
+        return _unfolded(convert(delimited, scratch / "converted"), scratch)
+    of_json = JsonLinesSource if kind == "jsonl" else _json_kind(paths[0])
+    source: Source = of_json(name, paths)
+    if scratch is not None and of_json is JsonLinesSource:
+        if column := json_texts(source.sample):
+            source = parsed_lines(source, column, scratch / "converted")
+        return _unfolded(source, scratch)
+    return source
+
+
+def _unfolded(source: Source, scratch: Path) -> Source:
+    """Unfold the lists of objects of JSON lines, if rows have no other item."""
+    if not (column := find_list(source.sample)):
+        return source
+    folders = [scratch / f"unfolded-{place}" for place in range(len(source.paths))]
+    copies = [unfolded(path, column, to) for path, to in zip(source.paths, folders, strict=True)]
+    found = JsonLinesSource(source.name, copies)
+    found.notes += source.notes
+    found.notes.append(
+        f"each object of {quoted(column)} is a row, where a row has no item of its own; "
+        "the numbers of rejected rows count these"
+    )
+    return found
 
 
 def _read_table(paths: Sequence[Path], kind: str) -> Any:
@@ -314,46 +347,6 @@ def _read_table(paths: Sequence[Path], kind: str) -> Any:
         return pa.concat_tables(tables)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{paths[0]}: {error}") from error
-
-
-def _paths(log: Path, kind: str) -> list[Path]:
-    """List the files of a path, a folder or a pattern, sorted by name.
-
-    Hidden files and files that begin with "_" (Spark's markers) are skipped in a folder.
-    """
-    if log.is_file():
-        return [log]
-    if log.is_dir():
-        inside = (path for path in sorted(log.rglob("*")) if path.is_file())
-        inside = (
-            path
-            for path in inside
-            if not any(part[0] in "._" for part in path.relative_to(log).parts)
-        )
-        if not (paths := [path for path in inside if kind or _suffix(path) in _OF_SUFFIX]):
-            raise DataError(f"{log}: no log in the folder; known suffixes: {' '.join(_OF_SUFFIX)}")
-        return paths
-    if not has_magic(str(log)) or not (
-        paths := sorted(filter(Path.is_file, map(Path, glob(str(log), recursive=True))))
-    ):
-        raise DataError(f"{log}: no such file")
-    return paths
-
-
-def _suffix(path: Path) -> str:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in (*PACKED, *UNPACKED)]
-    return suffixes[-1].lower() if suffixes else ""
-
-
-def _format(path: Path) -> str:
-    found = _OF_SUFFIX.get(_suffix(path))
-    if found is None:
-        raise DataError(
-            f"{path}: unknown suffix; name the format: --format {'|'.join(FORMATS)} "
-            f"(known suffixes: {' '.join(_OF_SUFFIX)}, each also with "
-            f"{' '.join((*PACKED, *UNPACKED))})"
-        )
-    return found
 
 
 def _json_kind(path: Path) -> type[JsonLinesSource | JsonListSource | NestedSource]:

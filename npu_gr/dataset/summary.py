@@ -75,6 +75,8 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield f"{counted(num, 'row')} with {what}"
     if num := manifest["filtered"]:
         yield f"{counted(num, 'row')} left out by --positive, --drop or --where"
+        if shown := manifest.get("impressions"):
+            yield f"  {shown:,} of them are impressions: only the ranker's training reads them"
     yield from _rejected("", manifest["rejected"])
     yield from _rejected(" of the items' file", manifest["rejected_items"])
     yield from _rejected(" of the users' file", manifest["rejected_users"])

@@ -31,6 +31,14 @@ _DATES = (
     (r"\d{1,2} [A-Z][a-z]{2} \d{4}", "%d %b %Y"),
     (r"[A-Z][a-z]{2}, \d{1,2} [A-Z][a-z]{2} \d{4}", "%a, %d %b %Y"),
 )
+# with the clock between the month and the year, as Twitter and C write times
+_WHOLE = (
+    (
+        r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d{2}:\d{2}:\d{2} [+-]\d{4} \d{4}",
+        "%a %b %d %H:%M:%S %z %Y",
+    ),
+    (r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d{2}:\d{2}:\d{2} \d{4}", "%a %b %d %H:%M:%S %Y"),
+)
 # of a month and a day in an order that only their sizes show
 _EITHER = ((r"\d{1,2}/\d{1,2}/\d{4}", "/"), (r"\d{1,2}-\d{1,2}-\d{4}", "-"))
 _CLOCKS = (
@@ -63,6 +71,9 @@ def find_format(texts: Any, name: str) -> str:
     Raises:
         DataError: Either number can be the day.
     """
+    for whole, pattern in _WHOLE:
+        if _share(texts, whole) >= _MOST:
+            return pattern
     for clock, of_clock in _CLOCKS:
         for zone, of_zone in _ZONES:
             for date, of_date in _DATES:

@@ -16,7 +16,7 @@ from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.cells import pa, pq
-from npu_gr.dataset.files import FEATURE, ITEMS, NUMBER, USERS
+from npu_gr.dataset.files import FEATURE, ITEMS, NUMBER, POSITION, USERS
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import Log, Rows
 from npu_gr.dataset.side import ItemTable, UserTable
@@ -91,6 +91,8 @@ def write_events(
     ]
     if has_value:
         fields.append(("value", pa.float64()))
+    if log.position is not None:
+        fields.append((POSITION, pa.int16()))
     of_features = [(FEATURE + one.name, one.arrow_type) for one in features]
     schema = pa.schema([*fields, *of_features])
     counts = EventCounts(len(actions.names))
@@ -107,6 +109,7 @@ def write_events(
             time = rows["time_us"] // US_PER_S
             columns = [rows["user"], rows["item"], action.astype(np.int16), time]
             columns += [rows["value"]] if has_value else []
+            columns += [rows[POSITION]] if log.position is not None else []
             columns += [rows[f"f{place}"] for place in range(len(features))]
             columns = [np.ascontiguousarray(column) for column in columns]
             counts.add(columns, action, time)
@@ -148,11 +151,15 @@ def write_users(folder: Path, names: Any, table: UserTable | None, earlier: Any 
     if table is None and earlier is not None:
         new = found.slice(len(earlier))
         found = pa.concat_tables([earlier, new], promote_options="default").combine_chunks()
-    path = folder / USERS
+    write_private(found, folder / USERS)
+    return sum(row is None for row in rows)
+
+
+def write_private(table: Any, path: Path) -> None:
+    """Write a table that only the owner may read."""
     make_private(path)
     with path.open("wb") as file:
-        pq.write_table(found, file, compression=COMPRESSION)
-    return sum(row is None for row in rows)
+        pq.write_table(table, file, compression=COMPRESSION)
 
 
 def write_items(

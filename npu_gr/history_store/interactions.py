@@ -60,6 +60,18 @@ _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Impressions:
+    """Items that were shown to users without a behaviour. m = impressions."""
+
+    users: npt.NDArray[np.int32]  # [m] index into user_names
+    items: I64  # [m] external ids
+    timestamps: I64  # [m] unix seconds
+    positions: npt.NDArray[np.int16]  # [m] place among the shown items; -1 = not known
+    # [n] the same of each event; None = the log has no positions
+    of_events: npt.NDArray[np.int16] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
     """Events of all users, in time order, ties in file order. n = number of events."""
 
@@ -71,6 +83,7 @@ class Interactions:
     # value v is action_names[int(v)]; empty = values are numbers, such as ratings
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
+    impressions: Impressions | None = None  # None = the log has none; a part of a log has none
     item_key: bytes = b""  # key of the ids of `items`; empty = they have none
 
     def __len__(self) -> int:
@@ -85,7 +98,7 @@ class Interactions:
             self.user_names,
             self.action_names,
             tuple(column.of_events(part) for column in self.columns),
-            self.item_key,
+            item_key=self.item_key,
         )
 
 

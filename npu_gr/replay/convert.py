@@ -58,15 +58,16 @@ def _shown(
     """Draw candidates in a random order: the user's next items, and sampled other items.
 
     Returns:
-        The candidates, and labels: click (a next item) and like (rated `LIKE` or more; null for
-        sampled items).
+        The candidates, and labels: next (a next item; also as click, the name of that task in
+        rankers of before 0.2) and like (rated `LIKE` or more; null for sampled items).
     """
     drawn = random.choice(others, num_candidates - len(next_), replace=False)
     shuffled = random.permutation(num_candidates)
     shown = np.concatenate([next_.items, drawn])[shuffled].tolist()
     click = np.concatenate([np.ones(len(next_), int), np.zeros(len(drawn), int)])[shuffled].tolist()
     rated = np.concatenate([next_.values, np.full(len(drawn), np.nan)])[shuffled].tolist()
-    return shown, {"click": click, "like": [None if v != v else int(v >= LIKE) for v in rated]}
+    likes = [None if v != v else int(v >= LIKE) for v in rated]
+    return shown, {"next": click, "click": click, "like": likes}
 
 
 def from_ratings(

@@ -31,7 +31,12 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.history_store.interactions import (
+    FeatureColumn,
+    Impressions,
+    Interactions,
+    ItemValues,
+)
 from npu_gr.train.metrics import F64
 
 Bools = npt.NDArray[np.bool_]
@@ -66,6 +71,30 @@ class NextItem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShownItems:
+    """Impressions: items that were shown just before an event, without a behaviour.
+
+    m = impressions, n = events.
+    """
+
+    events: I64  # [m] ascending: index of the event, whose earlier events are the history
+    items: I64  # [m] item rows
+    positions: I64  # [m] place among the shown items; -1 = not known
+    of_events: I64  # [n] the same of each event's own item
+
+    def of_kept(self, kept: Bools) -> ShownItems:
+        """Keep the impressions of some events: bool [n]."""
+        place = np.cumsum(kept) - 1
+        there = kept[self.events]
+        return ShownItems(
+            events=place[self.events[there]],
+            items=self.items[there],
+            positions=self.positions[there],
+            of_events=self.of_events[kept],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InteractionLog:
     """Events by user, each user's oldest first. n = events, u = users."""
 
@@ -79,6 +108,7 @@ class InteractionLog:
     # name of each action, which has no order; none = its value is its name
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of the users and of the events
+    shown: ShownItems | None = None  # impressions; None = the log has none
     item_key: bytes = b""  # key of the items' ids; empty = they have none
 
     @property
@@ -177,6 +207,8 @@ def build_log(
         columns=tuple(column.of_events(order) for column in interactions.columns),
         item_key=interactions.item_key,
     )
+    if interactions.impressions is not None:
+        log = replace(log, shown=_shown(log, interactions.impressions, order))
     return _split(log, np.ones(len(log.items), np.bool_), split)
 
 
@@ -224,8 +256,35 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
         action_values=log.action_values,
         action_names=log.action_names,
         columns=tuple(column.of_events(kept) for column in log.columns),
+        shown=None if log.shown is None else log.shown.of_kept(kept),
         item_key=log.item_key,
     )
+
+
+def _shown(log: InteractionLog, impressions: Impressions, order: I64) -> ShownItems | None:
+    """Put each impression just before the user's next event, or before the last one.
+
+    Items without a row are left out. None = no impression is left.
+    """
+    row = np.searchsorted(log.item_ids, impressions.items)
+    row = row.clip(max=max(len(log.item_ids) - 1, 0))
+    there = log.item_ids[row] == impressions.items
+    users, times = impressions.users[there].astype(np.int64), impressions.timestamps[there]
+    # one sorted number for each user and time: the rank of the time, over all of them
+    rank = np.unique(np.concatenate([log.times, times]), return_inverse=True)[1]
+    most = len(rank) + 1
+    keys = log.users * most + rank[: len(log.times)]
+    events = np.searchsorted(keys, users * most + rank[len(log.times) :])
+    events = np.minimum(events, log.starts[users + 1] - 1)
+    by_event = np.argsort(events, kind="stable")
+    own = impressions.of_events
+    found = ShownItems(
+        events=events[by_event],
+        items=row[there][by_event],
+        positions=impressions.positions[there][by_event].astype(np.int64),
+        of_events=(np.full(len(order), -1) if own is None else own[order].astype(np.int64)),
+    )
+    return found if len(found.events) else None
 
 
 class Window(NamedTuple):
@@ -362,6 +421,7 @@ class Augmentation:
         num_kept = np.bincount(self._users[kept], minlength=log.num_users)
         return replace(
             log,
+            shown=None,
             items=items[kept],
             actions=log.actions[kept],
             times=log.times[kept],

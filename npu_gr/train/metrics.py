@@ -170,6 +170,38 @@ def _difference(mean: float, means: F64) -> Difference:
     return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
 
 
+NUM_BINS = 10  # of the calibration error
+CALIBRATION_REPLICATES = 200
+
+
+def calibration_error(
+    logits: F64, labels: npt.NDArray[np.bool_], users: I64, seed: int = 0
+) -> tuple[float, float, float]:
+    """Compute the expected calibration error of probabilities, and its 95 % interval.
+
+    It is the mean gap between probability and share of positives, over ten bins of equally many
+    events. Every replicate of the interval resamples users, with their events. A perfectly
+    calibrated model of few events has an error above 0, too.
+
+    Args:
+        logits: [n] logit of each event.
+        labels: [n], True = positive.
+        users: [n] the user of each event.
+    """
+    gaps = 1 / (1 + np.exp(-logits)) - labels
+    bin_of = np.argsort(np.argsort(logits, kind="stable")) * NUM_BINS // max(1, len(logits))
+    _, row = np.unique(users, return_inverse=True)
+    sums = np.zeros((row.max() + 1, NUM_BINS))  # of the gaps, by user
+    np.add.at(sums, (row, bin_of), gaps)
+    counts = np.bincount(row)
+    error = float(np.abs(sums.sum(0)).sum() / len(logits))
+    random = np.random.default_rng(seed)
+    drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), CALIBRATION_REPLICATES)
+    errors = np.abs(drawn @ sums).sum(1) / (drawn @ counts)
+    low, high = np.quantile(errors, [0.025, 0.975])
+    return error, float(low), float(high)
+
+
 def difference_of_auc(
     ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64
 ) -> Difference | None:

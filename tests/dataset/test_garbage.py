@@ -259,7 +259,8 @@ def test_the_file_of_rejected_rows_is_bounded(
         ("x.json", b"[1, 2]", "not a list of JSON objects"),
         ("x.json", b"[{", "x.json: "),
         ("x.jsonl", b"no\n", "no line is a JSON object"),
-        ("x.xlsx", b"", "unknown suffix; name the format: --format csv"),
+        ("x.xlsx", b"", "a workbook; save the sheet as CSV"),
+        ("x.sheet", b"", "unknown suffix; name the format: --format csv"),
     ],
     ids=str,
 )

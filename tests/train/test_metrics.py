@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.train.metrics import auc, auc_terms, hit_ratio, ndcg, rank_of
+from npu_gr.train.metrics import auc, auc_terms, calibration_error, hit_ratio, ndcg, rank_of
 
 SCORES = st.lists(
     st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25
@@ -48,3 +48,17 @@ def test_terms_of_the_auc_are_its_change_by_each_event(rows: list[tuple[float, b
         wins = np.mean((others < score) + (others == score) / 2)
         gain = wins - auc(scores, labels) if label else (1 - wins) - auc(scores, labels)
         assert math.isclose(terms[place], gain / (labels == label).sum(), abs_tol=1e-9)
+
+
+def test_the_calibration_error_is_the_gap_between_probability_and_share_of_positives() -> None:
+    random = np.random.default_rng(0)
+    users = np.repeat(np.arange(500), 20)
+    chances = random.uniform(0.05, 0.95, len(users))
+    labels = random.random(len(users)) < chances
+    logits = np.log(chances / (1 - chances))
+    error, low, high = calibration_error(logits, labels, users)
+    assert low <= error <= high < 0.03
+    raised = np.log((chances * 0.5 + 0.5) / (0.5 - chances * 0.5))  # of (1 + p) / 2
+    error, low, high = calibration_error(raised, labels, users)
+    assert low < np.mean((1 - chances) / 2) < high
+    assert error > 0.2

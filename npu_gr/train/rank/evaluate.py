@@ -28,6 +28,7 @@ from npu_gr.train.metrics import (
     NAN,
     Difference,
     auc,
+    calibration_error,
     cells,
     difference_of_auc,
     hit_ratio,
@@ -47,6 +48,7 @@ from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
+from npu_gr.train.rank.shown import ShownFigures
 
 K = 10
 RANKER = "ranker"  # the fitted blend, if there is one, or the retrieval
@@ -91,6 +93,8 @@ class Evaluation:
     likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_evaluated]
     users: I64 = field(repr=False, compare=False)  # [num_evaluated]
     next_users: I64 = field(repr=False, compare=False)  # [num_next]
+    # of the task whose negatives are impressions; None = the model has none
+    shown: ShownFigures | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, float]:
         """Return the ranker's figures by name, and those of other models as `<model>/<figure>`.
@@ -106,6 +110,8 @@ class Evaluation:
                 for name, value in known(asdict(row)).items()
                 if name != "model"
             }
+        if self.shown is not None:
+            figures |= self.shown.as_dict()
         return figures
 
     def comparison(self) -> BaselineComparison | None:
@@ -158,6 +164,8 @@ class Evaluation:
                 f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. "
                 f"{own.high:.4f})"
             )
+            error, low, high = calibration_error(self.ranker.liking, self.likes, self.users)
+            lines.append(f"  its calibration error {error:.4f}  (95 %: {low:.4f} .. {high:.4f})")
         if (auc_difference := self.auc_difference()) is not None:
             name, found = auc_difference
             lines.append(f"  minus that of {name}, the best baseline: {_interval(found)}")
@@ -166,6 +174,8 @@ class Evaluation:
                     f"WARNING: {name} predicts likes better than {self.ranker.model} on this log. "
                     "More events or epochs may help."
                 )
+        if self.shown is not None:
+            lines.append(self.shown.text())
         if (parts := self.with_parts()) is not None:
             shown = ", ".join(
                 f"{name} {_interval(found)}" for name, found in parts.differences.items()

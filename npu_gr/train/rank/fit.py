@@ -44,6 +44,7 @@ from npu_gr.train.rank.schema import (
     without_schema_features,
     write_item_schema,
 )
+from npu_gr.train.rank.shown import position_biases, start_bias
 from npu_gr.train.steps import EpochTrainer, TrainingProgress
 
 COOCCURRENCE_WINDOW = 5  # two items co-occur if they are at most so many events apart
@@ -115,13 +116,16 @@ def fit(
     random = np.random.default_rng(options.seed)
     # at least one output: a log with one action has no auxiliary label
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))
+    biases = position_biases()
+    if labels.shown_task is not None:
+        start_bias(model, log, labels.shown_task)
     trainer = EpochTrainer(
         model,
         options,
         tables=model.items.parts(),
         table_weight_decay=options.item_weight_decay,
         stage=stage,
-        auxiliary=[*auxiliary.parameters()],
+        auxiliary=[*auxiliary.parameters(), *biases.parameters()],
         progress=progress,
     )
     curve: list[float] = []
@@ -129,7 +133,9 @@ def fit(
     def loss_of(batch: Batch) -> Tensor:
         model.items.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
         with_click = trainer.done_ratio >= CLICK_AFTER
-        return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
+        return batch_loss(
+            model, auxiliary, biases, inputs, batch, labels, options, with_click=with_click
+        )
 
     def score(averaged: HSTU) -> float:
         curve.append(float(next_item_likelihood(inputs, averaged, validation).mean()))

@@ -9,7 +9,11 @@ All losses share one encoding of the histories.
                   is not served, learns one label for every threshold between the action values
                   (ordinal regression: a rating of 5 says more than "liked"), or for every event
                   type
-    click         softmax of the next-item logit r over sampled items, at a share of the events.
+    shown         binary cross-entropy of the items that were shown before an event: the event's own
+                  item is the positive, impressions are the negatives. A term of the position on
+                  the page is added in training only, so that the logit does not learn that what
+                  stands on top is clicked
+    next logit    softmax of the next-item logit r over sampled items, at a share of the events.
                   Items are drawn from the retrieval's softmax of the same step, because these are
                   the items that a cascade ranks, and uniformly from all items. Each draw is
                   weighted by the number of items that it represents (importance weight), so r
@@ -38,6 +42,7 @@ from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.forward import CLOSED, EncodedHistories, dropout
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import Labels, TrainOptions
+from npu_gr.train.rank.shown import shown_loss
 
 NUM_CLICK_DRAWS = 8  # items drawn from the retrieval's softmax, and as many from all items
 
@@ -58,6 +63,7 @@ class Retrieved(NamedTuple):
 def batch_loss(
     model: HSTU,
     auxiliary: nn.Linear,
+    biases: nn.Embedding,
     inputs: LogInputs,
     batch: Batch,
     labels: Labels,
@@ -70,6 +76,7 @@ def batch_loss(
     Args:
         model: Ranker, with `retrieval` if a task predicts the next item.
         auxiliary: Auxiliary head, which is not served.
+        biases: Term of each position of a shown item, which is not served.
         inputs: Inputs of the log.
         batch: Windows to train on.
         labels: Labels of all events of the log.
@@ -77,23 +84,30 @@ def batch_loss(
         with_click: Whether to add the click loss.
     """
     encoded = EncodedHistories(model, inputs.histories(batch), options.dropout)
+    of_shown = torch.zeros(())
+    if labels.shown_task is not None:
+        of_shown = options.task_weight * shown_loss(
+            model, encoded, inputs, labels.shown_task, biases, batch, options
+        )
     kinds = [batch.items] if labels.served_tasks else []
-    if labels.click_task is not None:
+    if labels.next_task is not None:
         kinds.append(torch.full_like(batch.items, model.config.num_items))  # NEXT
+    if not kinds:  # a ranker of shown items alone
+        return of_shown
     cross = inputs.cross(batch.events) if labels.served_tasks else None
     rows = encoded.rows(torch.stack(kinds, dim=-1), None, inputs.request(batch.events), cross)
-    loss = rows.new_zeros(())
+    loss = rows.new_zeros(()) + of_shown
     if labels.served_tasks:
         loss = loss + options.task_weight * _binary_loss(
             model, auxiliary, rows[:, :, 0], batch, labels, options
         )
-    if labels.click_task is None:
+    if labels.next_task is None:
         return loss
     found = retrieve(model, rows[:, :, -1], batch, options)
     loss = loss + (torch.logaddexp(found.partition, found.own) - found.own).mean()
     if with_click and options.click_weight:
         loss = loss + options.click_weight * _click_loss(
-            model, encoded, inputs, labels.click_task, found, batch, options
+            model, encoded, inputs, labels.next_task, found, batch, options
         )
     return loss
 

@@ -2,7 +2,8 @@
 
 A task is a logit of the ranker. A positive of a task is
 
-    next item     (neither `at_least` nor `actions`) the item of the next event
+    next item     (none of the following) the item of the next event
+    shown         (`shown`) an event; the negatives are impressions: items that were shown alone
     threshold     (`at_least`) an event whose value, e.g. a rating, is at least this
     actions       (`actions`) an event with one of these actions, e.g. a purchase
 
@@ -41,18 +42,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     at_least: float | None = None  # smallest action value of a positive
     actions: Annotated[tuple[str, ...], Meta(max_length=MAX_ACTIONS)] = ()  # those of positives
+    shown: bool = False  # whether the negatives are impressions
 
     def __post_init__(self) -> None:
-        if self.at_least is not None and self.actions:
-            raise ValueError(f"task {self.name}: has at_least or actions, not both")
+        if (self.at_least is not None) + bool(self.actions) + self.shown > 1:
+            raise ValueError(f"task {self.name}: has one of at_least, actions and shown")
 
     @property
     def is_next_item(self) -> bool:
         """Whether the task predicts the next item, not what the user does with an item."""
-        return self.at_least is None and not self.actions
+        return self.at_least is None and not self.actions and not self.shown
+
+    @property
+    def is_liking(self) -> bool:
+        """Whether the task predicts what the user does with an item."""
+        return not self.is_next_item and not self.shown
 
 
-CLICK = Task(name="click")
+NEXT = Task(name="next")
+SHOWN = Task(name="click", shown=True)
+MIN_IMPRESSIONS = 100  # fewer trained impressions make no task
 LIKE = Task(name="like", at_least=4.0)
 
 
@@ -77,13 +86,26 @@ def check_actions(log: InteractionLog) -> None:
 
 
 def choose_tasks(log: InteractionLog) -> ChosenTasks:
-    """Choose tasks by the log's actions: a single action, event types, stars, or another scale."""
+    """Choose tasks by the log's actions, and one for its impressions if it has some."""
+    chosen = _by_actions(log)
+    if log.shown is None or int(log.trained[log.shown.events].sum()) < MIN_IMPRESSIONS:
+        return chosen
+    taken = {task.name for task in chosen.tasks}
+    name = next(name for name in (SHOWN.name, "click_if_shown") if name not in taken)
+    return ChosenTasks(
+        (*chosen.tasks, Task(name=name, shown=True)),
+        f"{chosen.reason}, and {quoted(name)}: a behaviour with an item that is shown",
+    )
+
+
+def _by_actions(log: InteractionLog) -> ChosenTasks:
+    """Choose tasks by the actions: a single action, event types, stars, or another scale."""
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values))
     used = np.flatnonzero(counts)
     if len(used) == 1:
         name = log.names_of_actions[used[0]]
         return ChosenTasks(
-            (CLICK,), f"every event is {quoted(name)}, so the ranker only predicts the next item"
+            (NEXT,), f"every event is {quoted(name)}, so the ranker only predicts the next item"
         )
     if log.action_names:
         often = used[np.argsort(-counts[used], kind="stable")]
@@ -94,20 +116,20 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
             else ""
         )
         return ChosenTasks(
-            (CLICK, *(Task(name=_task_name(name), actions=(name,)) for name in chosen)),
+            (NEXT, *(Task(name=_task_name(name), actions=(name,)) for name in chosen)),
             "the next item, and a task for each event type except the most frequent, "
             f"{quoted(log.action_names[often[0]])}" + left,
         )
     values = log.values[log.trained]
     if values.min() < 4.0 <= values.max() <= STARS:
-        return ChosenTasks((CLICK, LIKE), "the next item, and a rating of at least 4")
+        return ChosenTasks((NEXT, LIKE), "the next item, and a rating of at least 4")
     median, second = (
         float(np.quantile(values, 0.5, method="lower")),
         float(log.action_values[used[1]]),
     )
     at_least, what = (median, "median") if median >= second else (second, "second lowest value")
     return ChosenTasks(
-        (CLICK, Task(name=LIKE.name, at_least=at_least)),
+        (NEXT, Task(name=LIKE.name, at_least=at_least)),
         f"the next item, and a value of at least {at_least:g}, the {what} of {values.min():g} .. "
         f"{values.max():g}",
     )
@@ -121,7 +143,8 @@ class Labels(NamedTuple):
     # float32 [n, a] ordered values: 1 = the value is above the lowest, above the second lowest, ...
     # event types: 1 = the event has this type
     auxiliary: Tensor
-    click_task: int | None  # index of the task that predicts the next item
+    next_task: int | None  # index of the task that predicts the next item
+    shown_task: int | None = None  # index of the task whose negatives are impressions
 
 
 def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
@@ -137,7 +160,7 @@ def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
     served = []
     served_tasks = []
     for index, task in enumerate(tasks):
-        if task.is_next_item:
+        if not task.is_liking:
             continue
         label = positives(log, task)
         if label[log.trained].all() or not label[log.trained].any():
@@ -148,12 +171,19 @@ def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
     auxiliary = (
         log.actions[:, None] == every if log.action_names else log.actions[:, None] > every[:-1]
     )
-    click = next((index for index, task in enumerate(tasks) if task.is_next_item), None)
+    following = next((index for index, task in enumerate(tasks) if task.is_next_item), None)
+    shown = next((index for index, task in enumerate(tasks) if task.shown), None)
+    if shown is not None and (log.shown is None or not log.trained[log.shown.events].any()):
+        raise DataError(
+            f"task {tasks[shown].name}: the log has no impressions to train on; npu-gr prepare "
+            "--positive CONDITION keeps the rows that are no behaviour as impressions"
+        )
     return Labels(
         torch.from_numpy(np.array(served, np.float32).reshape(-1, len(log.items)).T.copy()),
         served_tasks,
         torch.from_numpy(auxiliary.astype(np.float32)),
-        click,
+        following,
+        shown,
     )
 
 
@@ -195,7 +225,7 @@ def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
 
 def _task_name(action: str) -> str:
     """Name the task of an event type; the name of the next-item task is taken."""
-    return action if action != CLICK.name else f"{action} event"
+    return action if action != NEXT.name else f"{action} event"
 
 
 def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
@@ -214,7 +244,7 @@ def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
     return (
         f"task {task.name}: {rule} gives every trained event the same label, "
         f"{'yes' if label else 'no'}; the trained events are {_shown(there)}. Leave `tasks` out "
-        "to have them chosen by the log, or choose others, e.g. --set 'tasks=[{name: click},"
+        "to have them chosen by the log, or choose others, e.g. --set 'tasks=[{name: next},"
         "{name: buy, actions: [purchase]}]' or {name: like, at_least: 4}"
     )
 
@@ -255,7 +285,7 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     tasks: Annotated[
         tuple[Task, ...] | None,
         Meta(
-            description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; "
+            description="one logit each, e.g. [{name: next}, {name: buy, actions: [purchase]}]; "
             "null: chosen by the log"
         ),
     ] = None
@@ -362,6 +392,9 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
     click_ratio: Annotated[
         Share, Meta(description="share of the events on which that logit is trained")
     ] = 0.05
+    shown_ratio: Annotated[
+        Share, Meta(description="share of the events whose impressions are trained on in a step")
+    ] = 0.2
     num_retrieved: Annotated[
         Count,
         Meta(
@@ -383,10 +416,12 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
             return
         if not self.tasks or len({task.name for task in self.tasks}) != len(self.tasks):
             raise ValueError("tasks: needs at least one task, and each name only once")
+        if sum(task.shown for task in self.tasks) > 1:
+            raise ValueError("tasks: at most one may have `shown`")
         if sum(task.is_next_item for task in self.tasks) > 1:
             raise ValueError(
-                "tasks: at most one may have neither at_least nor actions, because that task "
-                "predicts the next item"
+                "tasks: at most one may have none of at_least, actions and shown, because that "
+                "task predicts the next item"
             )
 
 

@@ -85,7 +85,7 @@ def deviation(log: InteractionLog, tasks: Sequence[Task]) -> float:
 
 
 def _worth(log: InteractionLog, tasks: Sequence[Task]) -> tuple[float, ...]:
-    liking = next((task for task in tasks if not task.is_next_item), None)
+    liking = next((task for task in tasks if task.is_liking), None)
     if liking is None:
         raise ConfigError(
             f"train: computed {MF_SCORE}: needs a task with at_least or actions, which says which "
@@ -258,7 +258,7 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
         )
     actions: tuple[str, ...] = ()
     if what == _LIKES or rule.what == "rate":
-        liking = next((task for task in tasks if not task.is_next_item), None)
+        liking = next((task for task in tasks if task.is_liking), None)
         if liking is None:
             raise ConfigError(
                 f"train: computed {text}: needs a task with at_least or actions, which says which "

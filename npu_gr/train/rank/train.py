@@ -49,6 +49,7 @@ from npu_gr.train.rank.options import (
     make_labels,
 )
 from npu_gr.train.rank.schema import choose_features
+from npu_gr.train.rank.shown import ShownFigures
 from npu_gr.train.steps import TrainingProgress
 
 
@@ -121,7 +122,7 @@ def train_rank(
         return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
 
     searched = search(
-        options, train, evaluate, has_likes=any(not task.is_next_item for task in chosen.tasks)
+        options, train, evaluate, has_likes=any(task.is_liking for task in chosen.tasks)
     )
     fitted = searched.fitted
     next_item_baselines = fit_baselines(log, options.split, options.seed)
@@ -242,6 +243,17 @@ def _evaluate(
         ),
         likes=likes[~log.trained],
         users=log.users[~log.trained],
+        shown=(
+            None
+            if labels.shown_task is None
+            else ShownFigures(
+                log,
+                searched.fitted.model,
+                chosen.tasks[labels.shown_task].name,
+                labels.shown_task,
+                labels.next_task,
+            )
+        ),
         next_users=np.array([target.user for target in targets], np.int64),
     )
 

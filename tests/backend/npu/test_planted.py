@@ -97,6 +97,20 @@ def test_a_graph_is_of_one_arena(backend: NPUBackend) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
+def test_a_graph_is_of_one_scale_and_one_range_of_codes(backend: NPUBackend) -> None:
+    """Levels of a search share the shapes of their logits, and the children."""
+    logits = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
+    code = torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32)
+    follow = Continuations(torch.tensor([0, 4]), torch.tensor([4, 2]), code)
+    call = TopkCall(logits, torch.tensor([-1.0, -0.5]), follow, 6)
+    for _ in range(2):  # captured, then replayed
+        for how in ({}, {"scale": 0.5}, {"codes": slice(0, 10)}, {"codes": slice(1, 11)}):
+            one = call._replace(**how)
+            want, got = CPU.beam_topk(one), backend.beam_topk(one)
+            torch.testing.assert_close(got.score, want.score)
+            assert torch.equal(got.edge, want.edge)
+
+
 @pytest.mark.parametrize(("qk_dim", "q_scale"), [(16, -0.25), (32, 1.0)])
 def test_only_a_power_of_two_is_folded_into_the_queries(
     backend: NPUBackend, npu: FakeRuntime, qk_dim: int, q_scale: float

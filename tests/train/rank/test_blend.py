@@ -26,7 +26,7 @@ from npu_gr.train.rank.blend import (
 )
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions
+from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -162,7 +162,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
 ) -> None:
     torch.manual_seed(0)
     options = TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)
-    model = new_model(log, [], (CLICK, LIKE), options).eval()
+    model = new_model(log, [], (NEXT, LIKE), options).eval()
     model.items.freeze()
     counted = count_blend(log, "click")
     targets = log.next_items()[:3]
@@ -211,9 +211,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
 def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionLog) -> None:
     """Linear neighbours may be the whole blend, so a list needs enough unseen ones."""
     torch.manual_seed(0)
-    model = new_model(
-        log, [], (CLICK,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)
-    ).eval()
+    model = new_model(log, [], (NEXT,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)).eval()
     model.items.freeze()
     counted = count_blend(log, "click")
     assert counted.neighbours is not None

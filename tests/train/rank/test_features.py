@@ -29,7 +29,7 @@ from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LoggedCross, LogInputs
 from npu_gr.train.rank.losses import user_vectors
-from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions
+from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions
 from npu_gr.train.rank.schema import choose_features, factorise, number_feature
 from npu_gr.train.rank.train import train_rank
 from tests.models import CPU
@@ -107,9 +107,9 @@ def model_of(
     features: tuple[Feature, ...] | None = EVERY,
 ) -> HSTU:
     options = msgspec.structs.replace(options, features=features)
-    found = choose_features(log, GENRES, (CLICK, LIKE), options)
+    found = choose_features(log, GENRES, (NEXT, LIKE), options)
     torch.manual_seed(0)
-    model = new_model(log, GENRES, (CLICK, LIKE), options, found)
+    model = new_model(log, GENRES, (NEXT, LIKE), options, found)
     if model.config.has_factors:
         model.factors_of_items.normal_()
         model.factors_of_actions.copy_(torch.tensor([-1.5, 2.5]))
@@ -227,8 +227,8 @@ def test_numbers_of_items_are_trained_on_as_they_are_served() -> None:
     options = msgspec.structs.replace(
         OPTIONS, computed=("rate_by:genre",), features=ITEM_SCHEMA, row_dropout=0.2
     )
-    found = choose_features(log, ITEM_DATA, (CLICK, LIKE), options)
-    model = new_model(log, ITEM_DATA, (CLICK, LIKE), options, found)
+    found = choose_features(log, ITEM_DATA, (NEXT, LIKE), options)
+    model = new_model(log, ITEM_DATA, (NEXT, LIKE), options, found)
     assert [one.name for one in model.config.item_features] == ["genre"], (
         "others are read by the schema alone"
     )
@@ -264,7 +264,7 @@ def test_numbers_of_items_that_are_none_are_named() -> None:
     log = build_log(planted(3, 12), ITEM_DATA, "leave-one-out")
 
     def made(*features: Feature) -> HSTU:
-        return new_model(log, ITEM_DATA, (CLICK,), OPTIONS, features)
+        return new_model(log, ITEM_DATA, (NEXT,), OPTIONS, features)
 
     with pytest.raises(
         ConfigError,
@@ -393,11 +393,11 @@ def test_a_training_reads_columns_and_learns_from_them() -> None:
 
 def test_what_a_user_did_does_not_shape_the_factors_of_its_own_training() -> None:
     log = build_log(planted(9), [], "leave-one-out")
-    plain, before = factorise(log, (CLICK, LIKE), 0)
+    plain, before = factorise(log, (NEXT, LIKE), 0)
     for user in (0, 4, 8):
         own = log.users == user
         changed = dataclasses.replace(log, actions=np.where(own, 1 - log.actions, log.actions))
-        served, after = factorise(changed, (CLICK, LIKE), 0)
+        served, after = factorise(changed, (NEXT, LIKE), 0)
         fold = before.fold_of[user]
         assert np.array_equal(before.folds[fold].items, after.folds[fold].items)
         assert not np.array_equal(served.items, plain.items)
@@ -407,7 +407,7 @@ def test_what_a_user_did_does_not_shape_the_factors_of_its_own_training() -> Non
 def test_training_reads_the_factors_of_the_folds_and_service_those_of_the_model() -> None:
     log = build_log(planted(9), GENRES, "leave-one-out")
     model = model_of(log, features=())
-    served, folds = factorise(log, (CLICK, LIKE), 0)
+    served, folds = factorise(log, (NEXT, LIKE), 0)
     model.factors_of_items.copy_(torch.from_numpy(served.items))
     model.factors_of_actions.copy_(torch.from_numpy(served.values))
     cross = cross_features(model)
@@ -475,7 +475,7 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
     logged = build_log(dataclasses.replace(log, columns=columns), GENRES, "leave-one-out")
     found = {
         feature.name: feature
-        for feature in choose_features(logged, GENRES, (CLICK, LIKE), TrainOptions())
+        for feature in choose_features(logged, GENRES, (NEXT, LIKE), TrainOptions())
     }
     assert found["name"].values == ("even", "odd")
     assert (found["tags"].values, found["tags"].max_values) == (("x", "y"), 2)
@@ -485,7 +485,7 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
     assert found["age"].borders == (25.0,)
     assert found["near"].is_dense
     assert (found["near"].mean, found["near"].scale) == pytest.approx((0.5, 0.5), abs=1e-2)
-    computed = choose_features(logged, GENRES, (CLICK, LIKE), OPTIONS)[-len(COMPUTED) :]
+    computed = choose_features(logged, GENRES, (NEXT, LIKE), OPTIONS)[-len(COMPUTED) :]
     assert [
         (feature.name, feature.computed, feature.actions) for feature in computed if feature.actions
     ] == [
@@ -512,7 +512,7 @@ def test_a_number_without_spread_is_dense() -> None:
 def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: str) -> None:
     log = build_log(planted(4), GENRES, "leave-one-out")
     with pytest.raises(ConfigError, match=message):
-        choose_features(log, GENRES, (CLICK, LIKE), TrainOptions(computed=computed))
+        choose_features(log, GENRES, (NEXT, LIKE), TrainOptions(computed=computed))
 
 
 def test_likes_need_a_task_that_says_which() -> None:
@@ -521,7 +521,7 @@ def test_likes_need_a_task_that_says_which() -> None:
             ConfigError, match=f"computed {name}: needs a task with at_least or actions"
         ):
             choose_features(
-                build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,))
+                build_log(planted(4), [], "time"), [], (NEXT,), TrainOptions(computed=(name,))
             )
 
 
@@ -530,9 +530,9 @@ def test_a_column_without_a_value_and_one_that_does_not_fit_are_named() -> None:
     empty = FeatureColumn(name="age", of="user", values=np.full(4, np.nan))
     logged = build_log(dataclasses.replace(log, columns=(empty,)), [], "time")
     with pytest.raises(DataError, match="feature age of user: no value in the trained part"):
-        choose_features(logged, [], (CLICK,), TrainOptions())
+        choose_features(logged, [], (NEXT,), TrainOptions())
     given = Feature(name="age", of="user", kind="number", borders=(1.0,))
     texts = FeatureColumn(name="age", of="user", values=np.array(["x"] * 4, np.object_))
     logged = build_log(dataclasses.replace(log, columns=(texts,)), [], "time")
     with pytest.raises(DataError, match="features of user: age: row 0 is a text"):
-        LogInputs(logged, new_model(logged, [], (CLICK,), TrainOptions(), (given,)))
+        LogInputs(logged, new_model(logged, [], (NEXT,), TrainOptions(), (given,)))

@@ -17,7 +17,8 @@ from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import Retrieved, batch_loss, draw_candidates, retrieve
-from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
+from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions, make_labels
+from npu_gr.train.rank.shown import position_biases
 from tests.train.synthetic import NUM_ITEMS, planted
 
 OPTIONS = TrainOptions(
@@ -40,7 +41,7 @@ def batch(log: InteractionLog) -> Batch:
 @pytest.fixture(scope="module")
 def model(log: InteractionLog) -> HSTU:
     torch.manual_seed(0)
-    made = new_model(log, [], (CLICK, LIKE), OPTIONS)
+    made = new_model(log, [], (NEXT, LIKE), OPTIONS)
     with torch.no_grad():
         made.vector.weight.mul_(3)  # so that the softmax is not flat
     return made
@@ -125,18 +126,25 @@ def test_a_window_that_had_every_item_has_a_finite_loss(
     full = Batch(items=items, actions=blank, times=blank, valid=blank == 0, events=blank)
     found: Retrieved = retrieve(model, following(model, full), full, OPTIONS)
     assert torch.isfinite(found.partition).all()
-    labels = make_labels(log, (CLICK, LIKE))
+    labels = make_labels(log, (NEXT, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     for options in (OPTIONS, LARGE):
         assert math.isfinite(
             batch_loss(
-                model, auxiliary, LogInputs(log, model), full, labels, options, with_click=True
+                model,
+                auxiliary,
+                position_biases(),
+                LogInputs(log, model),
+                full,
+                labels,
+                options,
+                with_click=True,
             )
         )
 
 
 def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch) -> None:
-    labels = make_labels(log, (CLICK, LIKE))
+    labels = make_labels(log, (NEXT, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     row = int(batch.valid.sum(1).argmin())
     length = int(batch.valid[row].sum())
@@ -145,7 +153,16 @@ def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch)
     bare = Batch(**{name: tensor[:, :length] for name, tensor in one.items()})
     assert length < batch.items.shape[1]
     losses = [
-        batch_loss(model, auxiliary, LogInputs(log, model), part, labels, OPTIONS, with_click=False)
+        batch_loss(
+            model,
+            auxiliary,
+            position_biases(),
+            LogInputs(log, model),
+            part,
+            labels,
+            OPTIONS,
+            with_click=False,
+        )
         for part in (padded, bare)
     ]
     torch.testing.assert_close(*losses)
@@ -153,11 +170,18 @@ def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch)
 
 def test_a_ranker_without_values_learns_the_next_item_alone(log: InteractionLog) -> None:
     alone = replace(log, actions=np.zeros_like(log.actions), action_values=(1.0,))
-    model = new_model(alone, [], (CLICK,), OPTIONS)
-    labels = make_labels(alone, (CLICK,))
+    model = new_model(alone, [], (NEXT,), OPTIONS)
+    labels = make_labels(alone, (NEXT,))
     part = next(batches(alone, windows(alone, 12, np.random.default_rng(0)), 96))
     loss = batch_loss(
-        model, nn.Linear(16, 1), LogInputs(alone, model), part, labels, OPTIONS, with_click=True
+        model,
+        nn.Linear(16, 1),
+        position_biases(),
+        LogInputs(alone, model),
+        part,
+        labels,
+        OPTIONS,
+        with_click=True,
     )
     loss.backward()
     assert model.next_item.grad is not None

@@ -16,7 +16,7 @@ from npu_gr.train.metrics import F64
 from npu_gr.train.rank.fit import BEHIND, Fitted, GivesUp, changes, new_model, search
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import event_likelihood, next_item_likelihood
-from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
+from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions, make_labels
 from npu_gr.train.rank.train import train_rank
 from tests.train.rank.test_blend import answer
 from tests.train.rank.test_train import TINY
@@ -128,9 +128,9 @@ def test_the_seconds_end_it_and_never_the_first_trial() -> None:
 def test_the_likelihood_is_that_of_the_definition() -> None:
     log = build_log(planted(), [], "leave-one-out")
     torch.manual_seed(0)
-    model = new_model(log, [], (CLICK, LIKE), TINY).eval()
+    model = new_model(log, [], (NEXT, LIKE), TINY).eval()
     model.items.freeze()
-    labels = make_labels(log, (CLICK, LIKE))
+    labels = make_labels(log, (NEXT, LIKE))
     targets = [log.next_items()[4], NextItem(7, int(log.starts[7]) + 2)]
     found = next_item_likelihood(LogInputs(log, model), model, targets)
     both = event_likelihood(LogInputs(log, model), model, targets, labels)

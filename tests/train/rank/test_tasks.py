@@ -15,7 +15,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import override
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.data import build_log
-from npu_gr.train.rank.options import CLICK, LIKE, Task, choose_tasks, make_labels
+from npu_gr.train.rank.options import LIKE, NEXT, Task, choose_tasks, make_labels
 from npu_gr.train.rank.train import train_rank
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted
@@ -38,21 +38,21 @@ EVENTS = valued(1, 1, 0, 1, 3, 0, 1, names=("cart", "view", "never", "purchase")
 
 def test_stars_keep_their_liking() -> None:
     chosen = choose_tasks(build_log(planted(), [], "user-time"))
-    assert chosen.tasks == (CLICK, LIKE)
+    assert chosen.tasks == (NEXT, LIKE)
 
 
 def test_one_action_is_the_next_item_alone() -> None:
     chosen = choose_tasks(build_log(valued(1.0), [], "user-time"))
-    assert chosen.tasks == (CLICK,)
+    assert chosen.tasks == (NEXT,)
     assert "every event is '1'" in chosen.reason
     named = choose_tasks(build_log(valued(1.0, names=("cart", "view")), [], "user-time"))
-    assert named.tasks == (CLICK,)
+    assert named.tasks == (NEXT,)
     assert "'view'" in named.reason
 
 
 def test_another_scale_takes_its_median_and_says_so() -> None:
     chosen = choose_tasks(build_log(valued(1, 8, 9, 7, 10, 2, 8, 9, 5, 8), [], "user-time"))
-    assert chosen.tasks == (CLICK, Task(name="like", at_least=8.0))
+    assert chosen.tasks == (NEXT, Task(name="like", at_least=8.0))
     assert "at least 8, the median of 1 .. 10" in chosen.reason
     codes = choose_tasks(build_log(valued(1, 1, 1, 2), [], "user-time"))
     assert codes.tasks[1].at_least == 2.0  # the median would give every event the same label
@@ -62,7 +62,7 @@ def test_each_event_type_but_the_most_frequent_is_a_task() -> None:
     log = build_log(EVENTS, [], "user-time")
     chosen = choose_tasks(log)
     assert chosen.tasks == (
-        CLICK,
+        NEXT,
         Task(name="cart", actions=("cart",)),
         Task(name="purchase", actions=("purchase",)),
     )
@@ -74,9 +74,11 @@ def test_each_event_type_but_the_most_frequent_is_a_task() -> None:
     assert np.array_equal(labels.auxiliary.numpy() > 0, log.actions[:, None] == np.arange(4))
 
 
-def test_an_event_type_called_click_does_not_take_the_next_items_name() -> None:
+def test_an_event_type_called_next_does_not_take_the_next_items_name() -> None:
+    log = build_log(valued(1, 1, 0, names=("next", "view")), [], "user-time")
+    assert [task.name for task in choose_tasks(log).tasks] == ["next", "next event"]
     log = build_log(valued(1, 1, 0, names=("click", "view")), [], "user-time")
-    assert [task.name for task in choose_tasks(log).tasks] == ["click", "click event"]
+    assert [task.name for task in choose_tasks(log).tasks] == ["next", "click"]
 
 
 def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -> None:
@@ -85,16 +87,16 @@ def test_a_ranker_of_event_types_knows_all_of_the_data_sets_and_is_evaluated() -
     assert checkpoint.action_names == ("cart", "view", "never", "purchase")
     assert checkpoint.action_values == (0.0, 1.0, 2.0, 3.0)
     assert checkpoint.model.config.actions == checkpoint.action_names
-    assert checkpoint.model.config.tasks == ("click", "cart", "purchase")
+    assert checkpoint.model.config.tasks == ("next", "cart", "purchase")
     assert found.auc_task == "cart"
     assert "cart" in str(found.table().columns[1].header)
     assert 0 <= next(row for row in found.baselines if row.model == "user + item means").auc <= 1
 
 
 def test_tasks_can_be_set() -> None:
-    tasks = (CLICK, Task(name="buy", actions=("purchase", "cart")))
+    tasks = (NEXT, Task(name="buy", actions=("purchase", "cart")))
     checkpoint, found = train_rank(EVENTS, [], msgspec.structs.replace(TINY, tasks=tasks))
-    assert checkpoint.model.config.tasks == ("click", "buy")
+    assert checkpoint.model.config.tasks == ("next", "buy")
     assert found.tasks == "set by the option `tasks`"
     stars = (Task(name="five", actions=("5",)),)
     assert train_rank(planted(), [], msgspec.structs.replace(TINY, tasks=stars))[1].ranker.auc > 0
@@ -116,7 +118,7 @@ def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
         r"label, no; .*--set",
     ):
         make_labels(log, [Task(name="buy", actions=("never",))])
-    with pytest.raises(ValueError, match="at_least or actions, not both"):
+    with pytest.raises(ValueError, match="has one of at_least, actions and shown"):
         Task(name="buy", at_least=1.0, actions=("a",))
     dwell = dataclasses.replace(planted(), values=np.arange(1800) / 7)
     with pytest.raises(
@@ -124,13 +126,13 @@ def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
         match=r"1800 distinct values of actions, the limit is 100: "
         r".*npu-gr prepare",
     ):
-        train_rank(dwell, [], msgspec.structs.replace(TINY, tasks=(CLICK,)))
+        train_rank(dwell, [], msgspec.structs.replace(TINY, tasks=(NEXT,)))
 
 
 def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_named() -> None:
-    options = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
-    assert options.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
+    options = override(TINY, ["tasks=[{name: next}, {name: buy, actions: [purchase]}]"])
+    assert options.tasks == (NEXT, Task(name="buy", actions=("purchase",)))
     with pytest.raises(ConfigError, match=r"tasks\[0\]\.at_leas; did you mean at_least\?"):
         override(TINY, ["tasks=[{name: like, at_leas: 4}]"])
-    with pytest.raises(ConfigError, match="task buy: has at_least or actions, not both"):
+    with pytest.raises(ConfigError, match="task buy: has one of at_least, actions and shown"):
         override(TINY, ["tasks=[{name: buy, at_least: 1, actions: [a]}]"])

@@ -77,7 +77,7 @@ def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> Non
     loaded = load(tmp_path / "it")
     assert loaded.action_values == (1.0, 5.0)
     assert loaded.item_ids.tolist() == [item * 10 for item in range(NUM_ITEMS)]
-    assert loaded.model.config.tasks == ("click", "like")
+    assert loaded.model.config.tasks == ("next", "like")
     feature_ids = loaded.model.feature_ids_0
     assert isinstance(feature_ids, torch.Tensor)
     assert feature_ids[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
@@ -114,7 +114,7 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     assert one.order.weights != both.order.weights
     # the validation is counted once the weights are fitted
     trained = build_log(log, [], "leave-one-out")
-    assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
+    assert np.array_equal(one.order.log_prob, count_transitions(trained, "next").log_prob)
     assert one.order.neighbours is not None
     named = [kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting]
     kind = max(named, key=lambda kind: len(kind.name))  # "last 5" is a part of "last 500"
@@ -257,7 +257,7 @@ def test_one_task_alone_leaves_the_other_figures_out() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(found.table())
     assert "ranker" in console.export_text()
-    only_click = msgspec.structs.replace(TINY, tasks=(Task(name="click"),))
+    only_click = msgspec.structs.replace(TINY, tasks=(Task(name="next"),))
     assert "auc" not in train_rank(planted(), [], only_click)[1].as_dict()
 
 

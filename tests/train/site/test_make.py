@@ -20,7 +20,7 @@ from npu_gr.train.cascade import CascadeChoice, CascadeWay
 from npu_gr.train.options import list_options
 from npu_gr.train.site import make
 from npu_gr.train.site.configuration import PRESETS, options_for
-from npu_gr.train.site.make import PARTS
+from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint

@@ -1,0 +1,70 @@
+"""The columns and times of a log, of any source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npu_gr.core.errors import DataError
+from npu_gr.dataset.columns import Column, LogColumns, choose_log_columns
+from npu_gr.dataset.line_sources import Source
+from npu_gr.dataset.lines import NESTED
+from npu_gr.dataset.log_features import split_kind
+from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.row_filter import check_labels
+from npu_gr.dataset.sources import NestedSource
+from npu_gr.dataset.time_parts import joined
+from npu_gr.dataset.times import TimeKind, recognise
+
+
+def choose_columns(
+    source: Source, options: PrepareOptions, conditioned: Sequence[str]
+) -> LogColumns:
+    """Choose the columns of a log.
+
+    Args:
+        source: The log.
+        options: Names of columns; missing ones are guessed.
+        conditioned: Columns that conditions name.
+
+    Raises:
+        DataError: as `choose_log_columns` and `check_labels`.
+    """
+    names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
+    named = {role: name for role, name in names.items() if name}
+    if not isinstance(source, NestedSource):
+        features = (*options.event_features, *options.request_features, *options.cross_features)
+        check_labels(
+            source.sample,
+            [*conditioned, *named.values(), *(split_kind(text)[0] for text in features)],
+            bool(options.positive or source.positive),
+            bool(options.drop or options.where),
+            source.name,
+        )
+        return choose_log_columns(
+            source.sample, named, has_time=options.has_time, source=source.name
+        )
+    if named:
+        raise DataError(f"{source.name}: --{next(iter(named))}: {source.format} has no columns")
+    columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
+    place = Column(NESTED[2], "the index of an item in its user's list")
+    return LogColumns(user=columns.user, item=columns.item, time=place, event=None, value=None)
+
+
+def recognise_times(
+    source: Source, time: Column | None, options: PrepareOptions
+) -> TimeKind | None:
+    """Recognise the times of a log; None = it has none.
+
+    Raises:
+        DataError: as `recognise`.
+    """
+    if time is None:
+        return None
+    if isinstance(source, NestedSource):
+        return TimeKind(
+            unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0
+        )
+    name = f"{source.name}: {time.name}"
+    sample = source.sample
+    array = joined([sample[one] for one in time.parts]) if time.parts else sample[time.name]
+    return recognise(array, name, options.time_unit, options.time_format)
