@@ -155,7 +155,7 @@ class Log:
         table.load(show)
         self._give_codes("items", "item")
         names = self.item_names()
-        self.item_key = self._new_key(names) if item_key is None else item_key
+        self.item_key = _new_key(con, names) if item_key is None else item_key
         known = set(known_items)
         every = [*known_items, *(name for name in names if name not in known)]
         if again := repeated(item_ids(every, self.item_key)):
@@ -192,23 +192,6 @@ class Log:
             else:
                 self._give_codes(f"feature_{place}", f"f{place}")
                 self.feature_values.append(one.values(self._texts(f"feature_{place}")))
-
-    def _new_key(self, names: Sequence[str]) -> bytes:
-        """Derive the key of the items' ids from the log; none is needed if all names are numbers.
-
-        One log always has the same key, so a dataset can be made again. Who knows only some of the
-        events cannot compute it.
-        """
-        if not is_hashed(item_ids(names)).any():
-            return b""
-        digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"npu_gr.key")
-        rows = self._con.execute(
-            "SELECT item, count(*), sum(time_us), min(user), max(user) FROM log WHERE reason = 0 "
-            "GROUP BY item ORDER BY item"
-        )
-        while found := rows.fetchmany(BATCH_ROWS):
-            digest.update(ascii(found).encode())
-        return digest.digest()
 
     def user_names(self) -> Any:
         """Return the names of users by code, as an Arrow array."""
@@ -455,3 +438,21 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
             f"{CODES[RejectReason.ROUNDED]}"
         )
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
+
+
+def _new_key(con: Any, names: Sequence[str]) -> bytes:
+    """Derive the key of the items' ids from the log; none is needed if all names are numbers.
+
+    One log always has the same key, so a dataset can be made again. Who knows only some of the
+    events cannot compute it.
+    """
+    if not is_hashed(item_ids(names)).any():
+        return b""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"npu_gr.key")
+    rows = con.execute(
+        "SELECT item, count(*), sum(time_us), min(user), max(user) FROM log WHERE reason = 0 "
+        "GROUP BY item ORDER BY item"
+    )
+    while found := rows.fetchmany(BATCH_ROWS):
+        digest.update(ascii(found).encode())
+    return digest.digest()
