@@ -24,6 +24,7 @@ from npu_gr.dataset.cells import (
     pc,
     text_sql,
 )
+from npu_gr.dataset.column_names import NAMES
 
 NONE = "none"  # as a condition: every row is used
 _IN = re.compile(
@@ -37,6 +38,12 @@ _LABELS = frozenset(
     "click clicked isclick isclicked iclick label target conversion converted".split()  # noqa: SIM905
 )
 _STATES = ("status", "state", "状态")  # ends of names
+# event types of items that were shown: Google Analytics, Segment, and common words
+_SHOWN = (
+    r"(?i)^\s*(view_item_list|product list viewed|(item|product)?[ _]?impressions?|exposures?"
+    r"|expose|曝光|展现|展示)\s*$"
+)
+_EVENTS = frozenset(NAMES["event"][0].split())
 _UNDONE = r"(?i)cancel|return|refund|reject|void|failed|storn|取消|退"
 
 
@@ -117,7 +124,8 @@ def check_labels(
         has_positive, has_drop: Whether `--positive` and `--drop` (or `--where`) are given.
 
     Raises:
-        DataError: A column is 0 or 1 and named like a click, or a status has cancelled rows.
+        DataError: A column is 0 or 1 and named like a click, an event type is that of items that
+            were shown, or a status has cancelled rows.
     """
     for name, array in columns.items():
         plain = re.sub(r"[\W_]", "", name.lower())
@@ -129,6 +137,15 @@ def check_labels(
                 f"behaviour: --positive '{name}=1' leaves out the other rows. If every row is a "
                 f"behaviour, give --positive {NONE}"
             )
+        if plain in _EVENTS and not (has_positive or has_drop or _is_list(array)):
+            texts = pc.unique(pc.drop_null(as_text(array)))
+            shown = texts.filter(pc.match_substring_regex(texts, _SHOWN)).to_pylist()
+            if shown and len(shown) < len(texts):
+                raise DataError(
+                    f"{source}: {quoted(name)} has {', '.join(shown)}. Items that were shown are "
+                    f"no behaviour: --positive '{name} not in ({', '.join(shown)})' keeps these "
+                    f"rows as impressions. If every row is a behaviour, give --positive {NONE}"
+                )
         if plain.endswith(_STATES) and not has_drop and not _is_list(array):
             texts = pc.unique(pc.drop_null(as_text(array)))
             undone = texts.filter(pc.match_substring_regex(texts, _UNDONE)).to_pylist()

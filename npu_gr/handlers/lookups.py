@@ -113,6 +113,13 @@ class Lookups:
             raise NotFound("user_id: this instance knows nothing of the user")
         return KnownUser(first + len(events), events, tuple(prefixes), in_vectors)
 
+    def example_user(self) -> UserKey | None:
+        """Return a user that the service knows, for the console; None if it knows none."""
+        user = self._histories.cache.newest_user()
+        if user is None and self._vectors is not None:
+            user = next(iter(self._vectors.current.matcher.vectors.user_keys), None)
+        return user
+
     async def similar(self, item: int, num_items: int, pairs: Sequence[str]) -> LookedUpItems:
         """Find the items most like another one, by the ranker's neighbours, else by the vectors.
 

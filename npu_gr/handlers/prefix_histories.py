@@ -82,6 +82,10 @@ class PrefixHistoryCache:
         """Whether a history of the user is cached."""
         return user in self._by_user
 
+    def newest_user(self) -> UserKey | None:
+        """Return the user who was cached last, if any is."""
+        return next(reversed(self._by_user), None)
+
     def find(self, user: UserKey, fingerprint: str) -> KnownHistory | None:
         """Return the cached history with a fingerprint, if any."""
         key = (user, fingerprint)

@@ -215,6 +215,7 @@ class ObservabilityRoutes:
     ) -> None:
         self._service = service
         self._debug_views = debug_views
+        self._has_keys = config.api_keys_file is not None
         self._page_text = page("/debug/status")
         self._console_text = console(
             "/debug/openapi", "https" if config.tls else "http", config.port
@@ -228,7 +229,7 @@ class ObservabilityRoutes:
             web.get("/debug/status", self._status),
             web.get("/debug/config", self._config),
             web.get("/openapi.json", self._openapi),
-            web.get("/debug/openapi", self._openapi),
+            web.get("/debug/openapi", self._console_document),
             web.get("/debug/console", self._console),
             *DebugRoutes(
                 debug_views.bundle_texts, debug_views.stacks, debug_views.profile
@@ -262,6 +263,12 @@ class ObservabilityRoutes:
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return json_response(document())
+
+    async def _console_document(self, _: web.Request) -> web.Response:
+        """Answer the document and, where no key is needed, a user to fill in."""
+        user = None if self._has_keys else self._service.lookups.example_user()
+        named = {} if user is None else {"x-user": {"user_id": user.user, "tenant": user.tenant}}
+        return json_response(document() | named)
 
 
 def _html(text: str) -> web.Response:

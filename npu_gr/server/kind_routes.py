@@ -24,7 +24,14 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
 from npu_gr.server.middleware import CALL, RequestLifecycle
 from npu_gr.server.schemas import CODECS, bulk
-from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts, check_user
+from npu_gr.server.schemas.fields import (
+    B,
+    Codec,
+    ResponseFields,
+    UrlParts,
+    as_objects,
+    check_user,
+)
 from npu_gr.server.schemas.media import decode, skim
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
@@ -117,6 +124,8 @@ def _handler(
             parsed = codec.read_headers(parsed, request.headers)
         answer = await ask(call, kind, parsed, service)
         rendered = codec.render(answer, call.request_id, accepted_media(request), response_fields)
+        if rendered is not None and response_fields.is_objects:
+            rendered = as_objects(answer, rendered, response_fields)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
@@ -153,7 +162,7 @@ def parse_body(
         Forbidden: The request names another tenant than the key's.
         TooLarge, Unprocessable: As `Codec.parse` does.
     """
-    response_fields = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
+    response_fields = ResponseFields.of(body, service.names)
     body = of_tenant(body, lifecycle.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
     if codec.body is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
-from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.kinds import KINDS, Kind, Scored
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.auth.rules import rules
 from npu_gr.server.debug.routes import DEFAULT_S
@@ -20,7 +20,7 @@ from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
 from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
 from npu_gr.server.schemas import CODECS
 from npu_gr.server.schemas.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
-from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, UserBody
+from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, ObjectsOut, UserBody
 from npu_gr.server.schemas.media import JSON, MSGPACK
 
 _Json = dict[str, Any]
@@ -147,6 +147,7 @@ class _Schemas:
             CatalogueOut,
             VectorsOut,
             ItemOut,
+            ObjectsOut,
             UserOut,
             FoundItemsOut,
             Problem,
@@ -206,6 +207,9 @@ def _kind_operation(schemas: _Schemas, kind: Kind[Any, Any], codec: Codec[Any, A
     done: _Json = {"description": codec.done}
     if codec.answer is not None:
         done["content"] = schemas.any_media(codec.answer)
+        if kind.scored is Scored.ITEMS:  # by the field `format`
+            both = {"anyOf": [schemas.ref(codec.answer), schemas.ref(ObjectsOut)]}
+            done["content"] = {JSON: {"schema": both}, MSGPACK: {"schema": both}}
     responses = {str(kind.status): done}
     if codec.begun is not None:
         responses["202"] = {

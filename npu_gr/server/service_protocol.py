@@ -59,6 +59,10 @@ class LookupService(Protocol):
         """Return what is known of a user. Raises NotFound where that is nothing."""
         ...
 
+    def example_user(self) -> UserKey | None:
+        """Return a user that the service knows, if any."""
+        ...
+
     async def similar(self, item: int, num_items: int, pairs: Sequence[str]) -> LookedUpItems:
         """Find items like another one. Raises NotFound where nothing knows the item."""
         ...

@@ -303,6 +303,20 @@ HOST_FAULTS = (
         "silu_all && !ON,\n",
         ("hstu_rows",),
     ),
+    Fault(
+        "the first stream for ever",
+        "torch/binding.cpp",
+        "    stream = current;",
+        "    static aclrtStream first = current;\n    stream = ON ? first : current;",
+        CSR,
+    ),
+    Fault(
+        "the workspace of a search is not kept until the launch",
+        "torch/binding.cpp",
+        "bias.value_or(Tensor()), value, index, work},",
+        "bias.value_or(Tensor()), value, index, ON ? Tensor() : work},",
+        TOPK,
+    ),
 )
 
 

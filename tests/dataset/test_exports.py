@@ -161,6 +161,13 @@ ASKED = {
         ),
         "--positive 'is_click=1'",
     ),
+    "ga4.csv": (
+        of_cells(
+            "user_pseudo_id,item_id,event_timestamp,event_name",
+            [("u", "A", NINE, "view_item_list"), ("u", "A", NINE, "purchase")],
+        ),
+        r"--positive 'event_name not in \(view_item_list\)'",
+    ),
     "UserBehavior.csv": (
         "1,2268318,2520377,1511544070,pv\n1,2333346,2520771,1511561733,pv\n",
         "--columns",

@@ -74,6 +74,9 @@ class FakeLookups:
     async def user(self, user: UserKey, num_events: int) -> KnownUser:
         return KnownUser(0, Events.empty(), (), in_vectors=True)
 
+    def example_user(self) -> UserKey | None:
+        return UserKey("shop", "u7")
+
     async def similar(self, item: int, num_items: int, pairs: Sequence[str]) -> LookedUpItems:
         return LookedUpItems("vectors", np.array([1]), np.array([0.5], np.float32))
 

@@ -46,6 +46,20 @@ async def test_the_page_needs_no_key_and_the_document_does(tmp_path: Path) -> No
         assert await at.status(f"{at.public}/debug/console") == 404
 
 
+async def test_a_user_is_filled_in_where_nobody_needs_a_key(tmp_path: Path) -> None:
+    async def document(at: Any) -> Any:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{at.admin}/debug/openapi", headers=bearer()) as answer,
+        ):
+            return await answer.json()
+
+    async with site() as at:
+        assert (await document(at))["x-user"] == {"user_id": "u7", "tenant": "shop"}
+    async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
+        assert "x-user" not in await document(at)
+
+
 @pytest.mark.browser
 async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
     from selenium.webdriver.common.by import By
@@ -79,7 +93,9 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         routes = browser.execute_script(
             "return [...document.querySelectorAll('details')].map(d => d.dataset.route)"
         )
-        assert routes[0] == "POST /v1/signal", "what callers want, first"
+        assert routes[0] == "POST /v1/recommend", "what callers want, first"
+        is_open = "return [...document.querySelectorAll('details[open]')].map(d => d.dataset.route)"
+        assert browser.execute_script(is_open) == routes[:1]
         assert set(routes) == {f"{method} {path}" for method, path in rules()}
         pressed("GET /debug/config", "Send")
         assert answer("GET /debug/config").startswith("200 in ")

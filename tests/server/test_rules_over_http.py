@@ -115,6 +115,26 @@ async def test_attributes_need_a_catalogue(folder: Path) -> None:
         assert "has no catalogue (section generate)" in answer["detail"]
 
 
+@pytest.mark.parametrize("name", ["generate", "match", "recommend"])
+async def test_an_answer_may_be_a_list_of_objects(folder: Path, name: str) -> None:
+    body: dict[str, Any] = {"history": HISTORY, "num_items": 4}
+    async with serving(folder, **section(folder)) as (client, _):
+        columns = await post(client, f"/v1/{name}", **body, fields=["title"])
+        objects = await post(client, f"/v1/{name}", **body, format="objects")
+        assert objects.keys() == {"request_id", "items", "limited_by"}
+        rows = zip(columns["items"], columns["titles"], columns["scores"], strict=True)
+        items = [{"item": item, "title": title, "score": score} for item, title, score in rows]
+        assert [one["item"] for one in objects["items"]] == columns["items"]
+        assert [one["title"] for one in objects["items"]] == columns["titles"]
+        scores = [one["score"] for one in objects["items"]]
+        np.testing.assert_allclose(scores, columns["scores"], atol=1e-4)
+        assert objects["items"][0].keys() == items[0].keys()
+        explained = await post(client, f"/v1/{name}", **body, format="objects", explain=True)
+        assert explained["explain"].keys() == columns.keys() - {"titles"}
+        answer = await post(client, f"/v1/{name}", 422, **body, format="rows")
+        assert "format" in answer["detail"]
+
+
 # ---- rules
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -58,6 +58,18 @@ class ResponseFields(NamedTuple):
 
     names: Names
     fields: tuple[str, ...] = ()  # a subset of ITEM_FIELDS
+    is_objects: bool = False  # a list of objects instead of columns
+    explains: bool = False  # the objects come with the columns, which say how they were found
+
+    @classmethod
+    def of(cls, body: object, names: Names) -> ResponseFields:
+        """Read what a body asks for; bodies of kinds without items ask for nothing."""
+        return cls(
+            names,
+            tuple(getattr(body, "fields", ())),
+            getattr(body, "format", "columns") == "objects",
+            getattr(body, "explain", False),
+        )
 
     def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
         """Return the titles of items if the request asks for them; None = an item has none."""
@@ -91,6 +103,62 @@ class Codec(Generic[B, Q, A]):
     # OpenAPI's parameters, in addition to those of the path and the time limit
     parameters: tuple[dict[str, Any], ...] = ()
     done: str = "Success."  # OpenAPI's description of a successful answer
+
+
+Format = Literal["columns", "objects"]
+
+
+class ScoredItemOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An item of an answer, best first; null: it has no title, or was not ranked."""
+
+    item: str | int
+    title: str | None
+    score: float | None
+    # probability of the item at its place, given those before; absent: nothing was drawn
+    propensity: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class ObjectsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items as a list of objects, best first, by `"format": "objects"`."""
+
+    request_id: str
+    items: list[ScoredItemOut]
+    limited_by: str  # what ended a list of fewer items than requested; "" = it is complete
+    # with `"explain": true` the whole answer in columns
+    explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+def as_objects(answer: Any, columns: msgspec.Struct, about: ResponseFields) -> ObjectsOut:
+    """Convert an answer with items to a list of objects.
+
+    Args:
+        answer: Answer of the service.
+        columns: The rendered answer.
+        about: What the request asks for.
+    """
+    ids = answer.item_ids
+    drawn = getattr(answer, "propensities", None)
+    propensities = [msgspec.UNSET] * len(ids) if drawn is None else drawn.tolist()
+    rows = zip(
+        about.names.items(ids),
+        about.names.titles(ids),
+        answer.scores.tolist(),
+        propensities,
+        strict=True,
+    )
+    items = [
+        ScoredItemOut(
+            item=item, title=title, score=None if score != score else score, propensity=propensity
+        )
+        for item, title, score, propensity in rows
+    ]
+    out: Any = columns
+    return ObjectsOut(
+        request_id=out.request_id,
+        items=items,
+        limited_by=answer.limited_by.value,
+        explain=msgspec.to_builtins(out) if about.explains else msgspec.UNSET,
+    )
 
 
 MOST_ITEMS = 1000  # items of one request to /v1/items

@@ -13,6 +13,7 @@ from npu_gr.server.schemas.fields import (
     Attributes,
     Candidates,
     Codec,
+    Format,
     HistoryBody,
     HistoryOut,
     ItemFields,
@@ -44,6 +45,8 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     attributes: Attributes = msgspec.field(default_factory=dict)
     catalogue_version: Name | None = None
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
+    format: Format = "columns"  # objects: a list of {item, title, score}
+    explain: bool = False  # adds the answer in columns to the objects
 
 
 class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from npu_gr.server.schemas.fields import (
     Attributes,
     Candidates,
     Codec,
+    Format,
     History,
     ItemFields,
     Name,
@@ -43,6 +44,8 @@ class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # as in generate: attribute of the catalogue -> accepted values
     attributes: Attributes = msgspec.field(default_factory=dict)
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
+    format: Format = "columns"  # objects: a list of {item, title, score}
+    explain: bool = False  # adds the answer in columns to the objects
 
 
 class MatchOut(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,10 +102,10 @@ def main(library: str, faults: str) -> None:
     npu = find()
     ascend_ops.load_library(Path(library))
     results = []
-    with npu.runtime.stream(npu.runtime.Stream()):
-        for number in map(int, faults.split(",")):
-            if number >= 0:
-                ctypes.CDLL(library).npu_gr_mutate(number)
+    for number in map(int, faults.split(",")):
+        if number >= 0:
+            ctypes.CDLL(library).npu_gr_mutate(number)
+        with npu.runtime.stream(npu.runtime.Stream()):
             results.append(found(npu.device))
     sys.stdout.write(json.dumps(results) + "\n")
 

@@ -8,5 +8,7 @@ void *pretended_allocate(size_t bytes);
 void pretended_free(void *at);
 bool pretended_is_live(const void *at, uint64_t bytes);  // all of it is allocated, and was not freed
 void pretended_fault(const char *kernel, const char *why);
+void pretended_expect(void *stream);  // the stream of the thread that queued the launch which runs now
+void *pretended_expected();
 const char *pretended_last_fault();  // "" = none; taken away by the call
 }

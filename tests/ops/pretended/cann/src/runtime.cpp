@@ -16,6 +16,7 @@ std::mutex lock;
 std::map<uintptr_t, size_t> live;
 std::deque<std::pair<void *, size_t>> freed;
 size_t freed_bytes = 0;
+thread_local void *expected = nullptr;
 std::string fault;
 constexpr size_t kKept = size_t(512) << 20;
 }  // namespace
@@ -50,6 +51,8 @@ bool pretended_is_live(const void *at, uint64_t bytes) {
   --found;
   return uintptr_t(at) + bytes <= found->first + found->second;
 }
+void pretended_expect(void *stream) { expected = stream; }
+void *pretended_expected() { return expected; }
 void pretended_fault(const char *kernel, const char *why) {
   std::lock_guard<std::mutex> guard(lock);
   if (fault.empty()) fault = std::string(kernel) + ": " + why;

@@ -25,6 +25,7 @@ using at::Tensor;
 struct Task {
   std::string name;
   std::function<int()> run;
+  aclrtStream stream;
 };
 std::recursive_mutex lock;
 std::deque<Task> tasks;
@@ -35,6 +36,7 @@ void drain() {
   while (!tasks.empty()) {
     Task task = std::move(tasks.front());
     tasks.pop_front();
+    pretended_expect(task.stream);
     int status = task.run();
     if (status != 0) {
       tasks.clear();
@@ -154,7 +156,7 @@ OpCommand &OpCommand::SetCustomHandler(std::function<int()> handler) {
 }
 void OpCommand::Run() {
   std::lock_guard<std::recursive_mutex> guard(lock);
-  tasks.push_back({name_, std::move(handler_)});
+  tasks.push_back({name_, std::move(handler_), current});
 }
 }  // namespace native
 }  // namespace at_npu

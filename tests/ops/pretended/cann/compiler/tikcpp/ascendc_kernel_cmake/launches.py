@@ -31,8 +31,8 @@ bool is_named(const char *what, const char *name) {{
 }}
 template <typename Kernel>
 uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t cores, Kernel kernel) {{
-  if (stream == nullptr) {{
-    pretended_fault(name, "no stream");
+  if (stream == nullptr || stream != pretended_expected()) {{
+    pretended_fault(name, stream == nullptr ? "no stream" : "a stream of another launch");
     return 107003;
   }}
   while (is_named("PRETENDED_HANGS", name)) sleep(1);
