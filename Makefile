@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE # some containers set it; hundreds of processes
 CODE := npu_gr benchmarks tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test torch lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-npu kernels clean
+.PHONY: docs demo test torch lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-cuda acceptance-npu acceptance-cpu kernels clean
 
 demo: $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -114,11 +114,16 @@ can-monitor:
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks rank
 
-# On a machine with an Ascend NPU, CANN's set_env.sh sourced, torch_npu beside torch, the operators built (docs/ascend.md):
-# every operator and whole requests in processes of their own, times, and a file for a report; then the tests marked npu
+# Ten minutes on a machine with the device: parity, a served process, tests, baselines, a profile; the table and the
+# bundle are useful if it is cut off. WHEELS=FOLDER has what the machine lacks (python ops/acceptance.py cuda --list).
+# An NPU also needs CANN's set_env.sh sourced, torch_npu beside torch, and the operators built (docs/ascend.md)
+ACCEPT = $(PYTHON) ops/acceptance.py $(1) --out npu_gr-acceptance-$(1) $(if $(WHEELS),--wheels $(WHEELS))
+acceptance-cuda:
+	$(call ACCEPT,cuda)
 acceptance-npu:
-	$(PYTHON) -m npu_gr doctor --backend npu --acceptance --bundle npu_gr-acceptance.tar.gz
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PYTHON) -m pytest -q -m npu tests
+	$(call ACCEPT,npu)
+acceptance-cpu:
+	$(call ACCEPT,cpu) --quick
 
 # the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;
 # the compilers (500 MB) stay under build/, and what cannot be had is skipped in words

@@ -1,12 +1,9 @@
-"""`python -m benchmarks device`: ranks on a device against torch.compile, and FastAPI on it.
+"""`python -m benchmarks device`: ranks over HTTP on a device, against FastAPI on it.
 
-    compiled   a rank with a cached prefix, against full inference by torch ops under torch.compile
-    served     ranks of returning users over HTTP, one after the other: an instance, against FastAPI
-               with the same checkpoint on the same device
-
-`python -m benchmarks generate --backend NAME` compares beams with torch's
-`scaled_dot_product_attention`, `python -m benchmarks kernels --device NAME` single ops. Scores are
-compared before anything is timed.
+Ranks of returning users, one after the other: an instance, against FastAPI with the same checkpoint
+on the same device; and how often the instance used a device graph. `python -m benchmarks generate
+--backend NAME` compares beams with torch's `scaled_dot_product_attention`, `python -m benchmarks
+kernels --device NAME` single ops. Scores are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -17,62 +14,25 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks import rank, servers
-from benchmarks.frame import BACKEND, SEED, Line, compared, only, tell, timed, timed_for
-from benchmarks.frame import timed_in_turn as in_turn
-from npu_gr.backend.choose import choose
+from benchmarks import servers
+from benchmarks.frame import BACKEND, SEED, Line, compared, tell, timed, timed_for
 from npu_gr.backend.names import BackendName
-from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import load
 
-PARTS = ("compiled", "served")
-OPTIONS = (BACKEND, SEED, timed_for(3.0), only(PARTS))
-TOKENS = 1024
-CANDIDATES = 500
-LAYERS = 8
+OPTIONS = (BACKEND, SEED, timed_for(3.0))
 TRAFFIC = servers.Traffic(history_tokens=200, num_candidates=100, num_users=32)
 GRAPHS = "npu_gr_device_graph_calls_total"
 
 
-def lines(
-    backend: BackendName, seed: int, seconds: float, parts: Sequence[str] = PARTS
-) -> Iterator[Line]:
-    """Yield the lines of each part.
+def lines(backend: BackendName, seed: int, seconds: float) -> Iterator[Line]:
+    """Yield the line of the ranks, after one for each outcome of device graphs.
 
     Raises:
         AssertionError: The scores are wrong; nothing was timed.
-        ConfigError: This machine lacks the device.
+        Unavailable: The instance does not start, e.g. without the device.
     """
-    if "compiled" in parts:
-        yield _compiled(backend, seed, seconds)
-    if "served" in parts:
-        with tempfile.TemporaryDirectory(prefix="npu_gr-device-") as folder:
-            yield from _served(backend, seed, seconds, Path(folder))
-
-
-def _compiled(name: BackendName, seed: int, seconds: float) -> Line:
-    device = choose(name)
-    torch.manual_seed(seed)
-    model = HSTU(rank.config(LAYERS)).to(device.device).eval()
-    model.items.freeze()
-    one = rank.CachedRank(model, device, TOKENS, CANDIDATES)
-    plain = device.running("torch")
-    full = torch.compile(lambda: model(plain, [one.cold])[0])
-
-    def compiled() -> torch.Tensor:
-        with torch.inference_mode():
-            scores: torch.Tensor = full()
-        device.synchronize()
-        return scores
-
-    want, got = compiled(), one.run(one.hit)
-    drift = float((want - got).abs().max() / want.std())
-    assert drift <= rank.TOLERANCE[torch.float32] * 100, f"scores drift by {drift:.1e}"
-    theirs, ours = in_turn([compiled, lambda: one.run(one.hit)], seconds)
-    case = f"rank L={TOKENS} M={CANDIDATES} layers={LAYERS} fp32"
-    return timed("device", case, ours, "torch.compile, full inference", theirs)
+    with tempfile.TemporaryDirectory(prefix="npu_gr-device-") as folder:
+        yield from _served(backend, seed, seconds, Path(folder))
 
 
 def _served(name: BackendName, seed: int, seconds: float, folder: Path) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """`python -m benchmarks emulator`: modelled cost of masked_topk and an HSTU pass on an Ascend 910B.
 
-This is a model from public figures (below), not a measurement: no NPU has run the kernels.
+This is a model from public figures (`emulator_costs.py`), not a measurement: no NPU has run the
+kernels.
 
 masked_topk is compared with a full sort and with a top-k without a filter. The CPU emulator of the
 910B counts the instructions and bytes of the real kernel; those of the other two are computed for
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks import hstu_model
+from benchmarks import generate_model, hstu_model, hstu_sizes
+from benchmarks.emulator_costs import modelled_us
 from benchmarks.frame import SEED, Line, compared
 from tests.ops.ascend_emulator import Emulator, Machine, packed
 
@@ -23,53 +25,6 @@ LENGTHS = (1024, 8192, 65_536)
 KS = (32, 128, 512)
 KEPT = (1.0, 0.3, 0.05)
 ROWS = 4  # random rows; their mean is shown
-
-# Public figures. Cycles: the cost tests of pto-isa (start 14, 2 for a repeat of Sort32, 18 after a
-# barrier); 2 for a merged pair: pto-isa's top-k sample on an A3 takes 3.24 us for a row of 1024 on
-# a core, 94 % of it vector work, which fits three merges of 1024 pairs and 32 groups at 1.8 GHz.
-# Bandwidth: 1.6 TB/s of HBM for 48 vector cores.
-CLOCK_GHZ = 1.8
-START_CYCLES = 14
-REPEAT_CYCLES = 1
-BARRIER_CYCLES = 18
-SORT32_GROUP_CYCLES = 2
-MERGED_PAIR_CYCLES = 2
-CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
-# Our assumptions, where nothing is published: a flag or a scalar access costs as much as a barrier,
-# a gathered element one cycle.
-FLAG_CYCLES = 18
-SCALAR_CYCLES = 18
-GATHER_CYCLES = 1
-
-
-def modelled_us(counts: dict[str, float]) -> float:
-    """Compute the model: the maximum of the vector and scalar units' cycles and the movers'."""
-    at = {name: counts.get(name, 0.0) for name in _NAMES}
-    vector = at["vector_instructions"] * START_CYCLES + at["vector_repeats"] * REPEAT_CYCLES
-    vector += at["sort32_groups"] * SORT32_GROUP_CYCLES + at["merged_pairs"] * MERGED_PAIR_CYCLES
-    vector += at["gathered"] * GATHER_CYCLES + at["barriers"] * BARRIER_CYCLES
-    vector += at["flags"] * FLAG_CYCLES + at["scalar_accesses"] * SCALAR_CYCLES
-    return (
-        max(
-            vector, at["mte2_bytes"] / CORE_BYTES_PER_CYCLE, at["mte3_bytes"] / CORE_BYTES_PER_CYCLE
-        )
-        / CLOCK_GHZ
-        / 1e3
-    )
-
-
-_NAMES = (
-    "vector_instructions",
-    "vector_repeats",
-    "gathered",
-    "sort32_groups",
-    "merged_pairs",
-    "barriers",
-    "flags",
-    "scalar_accesses",
-    "mte2_bytes",
-    "mte3_bytes",
-)
 
 
 def _passes(pairs: int) -> int:
@@ -114,7 +69,7 @@ def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
 
 
 def lines(seed: int) -> Iterator[Line]:
-    """Yield the lines of masked_topk for each baseline, then those of `hstu_model.py`.
+    """Yield the lines of masked_topk, then those of the other models.
 
     Raises:
         AssertionError: The kernel's result differs from a stable sort's.
@@ -142,3 +97,5 @@ def lines(seed: int) -> Iterator[Line]:
                     us = modelled_us(counts)
                     yield compared("emulator", case, ours_us, "us (model)", name, us, us / ours_us)
     yield from hstu_model.lines(seed)
+    yield from hstu_sizes.lines(seed)
+    yield from generate_model.lines(seed)

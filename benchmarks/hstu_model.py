@@ -23,7 +23,7 @@ import torch
 from benchmarks.frame import Line, compared
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
-from npu_gr.backend.npu.hstu_slots import key_slots, row_slots
+from npu_gr.backend.npu.hstu_slots import PassSlots, key_slots, row_slots
 from tests.ops.ascend_emulator import KINDS, Emulator, Machine
 from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
@@ -135,6 +135,7 @@ class Layer(NamedTuple):
     num_rows: int
     row_slots: int
     key_slots: int
+    requests: int = 1
 
     def us(self, column: CostColumn) -> float:
         """Model the layer."""
@@ -144,9 +145,10 @@ class Layer(NamedTuple):
         if not self.scores:  # only keys and values
             linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
             return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
+        batch = self.requests * HEADS
         batched = (
-            product_us(HEADS, self.row_slots, DIM, self.key_slots, column, BATCHED_SHARE),
-            product_us(HEADS, self.row_slots, self.key_slots, DIM, column, BATCHED_SHARE),
+            product_us(batch, self.row_slots, DIM, self.key_slots, column, BATCHED_SHARE),
+            product_us(batch, self.row_slots, self.key_slots, DIM, column, BATCHED_SHARE),
         )
         linear = (
             product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE),
@@ -163,37 +165,55 @@ def counted(
     seed: int,
     cores: int = CORES,
     is_last: bool = False,
+    requests: int = 1,
+    padded: PassSlots | None = None,
 ) -> Layer:
-    """Run a layer's kernels on the emulator, for one user's rows behind `cached` tokens."""
+    """Run a layer's kernels on the emulator, for a user's rows behind `cached` tokens.
+
+    Args:
+        emulator: The emulator.
+        cached, new, candidates: Sizes of a request.
+        seed: Seed of the times.
+        cores: Vector cores.
+        is_last: Whether it is the last layer.
+        requests: Equal requests of the pass.
+        padded: Sizes of the pass; None = as without graphs.
+    """
     random = np.random.default_rng(seed)
     rows = new + candidates
     asking = candidates if is_last else rows
     entry = Entry(asking, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
     slots = row_slots(asking), key_slots(entry.keys)
-    sizes = HstuSizes(1, *slots, HEADS, DIM, DIM, "bfloat16")
+    if padded is not None:
+        slots = padded.rows, padded.keys
+    sizes = HstuSizes(requests, *slots, HEADS, DIM, DIM, "bfloat16")
     gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(
         size=cached + new
     )
     history = gaps_s.astype(np.int64).cumsum()  # sessions of ten events, hours apart
     times = relative(history, int(history[-1]) + 60, candidates)
     assert times is not None
-    laid = batch_times([entry], [times], *slots)
+    entries = [
+        entry._replace(first_row=number * rows, first_query=number * asking)
+        for number in range(requests)
+    ]
+    laid = batch_times(entries, [times] * requests, *slots)
     tables = layer_tables(BiasTables(torch.zeros(HEADS, 256), torch.zeros(HEADS, 64)))
     on = Machine(cores)
-    meta = np.array([entry], np.int32)
+    meta = np.array(entries, np.int32)
 
     def numbers(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
         return np.zeros(shape, np.uint16)
 
     pages = -(-(cached + new) // PAGE_TOKENS)
     planes = numbers(pages, PAGE_TOKENS, HEADS, DIM), numbers(pages, PAGE_TOKENS, HEADS, DIM)
-    q, k, v = (numbers(1, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
-    u = numbers(asking, WIDTH)
+    q, k, v = (numbers(requests, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
+    u = numbers(requests * asking, WIDTH)
     ids = np.arange(pages, dtype=np.int32)
     hstu_rows(
         emulator,
         sizes,
-        numbers(rows, 4 * WIDTH),
+        numbers(requests * rows, 4 * WIDTH),
         meta,
         ids,
         planes,
@@ -204,8 +224,8 @@ def counted(
     )
     made = emulator.cores()
     if not asking:
-        return Layer(made, (), (), rows, *slots)
-    scores = numbers(1, HEADS, *slots)
+        return Layer(made, (), (), requests * rows, *slots, requests)
+    scores = numbers(requests, HEADS, *slots)
     hstu_scores(
         emulator,
         sizes,
@@ -220,11 +240,11 @@ def counted(
     )
     weighed = emulator.cores()
     norm = np.ones((2, WIDTH), np.float32)
-    out = numbers(asking, 1, WIDTH)
+    out = numbers(requests * asking, 1, WIDTH)
     hstu_finish(
         emulator,
         sizes,
-        numbers(1, HEADS, slots[0], DIM),
+        numbers(requests, HEADS, slots[0], DIM),
         u,
         norm,
         meta,
@@ -233,7 +253,7 @@ def counted(
         eps=1e-6,
         on=on,
     )
-    return Layer(made, weighed, emulator.cores(), rows, *slots)
+    return Layer(made, weighed, emulator.cores(), requests * rows, *slots, requests)
 
 
 def lines(

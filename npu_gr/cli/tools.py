@@ -299,6 +299,12 @@ def evaluate(
     help="Replay only this number of users, those with the longest histories.",
 )
 @click.option(
+    "--quick",
+    "is_quick",
+    is_flag=True,
+    help="Train for a minute, recommend films, and stop there.",
+)
+@click.option(
     "--monitor",
     "is_monitored",
     is_flag=True,
@@ -315,18 +321,24 @@ def demo(
     overrides: tuple[str, ...],
     limit: int | None,
     longest: int | None,
+    is_quick: bool,
     is_monitored: bool,
     **ports: int,
 ) -> None:
     """Run prepare, train all and serve on MovieLens-100K, replay its traffic, recommend films."""
-    from npu_gr.tools.demo import make, run
+    from npu_gr.tools.demo import make, run, run_quick
     from npu_gr.tools.monitor import check_machine, monitor
 
+    if is_quick and is_monitored:
+        raise click.UsageError("--quick and --monitor exclude each other")
     if is_monitored:  # fail before the training
         check_machine({f"--{name.replace('_', '-')}": port for name, port in ports.items()})
     console = wide_console()
-    made = make(folder.resolve() if is_monitored else folder, console, overrides, threads)
-    if is_monitored:
+    folder = folder.resolve() if is_monitored else folder
+    made = make(folder, console, overrides, threads, is_quick=is_quick)
+    if is_quick:
+        run_async(lambda: run_quick(made, console))
+    elif is_monitored:
         run_async(lambda: monitor(made, console, **ports))
     else:
         run_async(lambda: run(made, console, limit, longest))

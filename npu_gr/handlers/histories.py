@@ -7,6 +7,7 @@ the store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -223,14 +224,17 @@ class Histories:
             all_items: Also read the items of events that are older than any window.
 
         Raises:
-            UnknownPrefix: the base of a delta is not cached.
+            UnknownPrefix: the base of a delta is not cached, and is not what the store has.
             Unprocessable: a delta begins before its base ends, and the policy rejects it.
             BadRequest: the request has no history, and there is no store.
             StoreFailed: the store failed, and the policy has no replacement.
         """
-        base = None if ref.base is None else self.cache.find(user, ref.base)
-        if ref.base is not None and base is None:
-            raise UnknownPrefix("base: not cached here (any more); send the full history")
+        base = None
+        if ref.base is not None:
+            base = self.cache.find(user, ref.base)
+            if base is None:
+                with while_waiting():
+                    base = await self._stored_base(user, ref.base, window_events, deadline_at)
         given = (
             base.user_features
             if base is not None and ref.user_features is None
@@ -275,6 +279,23 @@ class Histories:
             )
         except StoreFailed as error:
             return self._degraded(user, error, self._on_failure)
+
+    async def _stored_base(
+        self, user: UserKey, fingerprint: str, window_events: int, deadline_at: float
+    ) -> KnownHistory:
+        """Return the store's history, if it has the fingerprint.
+
+        So a base is known after a restart, after an eviction and on other instances, until events
+        are appended. Raises UnknownPrefix.
+        """
+        if self.store is not None:
+            last = window_events + self._cut_step_tokens
+            with contextlib.suppress(StoreFailed):  # the client has the history
+                await self._reads.read(self.store, user, last, deadline_at, window_events, False)
+        base = self.cache.find(user, fingerprint)
+        if base is None:
+            raise UnknownPrefix("base: not cached here (any more); send the full history")
+        return base
 
     async def _with_older_items(
         self, user: UserKey, known: StoredHistory, deadline_at: float

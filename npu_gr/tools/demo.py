@@ -93,7 +93,26 @@ class PreparedDemo:
     history: Interactions  # the events before the traffic
 
 
-def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: int) -> MadeDemo:
+# of `--quick`: films to look at after two minutes, not figures to quote
+QUICK = (
+    "rank.epochs=2",
+    "rank.test_users=300",
+    "generate.epochs=2",
+    "generate.validate_every=2",
+    "generate.test_users=300",
+    "retrieve.test_users=300",
+    "selection_users=100",
+)
+
+
+def make(
+    folder: Path,
+    console: Console,
+    overrides: Sequence[str],
+    num_threads: int,
+    *,
+    is_quick: bool = False,
+) -> MadeDemo:
     """Run the first two commands; what they have made before is reused.
 
     Args:
@@ -101,6 +120,7 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
         console: Output for people.
         overrides: `section.key=value` of training options, as `train all --set` takes them.
         num_threads: Threads of all trainings together.
+        is_quick: Whether to train as little as shows anything.
 
     Raises:
         ConfigError, DataError: says what the demo needs and does not find.
@@ -109,7 +129,9 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
     items = source.with_suffix(".item")
     data = folder / "data"
     words = ["npu-gr", "prepare", str(source), "--items", str(items), "--out", str(data)]
-    heading(console, 1, "read the log of MovieLens-100K (5 seconds)")
+    preset, num_steps = ("quick", 3) if is_quick else ("full", 5)
+    overrides = [*(QUICK if is_quick else ()), *overrides]
+    heading(console, 1, "read the log of MovieLens-100K (5 seconds)", num_steps)
     console.print(f"$ {shlex.join(words)}", soft_wrap=True)
     if is_dataset(data):
         console.print(f"reusing {data}")
@@ -120,12 +142,13 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
             markup=False,
             highlight=False,
         )
-    heading(console, 2, "train three models and evaluate them (3 to 6 minutes)")
+    took = "1 to 2 minutes" if is_quick else "3 to 6 minutes"
+    heading(console, 2, f"train three models and evaluate them ({took})", num_steps)
     console.print(
-        f"$ {train_command(data, folder, 'full', overrides, num_threads)}", soft_wrap=True
+        f"$ {train_command(data, folder, preset, overrides, num_threads)}", soft_wrap=True
     )
     dataset = read_dataset(data)
-    site = train_site(data, folder, overrides, num_threads, console)
+    site = train_site(data, folder, overrides, num_threads, console, preset)
     return MadeDemo(folder, dataset, dataset.interactions(), site)
 
 
@@ -161,12 +184,7 @@ async def run(
             evaluation = await evaluated(url, prepared.instance.admin_url, made.log)
         console.print(evaluation.table())
     heading(console, 4, "recommend films to three users (10 seconds)")
-    ports = [f"server.port={free_port()}", f"server.admin_port={free_port()}"]
-    instance = Instance(made.folder / "serve.yaml", ports, made.folder / "service.log")
-    await fill(instance.config, made.log)
-    console.print(f"$ npu-gr serve --config {instance.config_path}", soft_wrap=True)
-    async with served(instance) as url:
-        await show(url, made.log, made.dataset.names, console)
+    await recommended(made, console)
     by_length: list[LengthResult] = []
     if longest is None:
         heading(console, 5, "long histories, with and without the relay (about a minute)")
@@ -190,9 +208,38 @@ async def run(
     return found
 
 
-def heading(console: Console, step: int, what: str) -> None:
+async def run_quick(made: MadeDemo, console: Console) -> None:
+    """Show what the served models recommend, and how to go on.
+
+    Raises:
+        Unavailable: the service did not start, or did not stop cleanly.
+    """
+    heading(console, 3, "recommend films to three users (10 seconds)", 3)
+    await recommended(made, console)
+    found = examples(made.log, made.dataset.names)
+    console.print(
+        f"Serve it yourself: {serve(made.folder / 'serve.yaml')}\nthen: "
+        f"{curl('/v1/recommend', known_user(found))}\nThese models were trained for a minute; "
+        "npu-gr demo trains them as long as the data needs, and measures.",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+
+
+async def recommended(made: MadeDemo, console: Console) -> None:
+    """Serve the site with the history of all users, and print films for a few of them."""
+    ports = [f"server.port={free_port()}", f"server.admin_port={free_port()}"]
+    instance = Instance(made.folder / "serve.yaml", ports, made.folder / "service.log")
+    await fill(instance.config, made.log)
+    console.print(f"$ npu-gr serve --config {instance.config_path}", soft_wrap=True)
+    async with served(instance) as url:
+        await show(url, made.log, made.dataset.names, console)
+
+
+def heading(console: Console, step: int, what: str, num_steps: int = 5) -> None:
     """Print which step begins and how long it takes on two free cores."""
-    console.print(f"\nStep {step} of 5: {what}", style="bold", highlight=False)
+    console.print(f"\nStep {step} of {num_steps}: {what}", style="bold", highlight=False)
 
 
 async def replayed(prepared: PreparedDemo, url: str, limit: int | None, console: Console) -> Report:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -90,7 +91,7 @@ def nightly(
 
         data = Path(served.dataset)
         chosen = (served.overrides, num_threads, console, served.preset)
-        return train_site(data, site, *chosen, served_hit_ratio, accept)
+        return train_site(data, _as_made(site, served), *chosen, served_hit_ratio, accept)
 
 
 def compared(candidate: TrainedSite) -> tuple[Difference | None, str]:
@@ -208,6 +209,20 @@ def _report(site: Path) -> SiteReport:
     if report is None:
         raise ConfigError(f"{site}: no site of `npu-gr train all`")
     return report
+
+
+def _as_made(site: Path, report: SiteReport) -> Path:
+    """Name the site as the command that made it did.
+
+    The paths of `serve.yaml` begin with it, and a running instance rejects another path of its
+    history store.
+    """
+    words = shlex.split(report.made_by)
+    if "--out" in words[:-1]:
+        made = Path(words[words.index("--out") + 1])
+        if made.exists() and made.samefile(site):
+            return made
+    return site
 
 
 def _link(source: Path, target: Path) -> None:

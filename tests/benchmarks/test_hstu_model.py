@@ -7,7 +7,8 @@ from itertools import islice
 
 import pytest
 
-from benchmarks import hstu_model
+from benchmarks import generate_model, hstu_model, hstu_sizes
+from npu_gr.backend.npu import hstu_slots
 from tests.ops.ascend_emulator import Emulator
 
 pytestmark = pytest.mark.skipif(
@@ -68,3 +69,32 @@ def test_cores_have_equal_shares(cached: int, new: int, candidates: int) -> None
         assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), (
             "candidates come in long loads"
         )
+
+
+def test_sizes_have_roofs_and_a_trace_finds_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests take less than twice the time of one; nothing is faster than its roof."""
+    for name, value in {
+        "LENGTHS": (300,), "REQUESTS": (1, 2), "CANDIDATES": 33, "PASSES": 50,
+        "CHUNK_TOKENS": 150,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(hstu_sizes, name, value)
+    monkeypatch.setattr(hstu_slots, "GRAPH_ROWS", (64, 1024))
+    monkeypatch.setattr(hstu_slots, "LEAST_GRAPH_KEYS", 512)
+    found = list(hstu_sizes.lines(0))
+    one, _, two, *_ = found
+    assert one.case == "rank 33 of 300 tokens, 1 at once, autofuse"
+    assert one.ours < two.ours < 2 * one.ours
+    timed = [line for line in found if line.unit == "ms (model)"]
+    assert len(timed) == 2 * (2 + 1)
+    assert all(0 < line.ratio < 1 for line in timed)
+    traces = found[len(timed) :]
+    assert [line.ours for line in traces] == [100.0] * len(hstu_sizes.TRACES)
+
+
+def test_a_generate_is_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BEAMS": (8, 16), "CODES": 256, "PROMPT": 64}.items():
+        monkeypatch.setattr(generate_model, name, value)
+    prefill, narrow, _, wide, whole = generate_model.lines(0)
+    assert all(0 < line.ratio < 1 for line in (prefill, narrow, wide, whole))
+    assert narrow.ours < wide.ours
+    assert whole.ours > prefill.ours + 2 * wide.ours

@@ -10,13 +10,14 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter
 
-from npu_gr.core.errors import StoreFailed, StoreFault
+from npu_gr.core.errors import StoreFailed, StoreFault, UnknownPrefix
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
-from npu_gr.core.history import Events, UserKey
-from npu_gr.handlers.histories import StoreReads
+from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.handlers.histories import Histories, StoreReads
 from npu_gr.handlers.prefix_histories import PrefixHistoryCache, UserHistory
 from npu_gr.history_store.store import StoredHistory
 from tests.models import events
+from tests.server.fake import metrics_of_all_kinds
 
 USER = UserKey("t", "u")
 WINDOW = 20
@@ -85,6 +86,35 @@ async def test_a_read_waits_as_long_as_the_request_can() -> None:
     store.may_answer.set()
     await asyncio.sleep(0.01)
     assert cache.knows(USER)  # what came late serves the next request
+
+
+class StoreOfTwelve:
+    """A store in which every user has the same events; reads alone."""
+
+    num_events = 12
+
+    async def read(self, user: UserKey, last: int, all_items: bool = False) -> StoredHistory:
+        if not self.num_events:
+            raise StoreFailed("down", StoreFault.UNAVAILABLE)
+        return StoredHistory(events(self.num_events), 0)
+
+
+async def test_a_base_of_the_store_is_known_after_a_restart() -> None:
+    store = StoreOfTwelve()
+
+    def started() -> Histories:
+        cache = PrefixHistoryCache(1 << 20)
+        return Histories(store, cache, 4, "nothing", metrics_of_all_kinds())  # type: ignore[arg-type]
+
+    whole = await started().read(USER, HistoryRef(), WINDOW)
+    assert len(whole.events) == 12
+    found = await started().read(USER, HistoryRef(base=whole.fingerprint), WINDOW)
+    assert found.fingerprint == whole.fingerprint
+    assert found.events.items.tolist() == whole.events.items.tolist()
+    for num_events in (13, 0):  # an event was appended; the store is down
+        store.num_events = num_events
+        with pytest.raises(UnknownPrefix):
+            await started().read(USER, HistoryRef(base=whole.fingerprint), WINDOW)
 
 
 async def test_a_blocked_event_loop_is_not_the_stores_fault() -> None:

@@ -89,6 +89,17 @@ def test_a_new_day_is_added_trained_on_and_compared_by_the_same_users(
     assert len(nightly.versions(site)) == 1
 
 
+def test_the_paths_of_a_running_instance_stay_however_the_site_is_named(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, 0.5, 0.5)
+    monkeypatch.chdir(tmp_path)
+    was, before = (site / "serve.yaml").read_text(), number(site)
+    nightly.nightly(Path("site"), [next_day(tmp_path)], 2, QUIET)
+    assert number(site) != before
+    assert (site / "serve.yaml").read_text().splitlines()[3:] == was.splitlines()[3:]
+
+
 def test_worse_models_are_refused_and_the_site_stays(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,8 @@ def score_blocks(slots: Slots, rows: Sequence[int]) -> list[ScoreBlock]:
     row_bytes = slots.num_heads * slots.keys * ELEMENT_BYTES[slots.dtype]
     fitting = MAX_SCORE_BYTES // row_bytes
     if fitting >= slots.rows:
-        together = min(slots.requests, fitting // slots.rows)
+        blocks = -(-slots.requests // (fitting // slots.rows))
+        together = -(-slots.requests // blocks)  # equal blocks share their workspace
         return [
             ScoreBlock(first, min(first + together, slots.requests), 0, slots.rows)
             for first in range(0, slots.requests, together)

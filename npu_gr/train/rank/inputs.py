@@ -11,6 +11,7 @@ value before some moment are then a contiguous run, found by two binary searches
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,6 +225,17 @@ class LogInputs:
         own = self._logged.columns(every, log.items[:, None]) if self._logged.names else {}
         computed = {name: column[:, 0] for name, column in own.items()}
         self._of_cross = self._encoded("cross", computed, len(every))
+
+    @cached_property
+    def draw_shares(self) -> Tensor:
+        """Probability of each item in a draw of negatives: float64 [num_items].
+
+        One half is uniform, the other is its share of the trained events. The softmax is mostly of
+        popular items, so draws by popularity estimate it with less variance.
+        """
+        uses = np.bincount(self.log.items[self.log.trained], minlength=self.log.num_items)
+        shares: Tensor = torch.from_numpy(uses / max(1, uses.sum()) + 1 / self.log.num_items)
+        return shares / shares.sum()
 
     def histories(self, batch: Batch) -> HistoryBatch:
         """Turn the windows of a batch into histories with features."""

@@ -4,7 +4,9 @@ All losses share one encoding of the histories.
 
     next item     softmax of u . e over the catalogue at every event, from the NEXT row. Items that
                   came before in the window are excluded, except the true one. For a large
-                  catalogue, every step samples items that represent the whole catalogue
+                  catalogue, every step samples items, half of the draws by their share of the
+                  events, half uniformly. Each item's logit is raised by -log of its chance to be
+                  sampled (logQ correction), so the items represent the whole catalogue
     binary task   binary cross-entropy on the row of the event's own item. An auxiliary head, which
                   is not served, learns one label for every threshold between the action values
                   (ordinal regression: a rating of 5 says more than "liked"), or for every event
@@ -103,7 +105,7 @@ def batch_loss(
         )
     if labels.next_task is None:
         return loss
-    found = retrieve(model, rows[:, :, -1], batch, options)
+    found = retrieve(model, rows[:, :, -1], batch, options, inputs.draw_shares)
     loss = loss + (torch.logaddexp(found.partition, found.own) - found.own).mean()
     if with_click and options.click_weight:
         loss = loss + options.click_weight * _click_loss(
@@ -136,7 +138,9 @@ def _binary_loss(
     )
 
 
-def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions) -> Retrieved:
+def retrieve(
+    model: HSTU, following: Tensor, batch: Batch, options: TrainOptions, draw_shares: Tensor
+) -> Retrieved:
     """Compute the softmax over the catalogue, or over a sample of a large one, at every event.
 
     Args:
@@ -144,6 +148,7 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
         following: float32 [B, N, dim] final rows of NEXT.
         batch: Windows of the rows.
         options: `max_softmax_items`, `num_negatives` and `vector_dropout`.
+        draw_shares: float64 [num_items] probability of each item in a draw of the sample.
     """
     num_items = model.config.num_items
     u = dropout(model.user_vectors(following[batch.valid]), options.vector_dropout)
@@ -152,30 +157,35 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
         items = torch.arange(num_items)
         table = model.items.embed(items)
         own = table[own_items]
+        correction = torch.zeros(num_items)
     else:
-        # distinct items of uniform draws: any two sets of the same size are equally likely
-        items = torch.unique(torch.randint(num_items, (options.num_negatives,)))
+        places = torch.rand(options.num_negatives, dtype=torch.float64)
+        drawn = torch.searchsorted(draw_shares.cumsum(0), places).clamp(max=num_items - 1)
+        items = torch.unique(drawn)
+        # -log of the chance that at least one draw is the item
+        missed = options.num_negatives * torch.log1p(-draw_shares[items])
+        correction = -torch.log(-torch.expm1(missed)).float()
         table = model.items.embed(items)
         own = model.items.embed(own_items)
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
     # "<=" excludes the event's own item too, which `own` has
     is_closed = _first_places(batch, items)[:, None] <= every[:, None]
-    partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
-    return Retrieved(
-        u, (u * own).sum(-1), items, partition + math.log(num_items / len(items)), shares
-    )
+    partition, shares = _Partition.apply(u, table, correction, is_closed[batch.valid])  # type: ignore[no-untyped-call]
+    return Retrieved(u, (u * own).sum(-1), items, partition, shares)
 
 
 class _Partition(torch.autograd.Function):
-    """Log of the sum of exp(u . e) over the items that are not masked.
+    """Log of the sum of exp(u . e + correction) over the items that are not masked.
 
     Keeps one [M, n] tensor for the backward pass; plain autograd keeps seven.
     """
 
     @staticmethod
-    def forward(context: Any, u: Tensor, table: Tensor, is_closed: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        context: Any, u: Tensor, table: Tensor, correction: Tensor, is_closed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute the logs [M], and each item's share of the sum [M, n], which has no gradient."""
-        shares = (u @ table.T).masked_fill_(is_closed, CLOSED)
+        shares = (u @ table.T).add_(correction).masked_fill_(is_closed, CLOSED)
         top = shares.amax(1, keepdim=True)
         total = shares.sub_(top).exp_().sum(1, keepdim=True)
         shares.div_(total)
@@ -184,10 +194,10 @@ class _Partition(torch.autograd.Function):
         return (total.log() + top)[:, 0], shares
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         u, table, shares = context.saved_tensors
         of_logits = shares * gradients[0][:, None]
-        return of_logits @ table, of_logits.T @ u, None
+        return of_logits @ table, of_logits.T @ u, None, None
 
 
 def _first_places(batch: Batch, items: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ from npu_gr.train.site.folder import (
     known_user,
     readme,
 )
+from npu_gr.train.site.metrics_log import metrics_log
 from npu_gr.train.site.parts import EVALUATED, PARTS, PartName, train_part
 from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
 from npu_gr.train.site.side_by_side import Training, side_by_side
@@ -204,8 +205,16 @@ def _train(
         parts[name] = report  # type: ignore[index]
         console.print(f"{name}: version {report.version}, in {report.took_s:.0f} s")
 
-    with training_progress(console) as show:
-        side_by_side(trainings, num_threads, show, done)
+    if trainings:
+        names = ", ".join(training.name for training in trainings)
+        at_once = max(1, min(len(trainings), num_threads))
+        console.print(f"training {names}, {at_once} at a time, then choosing what recommend uses")
+        goes_on = any(folder.finished(name) is not None for name in PARTS)
+        with (
+            training_progress(console) as show,
+            metrics_log(folder.place, show, goes_on=goes_on) as write,
+        ):
+            side_by_side(trainings, num_threads, write, done)
     return {name: parts[name] for name in PARTS}
 
 

@@ -25,6 +25,8 @@ OPTIONS = TrainOptions(
     dim=16, qk_dim=8, v_dim=8, head_dim=16, dropout=0.0, vector_dropout=0.0, click_ratio=0.3
 )
 LARGE = msgspec.structs.replace(OPTIONS, max_softmax_items=1, num_negatives=20)
+SHARES = torch.arange(1, NUM_ITEMS + 1, dtype=torch.float64)  # some items are drawn more often
+SHARES /= SHARES.sum()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def others(batch: Batch, user: int, place: int) -> list[int]:
 
 def test_the_partition_and_its_gradient_are_the_plain_ones(model: HSTU, batch: Batch) -> None:
     rows = following(model, batch).detach()
-    found = retrieve(model, rows, batch, OPTIONS)
+    found = retrieve(model, rows, batch, OPTIONS, SHARES)
     weights = torch.randn(len(found.partition), generator=torch.Generator().manual_seed(1))
     parameters = [model.item.weight, model.vector.weight, model.norm_next.weight]
     got = torch.autograd.grad((found.partition * weights).sum(), parameters)
@@ -86,10 +88,12 @@ def test_the_partition_and_its_gradient_are_the_plain_ones(model: HSTU, batch: B
 @torch.no_grad()
 def test_a_drawn_catalogue_stands_for_the_whole(model: HSTU, batch: Batch) -> None:
     rows = following(model, batch)
-    whole = retrieve(model, rows, batch, OPTIONS).partition.exp()
+    whole = retrieve(model, rows, batch, OPTIONS, SHARES).partition.exp()
     torch.manual_seed(0)
-    drawn = torch.stack([retrieve(model, rows, batch, LARGE).partition.exp() for _ in range(1500)])
-    assert len(retrieve(model, rows, batch, LARGE).items) < NUM_ITEMS
+    drawn = torch.stack(
+        [retrieve(model, rows, batch, LARGE, SHARES).partition.exp() for _ in range(1500)]
+    )
+    assert len(retrieve(model, rows, batch, LARGE, SHARES).items) < NUM_ITEMS
     torch.testing.assert_close(drawn.mean(0), whole, rtol=0.05, atol=0)
 
 
@@ -105,7 +109,7 @@ def test_draws_stand_for_every_other_unseen_item(
     counts = torch.zeros(*some.shape, NUM_ITEMS)
     runs = 1500
     for _ in range(runs):
-        found = retrieve(model, rows, batch, options)
+        found = retrieve(model, rows, batch, options, SHARES)
         drawn, log_weight = draw_candidates(model, found, batch, some, 4)
         counts.scatter_add_(2, drawn, log_weight.exp() / runs)
     for user, column in batch.valid.gather(1, some).nonzero().tolist():
@@ -124,7 +128,7 @@ def test_a_window_that_had_every_item_has_a_finite_loss(
     items = torch.arange(NUM_ITEMS).repeat(2)[None]
     blank = torch.zeros_like(items)
     full = Batch(items=items, actions=blank, times=blank, valid=blank == 0, events=blank)
-    found: Retrieved = retrieve(model, following(model, full), full, OPTIONS)
+    found: Retrieved = retrieve(model, following(model, full), full, OPTIONS, SHARES)
     assert torch.isfinite(found.partition).all()
     labels = make_labels(log, (NEXT, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
