@@ -9,7 +9,7 @@ make the arrays. The floor is one copy of the body.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from npu_gr.client.wire import Behaviours, item_column
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
-from npu_gr.core.names import ActionNames
+from npu_gr.core.names import ActionNames, item_ids
 from npu_gr.core.request import RankRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.grpc.inference import INFERENCE, asked_by, message
@@ -48,6 +48,9 @@ class IdNames:
 
     def features(self, _version: str | None) -> ModelFeatures:
         return ModelFeatures()
+
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        return item_ids(names)
 
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()

@@ -1,7 +1,8 @@
 """Tables of names, as files in the folder of a checkpoint.
 
 `ItemNames` has the name of each item in the operator's systems, and its title for people. An id
-below 2^62 is its own name (`core/names.py`), so only hashed ids and titles need an entry.
+below 2^62 is its own name (`core/names.py`), so only hashed ids and titles need an entry. The file
+also has the key of the ids, in the metadata `item_key`.
 
 `load_actions` reads the names of a generator's actions, for which a Hugging Face folder has no
 place. The checkpoint of a ranker contains them.
@@ -10,7 +11,7 @@ place. The checkpoint of a ranker contains them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -23,12 +24,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import DataError
-from npu_gr.core.names import ActionNames, is_hashed, item_ids, names_of_numbers
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import (
+    FIRST_HASHED,
+    ActionNames,
+    is_hashed,
+    item_ids,
+    key_fingerprint,
+    names_of_numbers,
+)
 
 FILE = "names.safetensors"
 ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
 _BLOCK = 65_536  # texts to check at a time
+_KEY = "item_key"  # in the metadata of `FILE`: the key, hexadecimal
 
 
 class _Texts:
@@ -90,27 +99,36 @@ class _Texts:
 class ItemNames:
     """Names and titles of items by id. Immutable. n = items."""
 
-    __slots__ = ("__weakref__", "_names", "_titles", "ids")
+    __slots__ = ("__weakref__", "_names", "_titles", "ids", "key")
 
-    def __init__(self, ids: I64, names: _Texts, titles: _Texts) -> None:
+    def __init__(self, ids: I64, names: _Texts, titles: _Texts, key: bytes = b"") -> None:
         """Take n ids, ascending and distinct, and their texts, as `make` and `load` check."""
+        self.key = key  # of the dataset whose ids these are; empty = it has none
         self.ids = ids
         self._names = names
         self._titles = titles
 
     @classmethod
-    def make(cls, names: Sequence[str], titles: Sequence[str] = ()) -> ItemNames:
+    def make(
+        cls,
+        names: Sequence[str],
+        titles: Sequence[str] = (),
+        key: bytes = b"",
+        ids: I64 | None = None,
+    ) -> ItemNames:
         """Make the table.
 
         Args:
             names: Name of each item, without repeats.
             titles: Title of each item, "" = none; empty = no item has a title.
+            key: Key of the dataset; empty = it has none.
+            ids: Their ids, if the caller has them.
 
         Raises:
             DataError: a name is invalid, occurs twice, or has the same id as another one.
         """
         try:
-            ids = item_ids(names)
+            ids = item_ids(names, key) if ids is None else ids
         except ValueError as error:
             raise DataError(f"item names: {error}") from error
         order = np.argsort(ids, kind="stable")
@@ -127,6 +145,7 @@ class ItemNames:
             ids,
             _Texts.of([names[place] for place in order]),
             _Texts.of([titles[place] for place in order]),
+            key,
         )
 
     def __len__(self) -> int:
@@ -139,6 +158,11 @@ class ItemNames:
     def titles(self, ids: I64) -> list[str | None]:
         """Return the title of each id: [n] -> n texts, None where it has none."""
         return titles_of([self], ids)
+
+    @property
+    def has_hashed(self) -> bool:
+        """Whether an item has a hashed id."""
+        return bool(len(self.ids)) and bool(self.ids[-1] >= FIRST_HASHED)
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +194,7 @@ class ItemNames:
         temporary = folder / f"{FILE}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(save(tensors))
+            temporary.write_bytes(save(tensors, {_KEY: self.key.hex()} if self.key else None))
             os.replace(temporary, folder / FILE)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{folder / FILE}: cannot be written: {error}") from error
@@ -197,15 +221,46 @@ class ItemNames:
                 or (ids < 0).any()
             ):
                 raise ValueError("ids must be int64, ascending and not negative")
-            found = cls(
-                ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids))
-            )
+            names, titles = (_Texts.read(tensors, what, len(ids)) for what in ("name", "title"))
+            found = cls(ids, names, titles, bytes.fromhex(_metadata(raw).get(_KEY, "")))
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise DataError(f"{path}: {error}") from error
         _in_memory[digest] = found
         return found
+
+
+def _metadata(raw: bytes) -> dict[str, str]:
+    """Read the metadata of a safetensors file, which `safetensors.numpy.load` leaves out."""
+    header = msgspec.json.decode(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    found: dict[str, str] = header.get("__metadata__") or {}
+    return found
+
+
+def key_of(tables: Mapping[str, ItemNames]) -> bytes:
+    """Return the key of the hashed ids of all tables; empty = they have none.
+
+    Args:
+        tables: Tables by the setting that they come from. Tables without hashed ids agree with all.
+
+    Raises:
+        ConfigError: two have different keys, so that one name would be two items.
+    """
+    hashed = {of: table for of, table in tables.items() if table.key or table.has_hashed}
+    first = next(iter(hashed), "")
+    for of, table in hashed.items():
+        if table.key != hashed[first].key:
+            raise ConfigError(
+                f"{of}: its items have {_key_in_words(table)}, and those of {first} have "
+                f"{_key_in_words(hashed[first])}; train both on one dataset, or prepare the newer "
+                "one with --like the older"
+            )
+    return hashed[first].key if hashed else b""
+
+
+def _key_in_words(table: ItemNames) -> str:
+    return f"ids of the key {key_fingerprint(table.key)}" if table.key else "ids without a key"
 
 
 def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:

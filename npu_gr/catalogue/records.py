@@ -36,7 +36,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.values import FeatureValue
 from npu_gr.core.lines import read_lines
-from npu_gr.core.names import item_id
+from npu_gr.core.names import item_ids
 from npu_gr.core.text_format import quoted
 
 # bool, int64, float64 or str; each text takes 4 bytes a letter of the longest one
@@ -325,8 +325,12 @@ def _reject(bad: Mask, message: Place) -> None:
         raise DataError(message(int(np.argmax(bad))))
 
 
-def read_popular(path: str | None) -> I64:
+def read_popular(path: str | None, ids_of: Callable[[list[str]], I64] = item_ids) -> I64:
     """Read the list of popular items: one name a line, best first. Without a path it is empty.
+
+    Args:
+        path: The file, or None.
+        ids_of: Returns the ids of names.
 
     Raises:
         ConfigError: the file cannot be read, a line is no name of an item, or it has no items.
@@ -335,7 +339,9 @@ def read_popular(path: str | None) -> I64:
         return np.empty(0, np.int64)
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
-        items = [_named(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        items = [
+            _named(line, number, ids_of) for number, line in enumerate(lines, 1) if line.strip()
+        ]
     except (OSError, ValueError) as error:
         raise ConfigError(f"recommend.popular: {path}: {error}") from error
     if not items:
@@ -343,8 +349,9 @@ def read_popular(path: str | None) -> I64:
     return np.array(list(dict.fromkeys(items)), np.int64)
 
 
-def _named(line: str, number: int) -> int:
+def _named(line: str, number: int, ids_of: Callable[[list[str]], I64]) -> int:
     try:
-        return item_id(line.strip())
+        return int(ids_of([line.strip()])[0])
     except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None
+        reason = str(error).removeprefix("index 0: ")
+        raise ValueError(f"line {number}: {reason}") from None

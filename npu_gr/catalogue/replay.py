@@ -64,7 +64,8 @@ def with_items(snapshot: Snapshot, new: Sequence[NewItem]) -> Snapshot:
     items = as_items([_record(one) for one in new], lambda row: f"record {row + 1}")
     added = replace(add(snapshot, items), names=snapshot.names)
     named = [one for one in new if one.name or one.title]
-    return name(added, [_name(one) for one in named], [one.title for one in named])
+    ids = np.array([one.item_id for one in named], np.int64)
+    return name(added, ids, [_name(one) for one in named], [one.title for one in named])
 
 
 def replay(file: Snapshot, changes: Changes, centroids: Centroids | None) -> Replayed:

@@ -223,19 +223,21 @@ def _added(snapshot: Snapshot, items: Items) -> Snapshot:
     return _snapshot(merged, order, attributes, {**base.features, **items.features})
 
 
-def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
-    """Add names and titles to the version, and drop the names of items that it lacks.
+def name(snapshot: Snapshot, ids: I64, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
+    """Add names and titles of items to the version, and drop those of items that it lacks.
 
     Raises:
         DataError: a name occurs twice, or two names have the same id.
     """
-    added = ItemNames.make(names, titles)
+    added = ItemNames.make(names, titles, ids=ids)
     retained = snapshot.names.ids[
         (snapshot.trie.places(snapshot.names.ids) >= 0) & (added.find(snapshot.names.ids) < 0)
     ]
     entries = snapshot.names.find(retained)
     table = ItemNames.make(
-        [*snapshot.names.names_at(entries), *names], [*snapshot.names.titles_at(entries), *titles]
+        [*snapshot.names.names_at(entries), *names],
+        [*snapshot.names.titles_at(entries), *titles],
+        ids=np.concatenate((retained, ids)),
     )
     return replace(snapshot, names=table)
 

@@ -76,6 +76,7 @@ def load(
     )
 
     from npu_gr.core.history import Mode
+    from npu_gr.core.names import is_hashed
     from npu_gr.dataset import read_log
     from npu_gr.history_store.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
@@ -85,7 +86,8 @@ def load(
     mode = Mode.REPLACE if replace else Mode.MERGE
 
     async def work(stack: ExitStack) -> Loaded:
-        async with open_target(config, url, api_key, PATIENCE_S) as target:
+        key = interactions.item_key if is_hashed(interactions.items).any() else None
+        async with open_target(config, url, api_key, PATIENCE_S, key) as target:
             found = ", ".join(features_loaded(interactions, target.model.features))
             click.echo(
                 f"loading into {target.about}{found and f'; features of events: {found}'}", err=True

@@ -126,7 +126,7 @@ from npu_gr.cli.options import FILE, names_of
     "--like",
     default="",
     metavar="FOLDER",
-    help="Dataset whose actions keep their indices; default: the one that --out replaces.",
+    help="Dataset whose actions and items keep their ids; default: the one that --out replaces.",
 )
 @click.option(
     "--strict", is_flag=True, help="Fail where the checks at the end find something implausible."

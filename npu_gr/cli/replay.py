@@ -269,7 +269,7 @@ def convert() -> None:
 @click.option(
     "--checkpoint",
     type=FILE,
-    help="Checkpoint of the ranker; needed if histories name their actions.",
+    help="Checkpoint of the ranker; needed if records name actions, or items that are no numbers.",
 )
 def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     """Make a query log from the rows of QUERY, a file with SQL for DuckDB.
@@ -284,13 +284,20 @@ def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
         text = query.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{query}: {error}") from error
-    source = SqlSource(text, None if checkpoint is None else _actions(checkpoint))
+    of_model = () if checkpoint is None else (_actions(checkpoint), _item_key(checkpoint))
+    source = SqlSource(text, *of_model)
     num_records = write(out, in_time_order(f"{query}: row", enumerate(source, 1)))
     kinds = ", ".join(f"{num} {kind}" for kind, num in source.kinds.most_common())
     click.echo(
         f"{num_records} records in {out}: {kinds}\n\nnext: npu-gr replay {out} --url "
         "http://127.0.0.1:8080"
     )
+
+
+def _item_key(checkpoint: Path) -> bytes:
+    from npu_gr.catalogue.names import EMPTY, ItemNames
+
+    return (ItemNames.load(checkpoint) or EMPTY).key
 
 
 def _actions(checkpoint: Path) -> ActionNames:

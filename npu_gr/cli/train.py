@@ -213,7 +213,10 @@ def train_rank(
         log, value_column=value_column, items=items, columns=list(item_features)
     )
     log_of_items = build_log(data.interactions, data.features, options.split)
-    given = None if codes is None else RankerCodes(*[read_codes(codes, log_of_items.item_ids)] * 2)
+    given = None
+    if codes is not None:
+        read = read_codes(codes, log_of_items.item_ids, log_of_items.item_key)
+        given = RankerCodes(read, read)
     console = Console()
     with training_progress(console) as show:
         checkpoint, evaluation = work(data.interactions, data.features, options, show, codes=given)

@@ -206,9 +206,10 @@ class AsyncClient(_Calls):
         """
         names = listed(candidates, "candidates")
         ids = ids_of(candidates, "candidates")
+        column = item_column(candidates, "candidates")
         body = RankBody(
             **self._user(user, tenant),
-            candidates=item_column(ids, "candidates"),
+            candidates=column,
             history=history_body(history),
             base=base,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
@@ -218,7 +219,8 @@ class AsyncClient(_Calls):
             fields=list(fields),
             model_version=model_version,
         )
-        return ranked(await self._ask(RANK.path, body, timeout_s, accept=MSGPACK), names, ids)
+        media = MSGPACK if isinstance(column, bytes) else JSON  # msgpack has ids in `top`
+        return ranked(await self._ask(RANK.path, body, timeout_s, accept=media), names, ids)
 
     async def generate(
         self,

@@ -1,6 +1,6 @@
 """Converts Python values to bodies of the wire, and answers to Python values.
 
-items       raw int64 ids, computed here by `item_ids`, which saves the service the hashing
+items       numbers as raw int64 ids; texts as they are, since the service has the key of their ids
 actions     a list of names: their indices depend on the model that answers
 timestamps  raw int64 unix seconds
 answers     names and scores, and `answer` with all fields of the service
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from npu_gr.client.channel import Reply
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unprocessable
-from npu_gr.core.names import item_ids, value_name
+from npu_gr.core.names import answered_ids, is_hashed, item_ids, value_name
 from npu_gr.core.text_format import quoted
 from npu_gr.server.schemas import fields
 from npu_gr.server.schemas.events import MAX_KEY, PRINTABLE
@@ -119,13 +119,19 @@ def cell_of(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
-def item_column(names: Names, field: str) -> bytes:
-    """Return ids as raw bytes. Raises Unprocessable with the field and the index."""
-    return _raw(ids_of(names, field))
+def item_column(names: Names, field: str) -> bytes | list[Name]:
+    """Return ids as raw bytes, or a list of names if one is a text.
+
+    Raises Unprocessable with the field and the index.
+    """
+    ids = ids_of(names, field)
+    if (isinstance(names, np.ndarray) and names.dtype.kind in "iu") or not is_hashed(ids).any():
+        return _raw(ids)
+    return listed(names, field)
 
 
 def ids_of(names: Names, field: str) -> I64:
-    """Return the ids of names, [n] -> int64 [n].
+    """Return the ids of names, [n] -> int64 [n]; that of a text only tells it from others.
 
     Raises Unprocessable with the field and the index.
     """
@@ -302,7 +308,7 @@ def history_body(history: Behaviours | None) -> Any:
     return None if history is None else history.on_the_wire("history")
 
 
-def optional_items(names: Names | None, field: str) -> bytes | None:
+def optional_items(names: Names | None, field: str) -> bytes | list[Name] | None:
     """Convert a column of items that may be absent."""
     return None if names is None else item_column(names, field)
 
@@ -420,15 +426,15 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
         raise BadAnswer("the answer has no scores")
     if any(len(column) != len(names) for column in scores.values()):
         raise BadAnswer(f"the answer does not have one score per candidate, {len(names)}")
-    places: dict[str | int, int] = {}  # id -> index: in msgpack `top` has ids
+    places: dict[int, int] = {}  # id -> index; msgpack has ids in `top`, JSON has names
     for place, one in enumerate(ids.tolist()):
         places.setdefault(one, place)
     best = answer.top or []
     titles = _titles(answer.titles, len(best))
     first = next(iter(scores.values()))
     try:
-        found = [places[one] for one in best]
-    except KeyError as error:
+        found = [places[one] for one in answered_ids(best).tolist()]
+    except (KeyError, ValueError) as error:
         raise BadAnswer(f"the answer's top has {error}, which is not a candidate") from None
     top = [
         Item(names[place], float(first[place]), title)

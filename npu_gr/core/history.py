@@ -229,6 +229,8 @@ class Write(NamedTuple):
     events: Events
     mode: Mode = Mode.APPEND
     key: str | None = None  # idempotency key of an append
+    # names of the items, for a service; without them it gets the ids
+    items: tuple[str | int, ...] | None = None
 
 
 class Written(NamedTuple):

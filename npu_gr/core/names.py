@@ -2,24 +2,29 @@
 
 The int64 id of an item is a function of its name:
 
-    "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
+    "SKU-0042-C"   2^62 + the lower 62 bits of a hash of the UTF-8 text
     42, "42"       42: a whole number below 2^62 is its own id; a larger one counts as its text
 
-Blanks around a name do not count. Therefore no process needs a table to read names, a retrained
-model finds the histories of its predecessor, and models of different data agree. Only answers need
-a table (`catalogue/names.py`), since a hash cannot be inverted. With ten million names the
-probability that two share an id by accident is 1 in 100,000. Two such names can be computed at
-once, so `prepare` and a change of the catalogue reject the later one.
+The hash is BLAKE2b with the key of the dataset, so who may choose a name but does not know the key
+cannot make it share the id of another. Datasets of older versions have no key, and the hash is
+xxh3-64. The key goes with the names of a checkpoint (`catalogue/names.py`), so a retrained model
+finds the histories of its predecessor.
+
+Blanks around a name do not count. No process needs a table to read names. Only answers need one,
+since a hash cannot be inverted. With ten million names the probability that two share an id by
+accident is 1 in 100,000; `prepare` and a change of the catalogue reject the later one.
 
 Models and stores hold the index of an action in the model's list of action names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -37,11 +42,17 @@ FIRST_HASHED = 2**62  # smaller ids are numbers
 # name another item.
 MAX_JSON_NUMBER = 2**53 - 1
 MAX_NAME_BYTES = 512  # of an item name in UTF-8
+KEY_BYTES = 16  # of the key of a dataset
+_REMEMBERED = 1 << 16  # names of a key: about 10 MB, 50 MB at most
 _NUMBER = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 
 
-def item_id(name: str | int) -> int:
+def item_id(name: str | int, key: bytes = b"") -> int:
     """Return the id of one name.
+
+    Args:
+        name: The name.
+        key: Key of the dataset; empty = it has none.
 
     Raises:
         ValueError: the name is empty or too long, or a negative number.
@@ -56,10 +67,10 @@ def item_id(name: str | int) -> int:
         raise ValueError(
             f"a name of {len(raw)} bytes is not an item name: it must have 1 to {MAX_NAME_BYTES}"
         )
-    return FIRST_HASHED | (xxhash.xxh3_64_intdigest(raw) & (FIRST_HASHED - 1))
+    return FIRST_HASHED | (_hashes([raw], key)[0] & (FIRST_HASHED - 1))
 
 
-def item_ids(names: Sequence[str | int]) -> I64:
+def item_ids(names: Sequence[str | int], key: bytes = b"") -> I64:
     """Return the ids of names: [n] -> int64 [n]; numbers only are as fast as `np.array`.
 
     Raises:
@@ -71,27 +82,32 @@ def item_ids(names: Sequence[str | int]) -> I64:
         pass
     try:
         if set(map(type, names)) == {str}:
-            return _of_texts(names)
+            return _of_texts(names, key)
         names = [
             str(name) if isinstance(name, int) and name >= FIRST_HASHED else name for name in names
         ]
         is_text = np.fromiter((isinstance(name, str) for name in names), np.bool_, len(names))
         ids = np.empty(len(names), np.int64)
-        ids[is_text] = _of_texts([name for name in names if isinstance(name, str)])
+        ids[is_text] = _of_texts([name for name in names if isinstance(name, str)], key)
         ids[~is_text] = _of_numbers([name for name in names if not isinstance(name, str)])
     except (OverflowError, ValueError):
         _raise_first(names)
     return ids
 
 
-def answered_ids(names: Sequence[str | int]) -> I64:
+def answered_ids(names: Sequence[str | int], key: bytes = b"") -> I64:
     """Return the ids of items in an answer: as `item_ids`, but numbers may be hashed ids."""
     ids = np.fromiter(
         (name if isinstance(name, int) else 0 for name in names), np.int64, len(names)
     )
     texts = [place for place, name in enumerate(names) if isinstance(name, str)]
-    ids[texts] = _of_texts([str(names[place]) for place in texts])
+    ids[texts] = _of_texts([str(names[place]) for place in texts], key)
     return ids
+
+
+def key_fingerprint(key: bytes) -> str:
+    """Return 16 hex digits that tell keys apart but do not reveal them; "" = no key."""
+    return hashlib.blake2b(key, digest_size=8, person=b"npu_gr.items").hexdigest() if key else ""
 
 
 def _of_numbers(names: Sequence[Any]) -> I64:
@@ -102,19 +118,57 @@ def _of_numbers(names: Sequence[Any]) -> I64:
     return ids
 
 
-def _of_texts(names: Sequence[Any]) -> I64:
+def _of_texts(names: Sequence[Any], key: bytes) -> I64:
     """Compute `item_id` of many texts, fast, since it runs on the event loop."""
+    if not key or len(names) > _REMEMBERED:
+        return _computed(names, key)
+    known = _known(key)
+    found = list(map(known.get, names))
+    if None in found:
+        new = [name for name, one in zip(names, found, strict=True) if one is None]
+        ids = _computed(new, key).tolist()
+        if len(known) + len(new) > _REMEMBERED:
+            known.clear()
+        known.update(zip(new, ids, strict=True))
+        rest = iter(ids)
+        found = [next(rest) if one is None else one for one in found]
+    return np.fromiter(found, np.int64, len(found))
+
+
+@lru_cache(maxsize=8)
+def _known(key: bytes) -> dict[str, int]:
+    """Return the ids of the latest names by a key: BLAKE2b costs several times a look-up."""
+    assert key
+    return {}
+
+
+def _computed(names: Sequence[Any], key: bytes) -> I64:
     names = [name.strip(BLANKS) for name in names]
     raw = list(map(str.encode, names))
     lengths = list(map(len, raw))
     if not 0 < min(lengths, default=1) <= max(lengths, default=1) <= MAX_NAME_BYTES:
         raise ValueError("a name is empty or too long")
-    digests = np.fromiter(map(xxhash.xxh3_64_intdigest, raw), np.uint64, len(raw))
+    digests = np.fromiter(_hashes(raw, key), np.uint64, len(raw))
     ids = ((digests & np.uint64(FIRST_HASHED - 1)) | np.uint64(FIRST_HASHED)).astype(np.int64)
     for place in np.flatnonzero(np.fromiter(map(bytes.isdigit, raw), np.bool_, len(raw))).tolist():
         if _NUMBER.fullmatch(names[place]) and (number := int(raw[place])) < FIRST_HASHED:
             ids[place] = number
     return ids
+
+
+def _hashes(raw: Sequence[bytes], key: bytes) -> Sequence[int]:
+    """Return the 64-bit hash of each name."""
+    if not key:
+        return list(map(xxhash.xxh3_64_intdigest, raw))
+    begun = hashlib.blake2b(key=key, digest_size=8)
+
+    def keyed(name: bytes) -> bytes:
+        digest = begun.copy()
+        digest.update(name)
+        return digest.digest()
+
+    hashes: list[int] = np.frombuffer(b"".join(map(keyed, raw)), "<u8").tolist()
+    return hashes
 
 
 def _raise_first(names: Sequence[str | int]) -> NoReturn:
@@ -242,6 +296,14 @@ class Names(Protocol):
         """
         ...
 
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        """Return the ids of names by the key of the served models: [n] -> int64 [n].
+
+        Raises:
+            ValueError: as `item_ids`.
+        """
+        ...
+
     def items(self, ids: I64) -> list[str | int]:
         """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         ...
@@ -249,3 +311,15 @@ class Names(Protocol):
     def titles(self, ids: I64) -> list[str | None]:
         """Return the title of each item: [n] -> n titles, None if it has none."""
         ...
+
+
+def served_id(names: Names, name: str | int) -> int:
+    """Return the id of one name by the key of the served models.
+
+    Raises:
+        ValueError: as `item_id`.
+    """
+    try:
+        return int(names.item_ids([name])[0])
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("index 0: ")) from None

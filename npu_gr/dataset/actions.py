@@ -42,12 +42,13 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldActions:
-    """The actions of the dataset that the new one replaces."""
+    """The actions, and the key of the items' ids, of the dataset that the new one replaces."""
 
     folder: str = ""
     kind: str = ""  # "" = there is no such dataset
     names: list[str] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
+    item_key: bytes | None = None  # None = there is no such dataset; empty = it has no key
 
     def check(self, kind: ActionKind) -> None:
         """Check that new actions are of the same kind.

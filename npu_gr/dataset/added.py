@@ -253,7 +253,7 @@ class Earlier:
         """
         known = set(self.items["name"].to_pylist())
         new = [name for name in with_events if name not in known]
-        added = {"id": item_ids(new), "name": pa.array(new, pa.string())}
+        added = {"id": item_ids(new, self.dataset.item_key), "name": pa.array(new, pa.string())}
         table = pa.concat_tables([self.items, pa.table(added)], promote_options="default")
         old = table["title"].to_pylist()
         found = [

@@ -195,6 +195,7 @@ def _actions_of(dataset: Dataset) -> OldActions:
         kind=before["kind"],
         names=before["names"],
         edges=before["edges"],
+        item_key=dataset.item_key,
     )
 
 
@@ -266,9 +267,10 @@ class _Build:
             lambda ratio: on_stage("reading", ratio),
             earlier.users["name"].combine_chunks() if earlier else None,
             earlier.items["name"].to_pylist() if earlier else (),
+            old.item_key,
         )
         if table is not None and self._item_rejects is not None:
-            table.take_rejects(log.item_names(), self._item_rejects)
+            table.take_rejects(log.item_names(), self._item_rejects, log.item_key)
         actions = log.actions(old)
         counts = write_events(
             path := folder / (earlier.next_file if earlier else EVENTS),
@@ -292,7 +294,7 @@ class _Build:
         if earlier and table is None:
             items = earlier.write_items(folder, item_names, titles)
         else:
-            items = write_items(folder, item_names, table, titles)
+            items = write_items(folder, item_names, table, titles, log.item_key)
         notes = [*actions.notes, *self._source.notes]
         if table is not None:
             notes += notes_of("item", item_names, table.rows, table.num_again)
@@ -417,6 +419,7 @@ class _Build:
             "digest": counts.digest,
             "options": kept_options(self._options, time_kind.pattern if time_kind else ""),
             "items": items._asdict(),
+            "item_key": self._log.item_key.hex(),
             "features": [
                 {"name": one.column, "kind": one.kind} for one in (table.features if table else ())
             ],

@@ -79,6 +79,11 @@ class Dataset:
         return tuple(self.manifest["actions"]["names"])
 
     @property
+    def item_key(self) -> bytes:
+        """Key of the items' ids; empty = they have none, as in datasets of older versions."""
+        return bytes.fromhex(self.manifest.get("item_key", ""))
+
+    @property
     def event_files(self) -> list[dict[str, Any]]:
         """The files of events, oldest log first: name, counts, first and last time, digest."""
         found: list[dict[str, Any]] = self.manifest.get("event_files", [])
@@ -142,6 +147,7 @@ class Dataset:
                 ),
             ),
             shown,
+            self.item_key,
         )
 
     def _features(self, key: str) -> list[dict[str, Any]]:
@@ -181,7 +187,8 @@ class Dataset:
             DataError: a file is missing or damaged.
         """
         table = self._read(ITEMS, ["name", "title"])
-        return ItemNames.make(table["name"].to_pylist(), table["title"].to_pylist())
+        names, titles = table["name"].to_pylist(), table["title"].to_pylist()
+        return ItemNames.make(names, titles, self.item_key)
 
     def _columns_of(self, name: str) -> list[str]:
         path = self.folder / name

@@ -6,13 +6,14 @@ users, items, events, feature_0, ...    each distinct text and its code, by firs
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import MAX_NAME_BYTES, item_ids, repeated
+from npu_gr.core.names import KEY_BYTES, MAX_NAME_BYTES, is_hashed, item_ids, repeated
 from npu_gr.core.text_format import quoted
 from npu_gr.dataset.actions import (
     Actions,
@@ -119,6 +120,7 @@ class Log:
         self._names = list(dict.fromkeys([*used, *titles]))
         self.unused = unused_columns(sample, self._names)
         self.num_left_out = 0  # rows, by conditions
+        self.item_key = b""  # of the items' ids; empty = they have none
         self._known_users: Any = None
         self._con: Any = None
         self.num_rows = 0  # without the rejected ones
@@ -132,6 +134,7 @@ class Log:
         show: OnProgress,
         known_users: Any = None,
         known_items: Sequence[str] = (),
+        item_key: bytes | None = None,
     ) -> None:
         """Read the log into DuckDB, and assign codes to names.
 
@@ -141,6 +144,7 @@ class Log:
             show: Callback for the progress.
             known_users: Names of the users who have the first codes, an Arrow array; None = none.
             known_items: Names of items that count as earlier where two names have one id.
+            item_key: Key of the items' ids, of an earlier dataset; None = there is none.
 
         Raises:
             DataError: the log cannot be read to its end, too many rows are rejected, or there are
@@ -151,9 +155,10 @@ class Log:
         table.load(show)
         self._give_codes("items", "item")
         names = self.item_names()
+        self.item_key = _new_key(con, names) if item_key is None else item_key
         known = set(known_items)
         every = [*known_items, *(name for name in names if name not in known)]
-        if again := repeated(item_ids(every)):
+        if again := repeated(item_ids(every, self.item_key)):
             table.reject("item", [every[place] for place in again], RejectReason.SAME_ID)
             con.execute("DROP TABLE items")
             self._give_codes("items", "item")
@@ -174,7 +179,8 @@ class Log:
             f"{len(self._known_users)} - 1 + row_number() OVER (PARTITION BY k.code IS NULL ORDER "
             "BY u.code)) AS code FROM users_of_log u LEFT JOIN known k ON k.name = u.name"
         )
-        con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": item_ids(names)}))
+        ids = item_ids(names, self.item_key)
+        con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": ids}))
         con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
         con.unregister("ids")
         if self.columns.event is not None:
@@ -269,7 +275,7 @@ class Log:
         names = self._con.execute(
             f"SELECT DISTINCT l.item FROM log l WHERE reason = {SHOWN}"
         ).fetchnumpy()["item"]
-        ids = item_ids(names.tolist())
+        ids = item_ids(names.tolist(), self.item_key)
         self._con.register("shown", pa.table({"name": pa.array(names, pa.string()), "id": ids}))
         found = self._con.sql(
             f"SELECT DISTINCT CAST(u.code AS INTEGER) AS user, i.id AS item, {time_us} // "
@@ -432,3 +438,21 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
             f"{CODES[RejectReason.ROUNDED]}"
         )
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
+
+
+def _new_key(con: Any, names: Sequence[str]) -> bytes:
+    """Derive the key of the items' ids from the log; none is needed if all names are numbers.
+
+    One log always has the same key, so a dataset can be made again. Who knows only some of the
+    events cannot compute it.
+    """
+    if not is_hashed(item_ids(names)).any():
+        return b""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"npu_gr.key")
+    rows = con.execute(
+        "SELECT item, count(*), sum(time_us), min(user), max(user) FROM log WHERE reason = 0 "
+        "GROUP BY item ORDER BY item"
+    )
+    while found := rows.fetchmany(BATCH_ROWS):
+        digest.update(ascii(found).encode())
+    return digest.digest()

@@ -29,7 +29,8 @@ class PrepareOptions:
     position: str = ""  # of the log: the place of the item among those shown
     drop: tuple[str, ...] = ()  # a row that meets one is left out
     where: tuple[str, ...] = ()  # a row must meet all
-    like: str = ""  # folder of a dataset whose actions keep their indices; "" = the replaced one
+    # folder of a dataset whose actions and items keep their ids; "" = the replaced one
+    like: str = ""
     strict: bool = False  # fail where the checks at the end find something
     columns: tuple[str, ...] = ()  # names of the columns of a CSV or TSV without a header
     encoding: str = ""  # of text files; "" = UTF-8, or Windows-1252 by its letters

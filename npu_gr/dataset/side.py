@@ -78,16 +78,17 @@ class ItemTable:
     features: list[ItemColumn] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
-    def take_rejects(self, logged: Sequence[str], rejects: Rejects) -> None:
+    def take_rejects(self, logged: Sequence[str], rejects: Rejects, key: bytes) -> None:
         """Pass the rejected rows on, and reject names with the id of an earlier item.
 
         Args:
             logged: Names of the log's items, which count as earlier.
             rejects: Receives the rows.
+            key: Key of the items' ids.
         """
         of_log = set(logged)
         others = [name for name in self.rows if name not in of_log]
-        again = repeated(item_ids([*logged, *others]))
+        again = repeated(item_ids([*logged, *others], key))
         names = [others[place - len(logged)] for place in again]
         for name in names:
             del self.rows[name]

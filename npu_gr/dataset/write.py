@@ -163,12 +163,17 @@ def write_private(table: Any, path: Path) -> None:
 
 
 def write_items(
-    folder: Path, logged: Sequence[str], table: ItemTable | None, titles_of_log: Mapping[str, str]
+    folder: Path,
+    logged: Sequence[str],
+    table: ItemTable | None,
+    titles_of_log: Mapping[str, str],
+    key: bytes,
 ) -> ItemCounts:
     """Write the items of the log and of the items' file, by id.
 
     Args:
         titles_of_log: Titles by name, which count where there is no items' file.
+        key: Key of the items' ids.
 
     Raises:
         OSError: the file cannot be written.
@@ -181,7 +186,7 @@ def write_items(
         titles_of_log.get(name, "") if table is None or row is None else table.titles[row]
         for name, row in zip(names, rows, strict=True)
     ]
-    ids = item_ids(names)
+    ids = item_ids(names, key)
     by_id = np.argsort(ids).tolist()
     columns: dict[str, Any] = {
         "id": pa.array(ids[by_id]),

@@ -10,7 +10,7 @@ get a list of the items that pass.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +41,22 @@ class Passing(NamedTuple):
 class ItemFilters:
     """Attributes and filters by the current catalogue. Event loop only."""
 
-    def __init__(self, catalogue: Callable[[], ServedCatalogue | None]) -> None:
-        """Store a function that returns the catalogue of the current generator, if there is one."""
+    def __init__(
+        self,
+        catalogue: Callable[[], ServedCatalogue | None],
+        ids_of: Callable[[Sequence[str | int]], I64] = item_ids,
+    ) -> None:
+        """Store functions.
+
+        Args:
+            catalogue: Returns the catalogue of the current generator, if there is one.
+            ids_of: Returns the ids of names in rules.
+        """
         self._catalogue = catalogue
+        self.ids_of = ids_of
         # of the configured rules, which cost a pass over the catalogue
         self._ruled: tuple[str, Selection, I64] | None = None
+        self._withdrawn = "", NO_IDS  # of a version of the catalogue
 
     def snapshot(self) -> Snapshot:
         """Return the current version of the catalogue.
@@ -60,6 +71,15 @@ class ItemFilters:
             )
         with catalogue.pin() as (snapshot, _):
             return snapshot
+
+    def withdrawn(self) -> I64:
+        """Return the ids of withdrawn items, ascending; none without a catalogue."""
+        if (catalogue := self._catalogue()) is None:
+            return NO_IDS
+        with catalogue.pin() as (snapshot, _):
+            if self._withdrawn[0] != snapshot.version:
+                self._withdrawn = snapshot.version, snapshot.withdrawn_ids
+        return self._withdrawn[1]
 
     async def passing(
         self,
@@ -90,7 +110,7 @@ class ItemFilters:
 
     async def _selected(self, selection: Selection) -> I64:
         """Return the ids that a configured rule selects, ascending."""
-        named = item_ids(selection.items) if selection.items else NO_IDS
+        named = self.ids_of(selection.items) if selection.items else NO_IDS
         if not selection.attributes:
             return each_once(named)
         snapshot = self.snapshot()
@@ -133,7 +153,7 @@ class ItemFilters:
         selected += [("diversity", Selection(attributes={d.by: ()})) for d in rules.diversity]
         for key, selection in selected:
             try:
-                item_ids(selection.items)
+                self.ids_of(selection.items)
                 for name, values in selection.attributes.items():
                     attribute_in(self.snapshot().attributes, name, values)
             except (Unprocessable, ValueError) as error:

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames, key_of
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
@@ -147,7 +147,10 @@ class ServedVectors:
         if not self._versions.is_empty:
             check_fits(folder)
         matcher = Matcher(load(folder), self._config.index, self._backend)
-        return MatchVersion(matcher, ItemNames.load(folder) or EMPTY)
+        names = ItemNames.load(folder) or EMPTY
+        if not self._versions.is_empty:
+            key_of({"the served vectors": self.current.names, "match.vectors": names})
+        return MatchVersion(matcher, names)
 
 
 class MatchJob:
@@ -235,12 +238,15 @@ class MatchJob:
                 f"vectors_version: {quoted(request.vectors_version)} is not served; "
                 f"the current one is {vectors.version!r}"
             )
+        denied = self._filters.withdrawn()
+        if request.deny_items is not None:
+            denied = np.concatenate((denied, request.deny_items))
         query = matcher.search_for(
             request.user,
             request.num_items,
             request.exclude_seen,
             request.allow_items,
-            request.deny_items,
+            denied if len(denied) else None,
             history,
             self.config.max_history_events,
         )

@@ -59,7 +59,7 @@ class Cascade:
             sources: Name -> source, merged in this order.
             metrics: Metrics of the instance.
             filters: Attributes of items.
-            names: Names and titles of items, for `hook_after`.
+            names: Ids, names and titles of items.
 
         Raises:
             ConfigError: a hook, a rule or the list of popular items cannot be used.
@@ -77,7 +77,7 @@ class Cascade:
             hook,
             hook_after,
             threads,
-            read_popular(config.popular),
+            read_popular(config.popular, names.item_ids),
             filters,
             names,
             np.random.default_rng(),

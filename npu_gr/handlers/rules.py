@@ -31,7 +31,6 @@ from npu_gr.catalogue.records import Column
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events
 from npu_gr.core.item_rules import Boost, Cap, Explore, OrderRules
-from npu_gr.core.names import item_ids
 from npu_gr.handlers.cascade_plan import FUSION, Shown, best_first, is_in
 from npu_gr.handlers.item_filters import ItemFilters, Mask
 
@@ -63,7 +62,7 @@ def apply(
         Unprocessable: a rule names an attribute that the catalogue lacks.
     """
     ids, scores = shown.items, shown.scores
-    pins = _pins(rules, asked)
+    pins = _pins(rules, asked, filters)
     if rules.cap is not None and len(ids):
         is_free = _showings(rules.cap, ids, asked) < rules.cap.most
         for item in pins.values():
@@ -80,7 +79,7 @@ def apply(
     order = np.arange(len(ids))
     if rules.boost:
         for boost in rules.boost:
-            working = _boosted(boost, working, ids, columns)
+            working = _boosted(boost, working, ids, columns, filters)
         order = best_first(working.astype(np.float32))
     choice = _Choice(rules, ids, columns, asked.num_items)
     pinned = {place: int(np.flatnonzero(ids == item)[0]) for place, item in pins.items()}
@@ -105,10 +104,12 @@ def _showings(cap: Cap, ids: I64, asked: Asked) -> I64:
     return found
 
 
-def _pins(rules: OrderRules, asked: Asked) -> dict[int, int]:
+def _pins(rules: OrderRules, asked: Asked, filters: ItemFilters) -> dict[int, int]:
     """Return the item of each pinned place, counted from 0, in the order of the places."""
     pins: dict[int, int] = {}
-    wanted = item_ids([one.item for one in rules.pin]) if rules.pin else asked.events.items[:0]
+    wanted = (
+        filters.ids_of([one.item for one in rules.pin]) if rules.pin else asked.events.items[:0]
+    )
     is_banned = asked.banned(wanted).tolist()
     for one, item, banned in zip(rules.pin, wanted.tolist(), is_banned, strict=True):
         place = one.place - 1
@@ -118,10 +119,16 @@ def _pins(rules: OrderRules, asked: Asked) -> dict[int, int]:
     return dict(sorted(pins.items()))
 
 
-def _boosted(boost: Boost, scores: F64, ids: I64, columns: dict[str, tuple[Column, Mask]]) -> F64:
+def _boosted(
+    boost: Boost,
+    scores: F64,
+    ids: I64,
+    columns: dict[str, tuple[Column, Mask]],
+    filters: ItemFilters,
+) -> F64:
     is_chosen = np.zeros(len(ids), np.bool_)
     if boost.items:
-        is_chosen |= is_in(ids, np.sort(item_ids(boost.items)))
+        is_chosen |= is_in(ids, np.sort(filters.ids_of(boost.items)))
     if boost.attributes:
         has_all = np.ones(len(ids), np.bool_)
         for name, values in boost.attributes.items():

@@ -31,7 +31,7 @@ from npu_gr.catalogue.filters import (
     attribute_in,
     deny_items,
 )
-from npu_gr.catalogue.names import EMPTY, ItemNames, collisions
+from npu_gr.catalogue.names import EMPTY, ItemNames, collisions, key_of
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.replay import complete, replay, with_items
 from npu_gr.catalogue.trie import Codebooks
@@ -154,7 +154,7 @@ class ServedCatalogue:
         self._scheduler = scheduler
         self._device = device
         self._catalogue = Catalogue()
-        self._names = EMPTY
+        self.names = EMPTY  # in the folder of the file
         self._centroids: Centroids | None = None  # in the folder of the file
         self.filters = FilterCache(section.filter_cache_bytes)
         # called before a version is published, which it may reject
@@ -176,7 +176,7 @@ class ServedCatalogue:
     def tables(self) -> list[ItemNames]:
         """Return the item names of changes of this version, and those in the folder of its file."""
         with self._catalogue.pin() as snapshot:
-            return [snapshot.names, self._names]
+            return [snapshot.names, self.names]
 
     @property
     def changes(self) -> Changes:
@@ -198,10 +198,11 @@ class ServedCatalogue:
 
         Raises:
             DataError: the file is invalid; the current version stays.
-            ConfigError: the log is damaged or cannot be used.
+            ConfigError: its items have another key, or the log is damaged or cannot be used.
             Unavailable: the log cannot be written; the current version stays.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
+        key_of({"the served catalogue": self.names, "the file": names})
         centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
 
         def read() -> Snapshot:
@@ -225,7 +226,7 @@ class ServedCatalogue:
 
         self.carried = carried
         info = await self._publish(read, before, write, is_strict=False)
-        self._names = names
+        self.names = names
         self._centroids = centroids
         return info
 
@@ -270,7 +271,7 @@ class ServedCatalogue:
                 served = snapshot
                 ids = np.array([new.item_id for new in change.add], np.int64)
                 others = collisions(
-                    [new.name for new in change.add], ids, [snapshot.names, self._names]
+                    [new.name for new in change.add], ids, [snapshot.names, self.names]
                 )
                 rejected.update((one, f"has the id of {other!r}") for one, other in others.items())
                 items = [new for new in change.add if new.name not in others]

@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
@@ -29,7 +29,7 @@ from npu_gr.core.errors import NotFound, StoreFailed, Unprocessable
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import HistoryReport, OnUnsorted
 from npu_gr.core.lifetime import Published
-from npu_gr.core.names import ActionNames, is_hashed, names_of_numbers
+from npu_gr.core.names import ActionNames, is_hashed, item_ids, names_of_numbers
 from npu_gr.core.request import (
     GenerateAnswer,
     GenerateRequest,
@@ -244,6 +244,16 @@ class Versions:
             else tuple(one.version for one in reversed(self.generators.all()))
         )
 
+    def item_tables(self) -> dict[str, ItemNames]:
+        """Return the names in the folders of the current versions, by the setting of the folder."""
+        tables: dict[str, ItemNames] = {}
+        if self.rankers is not None:
+            tables["checkpoint"] = self.rankers.current.names
+        if self.generators is not None:
+            tables["generate.checkpoint"] = self.generators.current.names
+            tables["generate.catalogue"] = self.generators.current.items.names
+        return tables
+
     def models(self) -> list[ModelInfo]:
         """Describe all versions, current ones first."""
         draining = [
@@ -317,6 +327,21 @@ class ServedNames:
         """
         rankers = self._versions.rankers
         return ModelFeatures() if rankers is None else rankers.find(version).features
+
+    @property
+    def key(self) -> bytes:
+        """The key of the items' ids; empty = they have none."""
+        vectors = [] if self._vectors is None else self._vectors.kept()
+        tables = (*self._versions.item_tables().values(), *(one.names for one in vectors))
+        return next((table.key for table in tables if table.key), b"")
+
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        """Return the ids of names by the key of the served models: [n] -> int64 [n].
+
+        Raises:
+            ValueError: as `core.names.item_ids`.
+        """
+        return item_ids(names, self.key)
 
     def items(self, ids: I64) -> list[str | int]:
         """Return the name of each item: [n] -> n names; the id if the name is unknown."""

@@ -403,6 +403,9 @@ class GuardedStore:
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         return await self.writes.call("append", lambda: self._store.name_actions(names))
 
+    async def item_key(self, mine: str) -> str:
+        return await self.writes.call("append", lambda: self._store.item_key(mine))
+
     async def erase(self, user: UserKey) -> bool:
         return await self.writes.call("erase", lambda: self._store.erase(user))
 

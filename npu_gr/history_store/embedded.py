@@ -307,6 +307,9 @@ class EmbeddedStore:
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(await self._group.submit(lambda db: write_names(db, names)))
 
+    async def item_key(self, mine: str) -> str:
+        return str(await self._group.submit(lambda db: file.item_key(db, mine)))
+
     async def erase(self, user: UserKey) -> bool:
         key = key_bytes(user)
         return bool(await self._group.submit(lambda db: file.erase(db, key), erases=True))

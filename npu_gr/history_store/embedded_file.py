@@ -398,7 +398,9 @@ def read_names(db: sqlite3.Connection) -> tuple[str, ...]:
     Raises:
         StoreFailed: a row is damaged or missing.
     """
-    rows = db.execute("SELECT number, name, sum FROM actions ORDER BY number").fetchall()
+    rows = db.execute(
+        "SELECT number, name, sum FROM actions WHERE number >= 0 ORDER BY number"
+    ).fetchall()
     for place, (number, name, found) in enumerate(rows):
         if number != place or not isinstance(name, bytes) or found != row_sum(number, name):
             raise StoreFailed("the history store has damaged names of actions", StoreFault.CORRUPT)
@@ -424,3 +426,22 @@ def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]
             (number, raw, row_sum(number, raw)),
         )
     return tuple(names)
+
+
+_ITEM_KEY = -1  # number of its row among the actions, so that older versions reject the file
+
+
+def item_key(db: sqlite3.Connection, mine: str) -> str:
+    """Return the fingerprint of the key of the items' ids; a new file takes `mine`.
+
+    Raises:
+        StoreFailed: the row is damaged.
+    """
+    if mine and not read_names(db):
+        raw = mine.encode()
+        row = (_ITEM_KEY, raw, row_sum(_ITEM_KEY, raw))
+        db.execute("INSERT OR IGNORE INTO actions (number, name, sum) VALUES (?, ?, ?)", row)
+    rows = db.execute("SELECT name, sum FROM actions WHERE number = ?", (_ITEM_KEY,)).fetchall()
+    if any(found != row_sum(_ITEM_KEY, raw) for raw, found in rows):
+        raise StoreFailed("the history store has a damaged key of items", StoreFault.CORRUPT)
+    return rows[0][0].decode() if rows else ""

@@ -84,6 +84,7 @@ class Interactions:
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
     impressions: Impressions | None = None  # None = the log has none; a part of a log has none
+    item_key: bytes = b""  # key of the ids of `items`; empty = they have none
 
     def __len__(self) -> int:
         return len(self.users)
@@ -97,6 +98,7 @@ class Interactions:
             self.user_names,
             self.action_names,
             tuple(column.of_events(part) for column in self.columns),
+            item_key=self.item_key,
         )
 
 

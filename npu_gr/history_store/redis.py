@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ACTIONS = "npu_gr:actions"
+_ITEM_KEY = "npu_gr:item_key"
 _ALL = 2**53  # bytes, more than any value has
 _NO_KEY = (b"", b"", 0, 0)  # arguments of a script for an append without an idempotency key
 _TRY_AGAIN = (scripts.OLD, scripts.LATE)  # results of an append that did nothing yet
@@ -270,16 +271,16 @@ class RedisStore:
         raw = [name.encode("utf-8", "surrogatepass") for name in names]
         return _texts(await self._ask(_ACTIONS, lambda client: self._name([_ACTIONS], raw, client)))
 
+    async def item_key(self, mine: str) -> str:
+        if mine and not await self.actions():
+            await self._ask(_ITEM_KEY, lambda client: client.set(_ITEM_KEY, mine, nx=True))
+        return (await self._ask(_ITEM_KEY, lambda client: client.get(_ITEM_KEY)) or b"").decode()
+
     async def erase(self, user: UserKey) -> bool:
         keys = _keys(user)
         await self._ask(keys[0], lambda client: client.unlink(*keys))
         # There is no local file. The server's own files keep the bytes until it rewrites them.
         return True
-
-    async def num_keys(self, user: UserKey) -> int:
-        """Count the Redis keys of a user."""
-        keys = _keys(user)
-        return int(await self._ask(keys[0], lambda client: client.exists(*keys)))
 
     async def close(self) -> None:
         await self._servers.close()
@@ -292,6 +293,12 @@ class RedisStore:
             raise damaged(f"{len(data)} bytes are not a whole number of records")
         arguments: list[Any] = [pack_checked(key_bytes(user), unpack(data)), len(data)]
         await self._ask(keys[0], lambda client: self._move(keys, arguments, client))
+
+
+async def num_keys(store: RedisStore, user: UserKey) -> int:
+    """Count the Redis keys of a user."""
+    keys = _keys(user)
+    return int(await store._ask(keys[0], lambda client: client.exists(*keys)))
 
 
 def _texts(raw: list[bytes]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, widened
 from npu_gr.core.history import (
     Events,
@@ -23,6 +23,7 @@ from npu_gr.core.history import (
     count_late,
     in_time_order,
 )
+from npu_gr.core.names import key_fingerprint
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.core.tls import TlsFiles
@@ -189,6 +190,17 @@ class HistoryStore(Protocol):
         """
         ...
 
+    async def item_key(self, mine: str) -> str:
+        """Remember the fingerprint of the key of the items' ids, if the store is new.
+
+        Args:
+            mine: Fingerprint of the served models, see `key_fingerprint`; "" = they have no key.
+
+        Returns:
+            The fingerprint of the stored ids; "" = they have no key.
+        """
+        ...
+
     async def erase(self, user: UserKey) -> bool:
         """Erase the user, durably.
 
@@ -339,3 +351,20 @@ def _put(column: Any, places: I64, values: Any) -> Any:
 def _rows(events: Events) -> list[bytes]:
     data = pack(events)
     return [data[at : at + EVENT.itemsize] for at in range(0, len(data), EVENT.itemsize)]
+
+
+async def check_item_key(store: HistoryStore, key: bytes) -> None:
+    """Check that the stored ids of items have this key; a new store takes it.
+
+    Raises:
+        ConfigError: they have another key, or none.
+        StoreFailed: the store failed.
+    """
+    mine = key_fingerprint(key)
+    if (stored := await store.item_key(mine)) != mine:
+        theirs, ours = (f"the key {one}" if one else "no key" for one in (stored, mine))
+        raise ConfigError(
+            f"history_store: the ids of its items have {theirs}, those of the models have {ours}, "
+            "so no name would be found; prepare the dataset with --like the older one, or use "
+            "another store (history_store.path, history_store.url) and load the log into it"
+        )

@@ -129,14 +129,18 @@ _FIELDS = tuple(QueryRecord.__struct_fields__)
 class SqlSource:
     """The records of a query, in the order of its rows. Iterating counts them in `kinds`."""
 
-    def __init__(self, query: str, actions: ActionNames | None = None) -> None:
+    def __init__(
+        self, query: str, actions: ActionNames | None = None, item_key: bytes = b""
+    ) -> None:
         """Prepare the query; iterating runs it.
 
         Args:
             query: Query for DuckDB; paths are relative to the working directory.
             actions: Action names of the model, if histories name actions; None if they are indices.
+            item_key: Key of the ids of the model's items; empty = they have none.
         """
         self._query = query
+        self._item_key = item_key
         self._actions = actions
         self.kinds: Counter[str] = Counter()
 
@@ -183,7 +187,7 @@ class SqlSource:
     def _value(self, name: str, value: Any) -> Any:
         convert: Callable[[Any], Any]
         if name in _ITEMS:
-            convert = _ids
+            convert = self._ids
         elif name == "actions" and self._actions is not None:
             convert = self._places
         elif name == "timestamps":
@@ -196,6 +200,14 @@ class SqlSource:
             return convert(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
+
+    def _ids(self, names: Any) -> list[int]:
+        if not isinstance(names, list):
+            raise ValueError(
+                f"{quoted(names)} is not a list of items; split a text with string_split"
+            )
+        ids: list[int] = item_ids(names, self._item_key).tolist()
+        return ids
 
     def _places(self, names: Any) -> list[int]:
         assert self._actions is not None
@@ -213,13 +225,6 @@ def _check(names: list[str]) -> None:
     lacking = [name for name in ("ts", "kind", "user_id") if name not in names]
     if lacking:
         raise DataError(f"the query lacks the columns {', '.join(lacking)}")
-
-
-def _ids(names: Any) -> list[int]:
-    if not isinstance(names, list):
-        raise ValueError(f"{quoted(names)} is not a list of items; split a text with string_split")
-    ids: list[int] = item_ids(names).tolist()
-    return ids
 
 
 def _seconds(moments: Any) -> list[int]:

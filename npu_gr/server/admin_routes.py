@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 
 from npu_gr.core.errors import TooLarge, Unavailable, Unprocessable
-from npu_gr.core.names import FIRST_HASHED, item_ids
+from npu_gr.core.names import FIRST_HASHED
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
@@ -82,7 +82,7 @@ class CatalogueRoutes:
         change = await self._reader.read(
             request,
             CatalogueItemsBody,
-            lambda body: parse_catalogue_change(body, self._config),
+            lambda body: parse_catalogue_change(body, self._config, self._service.names),
             loose_bytes=CHANGE_BYTES,
         )
         return struct_response(
@@ -137,10 +137,10 @@ class ItemRoutes:
                 f"ids and names: {num} items; send 1 to {MOST_ITEMS}"
             )
         try:
-            ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
+            served = self._service.names
+            ids = np.concatenate((np.array(asked, np.int64), served.item_ids(named)))
         except ValueError as error:
             raise Unprocessable(f"names: {error}") from None
-        served = self._service.names
         known, titles = served.items(ids), served.titles(ids)
         names = [*map(_known, known[: len(asked)]), *named]
         found = zip(ids.tolist(), names, titles, strict=True)

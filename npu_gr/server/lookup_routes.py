@@ -11,7 +11,7 @@ from aiohttp import web
 from npu_gr.core.errors import BadRequest, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.lifetime import deadline
-from npu_gr.core.names import item_id
+from npu_gr.core.names import served_id
 from npu_gr.core.served import LookedUpItems
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.http import json_response
@@ -128,7 +128,8 @@ class LookupRoutes:
     async def _similar(self, request: web.Request) -> web.Response:
         call = self._begun(request)
         try:
-            item = item_id(_variable(request, "/v1/items/", "/similar"))
+            name = _variable(request, "/v1/items/", "/similar")
+            item = served_id(self._service.names, name)
         except ValueError as error:
             raise Unprocessable(f"item_id: {error}") from None
         num_items = _count(request, "num_items", 10)

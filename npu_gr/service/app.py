@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
+from npu_gr.catalogue.names import key_of
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreFault
 from npu_gr.core.health import DEAD_S
 from npu_gr.core.lifetime import running
@@ -35,7 +36,7 @@ from npu_gr.handlers.service import Parts, Service
 from npu_gr.handlers.versions import ServedNames, Versions
 from npu_gr.history_store.bulkhead import GuardedStore
 from npu_gr.history_store.open import open_store
-from npu_gr.history_store.store import HistoryStore
+from npu_gr.history_store.store import HistoryStore, check_item_key
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl
@@ -150,6 +151,10 @@ async def opened(
             metrics=metrics,
         )
         jobs = await build_jobs(shared)
+        tables = versions.item_tables()
+        if shared.vectors is not None:
+            tables["match.vectors"] = shared.vectors.current.names
+        key_of(tables)
         coverage = coverage_rule(shared, jobs)
         await coverage.start()
         admission = AdmissionController(
@@ -306,13 +311,14 @@ async def open_models(
 
 
 async def check_store(store: HistoryStore, versions: Versions, config: Config) -> None:
-    """Check that the store's action names are those of the ranker.
+    """Check that the store's action names, and the key of its items, are those of the models.
 
     Raises:
         ConfigError: they differ.
         StoreFailed: the store failed.
     """
     stored = await store.actions()
+    await check_item_key(store, key_of(versions.item_tables()))
     if versions.rankers is None:
         return
     if changed := difference(stored, versions.ranker().model.actions):

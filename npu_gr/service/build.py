@@ -94,6 +94,7 @@ class Prepared(Generic[M]):
     activate: Callable[[], M]
     version: str
     actions: tuple[str, ...] | None = None  # action names of a ranker
+    names: ItemNames = EMPTY
     scored: ScoredItems | None = None  # of a ranker
     items: ServedCatalogue | None = None  # catalogue of a generator
 
@@ -197,7 +198,7 @@ async def open_ranking(
             config.service, model, scored, engine, relay, metrics, names, checkpoint.order
         )
 
-    return Prepared(activate, model.version, actions=model.actions, scored=scored)
+    return Prepared(activate, model.version, actions=model.actions, names=names, scored=scored)
 
 
 async def _attention(
@@ -244,7 +245,7 @@ def _renamed(model: M, names: ItemNames) -> Prepared[M]:
         model.names = names
         return model
 
-    return Prepared(activate, model.version)
+    return Prepared(activate, model.version, names=names)
 
 
 def returned(model: M, metrics: Metrics) -> Prepared[M]:
@@ -385,7 +386,7 @@ async def open_generation(
             section, folder.name, version, engine, relay, items, metrics, names, actions
         )
 
-    return Prepared(activate, version, items=items)
+    return Prepared(activate, version, names=names, items=items)
 
 
 def _generative(

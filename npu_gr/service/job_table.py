@@ -56,7 +56,10 @@ Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
 
 def _filters(shared: Shared) -> ItemFilters:
     generators = shared.versions.generators
-    return ItemFilters(lambda: None if generators is None else generators.current.items)
+    names = ServedNames(shared.histories, shared.versions, shared.vectors)
+    return ItemFilters(
+        lambda: None if generators is None else generators.current.items, names.item_ids
+    )
 
 
 async def _signal(shared: Shared, _: Mapping[str, AnyJob]) -> SignalJob:

@@ -27,15 +27,17 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from npu_gr.catalogue.names import key_of
 from npu_gr.catalogue.records import read_popular
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError, StoreFailed, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
-from npu_gr.core.names import difference
+from npu_gr.core.names import difference, item_ids
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.generation import Generation
@@ -46,6 +48,7 @@ from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, Measured, 
 from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.handlers.sources import POPULAR
 from npu_gr.handlers.versions import ModelVersions, V, Versions
+from npu_gr.history_store.store import check_item_key
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
@@ -232,9 +235,11 @@ class Reload:
                 check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
             generation = await self._open_generation(new, versions.generators.current, None)
+        key = await self._check_item_key(ranking, generation)
         popular = None
         if self._cascade is not None:
-            popular = await asyncio.to_thread(read_popular, self._cascade.parts.config.popular)
+            path = self._cascade.parts.config.popular
+            popular = await asyncio.to_thread(read_popular, path, partial(item_ids, key=key))
         models = versions.current()
         await self._serve(new, ranking, generation, popular, self._coverage.check)
         if models != versions.current():
@@ -289,6 +294,28 @@ class Reload:
             await self._serve(new, ranking, generation, None, self._coverage.measure)
         self._served, self._before = back, self._served
         log.info("rolled back: %s", _named(versions))
+
+    async def _check_item_key(
+        self, ranking: Prepared[Ranking] | None, generation: Prepared[Generation] | None
+    ) -> bytes:
+        """Return the key of the items' ids of new models; requests and histories have the same.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        served = self._versions.item_tables()
+        new = dict(served)
+        if ranking is not None:
+            new["checkpoint"] = ranking.names
+        if generation is not None:
+            new["generate.checkpoint"] = generation.names
+            if generation.items is not None:
+                new["generate.catalogue"] = generation.items.names
+        key = key_of({**{f"the served {of}": table for of, table in served.items()}, **new})
+        store = self._histories.store
+        if store is not None and key != key_of(served):
+            await check_item_key(store, key)
+        return key
 
     async def _check_stored_actions(self, names: Sequence[str]) -> None:
         """Check that a ranker knows the actions of stored events; skipped if the store fails.

@@ -83,14 +83,14 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
     known = {one.name: one for one in model.features if one.of == "event"}
     where = "item: "
     try:
-        events = Events.make([item_id(item)], [action], [at])
+        events = Events.make([item_id(item, model.item_key)], [action], [at])
         where = "features."
         events = msgspec.structs.replace(events, features=as_columns(known, columns, 1))
     except (ValueError, UnicodeError) as error:
         raise Poison(f"{where}{error}") from None
     text = f"{message.topic}\0{message.partition}\0{message.offset}\0{message.timestamp}"
     key = f"kafka-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-    return Write(UserKey(tenant, user), events, Mode.APPEND, key)
+    return Write(UserKey(tenant, user), events, Mode.APPEND, key, (item,))
 
 
 def _action(name: str | None, model: EventModel) -> int:

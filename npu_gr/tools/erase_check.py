@@ -73,6 +73,7 @@ def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Se
 async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
     """Search the keys of a Redis store, but not the files and replicas of the server."""
     from npu_gr.history_store.redis import RedisStore
+    from npu_gr.history_store.redis import num_keys as redis_keys
 
     files = Searched(
         place="store",
@@ -88,7 +89,7 @@ async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
             files,
         ]
     try:
-        num_keys = await store.num_keys(user)
+        num_keys = await redis_keys(store, user)
     except NpuGrError as error:
         return [
             Searched(place="store", what="Redis", verdict="not searched", note=str(error)),

@@ -187,9 +187,8 @@ async def evaluate(
                     request = case.body(f"evaluate-{way}") | of_way
                     answer, took_s = await client.post(KINDS.get(way, RECOMMEND).path, request)
                     seconds[way].append(took_s)
-                    items = answered_ids(
-                        answer["top"] if way == "rank" else answer["items"]
-                    ).tolist()
+                    found = answer["top"] if way == "rank" else answer["items"]
+                    items = answered_ids(found, case.item_key).tolist()
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
                     if way == "recommend":

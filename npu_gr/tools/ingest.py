@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from yarl import URL
 
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import (
     ConfigError,
@@ -31,9 +32,11 @@ from npu_gr.core.errors import (
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
+from npu_gr.core.names import item_id as id_of_name
 from npu_gr.core.text_format import cut
 from npu_gr.history_store.load import WritesMany
 from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import check_item_key
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import RETRY_AFTER_MS
 from npu_gr.server.schemas.fields import History
@@ -55,6 +58,11 @@ USER_BYTES = 700  # at most per user: id, key and field names
 PIECE_BYTES = 8192 * EVENT_BYTES  # per user in a call
 BUDGET_MS = 30_000  # of a call
 TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # backoff if the answer has no Retry-After
+_ANY = "?"  # a name, by whose id keys are compared
+_OTHER_KEY = (
+    "the ids of its items have another key than those of the log; load the dataset that the models "
+    "were trained on, or one that was prepared with --like it"
+)
 _LATER = (408, 429, 503, 504)  # statuses that are worth a retry
 _NOT_BEGUN = (408, 429)  # statuses after which no event was written
 # errors of decoding an answer that is not ours
@@ -66,6 +74,11 @@ class EventModel(msgspec.Struct, frozen=True):
 
     actions: tuple[str, ...]  # names by action index
     features: tuple[Feature, ...] = ()
+    item_key: bytes = b""  # key of the items' ids; empty = none, or known to the service only
+
+
+class _Item(msgspec.Struct, frozen=True):
+    id: int
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -117,6 +130,15 @@ class ServiceWriter:
             ) from error
         return models[0] if models else EventModel(())
 
+    async def item_id(self, name: str) -> int:
+        """Request the id of a name; errors as of `model`."""
+        path = str(URL("/v1/items").with_query(name=name))
+        body = await self._call("GET", path, None, patience_s=0.0)
+        try:
+            return msgspec.json.decode(body, type=list[_Item])[0].id
+        except (*_NOT_OURS, IndexError) as error:
+            raise ConfigError(f"{self._url}: not a service of npu_gr") from error
+
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
         """Write events of users of one tenant; a retry adds nothing twice.
 
@@ -138,9 +160,7 @@ class ServiceWriter:
 
     async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
         users = [
-            UserEvents(
-                user_id=one.user.user, events=_on_the_wire(one.events), idempotency_key=one.key
-            )
+            UserEvents(user_id=one.user.user, events=_on_the_wire(one), idempotency_key=one.key)
             for one in writes
         ]
         first = writes[0]
@@ -207,6 +227,7 @@ async def open_target(
     url: str | None,
     api_key: str | None,
     patience_s: float,
+    item_key: bytes | None = None,
 ) -> AsyncIterator[Target]:
     """Open the destination of events for the block.
 
@@ -216,9 +237,11 @@ async def open_target(
         url: Base URL of a service to write through.
         api_key: Key of that service with the scopes `ingest` and `infer`.
         patience_s: Time for retries of a call, see `ServiceWriter`.
+        item_key: Key of the ids that will be written; None = they are computed by the model's.
 
     Raises:
-        ConfigError: neither is given, or the store or service cannot be used.
+        ConfigError: neither is given, the store or service cannot be used, or the ids of its items
+            have another key.
     """
     if url is None:
         if config is None:
@@ -237,6 +260,9 @@ async def open_target(
                 )
             try:
                 model = _model_of(config)
+                if item_key not in (None, model.item_key):
+                    raise ConfigError(f"{config.checkpoint}: {_OTHER_KEY}")
+                await check_item_key(store, model.item_key)
                 if changed := difference(await store.name_actions(model.actions), model.actions):
                     raise ConfigError(
                         f"history_store: the history store was filled with other actions: {changed}"
@@ -251,6 +277,8 @@ async def open_target(
         headers=calling_headers(api_key), connector=connector, timeout=timeout
     ) as http:
         writer = ServiceWriter(http, url, patience_s)
+        if item_key is not None and await writer.item_id(_ANY) != id_of_name(_ANY, item_key):
+            raise ConfigError(f"{url}: {_OTHER_KEY}")
         yield Target(writer, await writer.model(), url)
 
 
@@ -268,16 +296,18 @@ def _model_of(config: Config) -> EventModel:
     if config.checkpoint is None:
         raise ConfigError("checkpoint: not set, so the names of the actions are unknown")
     checkpoint = load(Path(config.checkpoint))
-    return EventModel(checkpoint.action_names, checkpoint.model.config.features)
+    names = ItemNames.load(Path(config.checkpoint)) or EMPTY
+    return EventModel(checkpoint.action_names, checkpoint.model.config.features, names.key)
 
 
-def _on_the_wire(events: Events) -> History:
+def _on_the_wire(write: Write) -> History:
+    events = write.events
     of_events = {
         name: column.astype(column.dtype.newbyteorder("<"))
         for name, column in events.features.given.items()
     }
     return History(
-        items=events.items.astype("<i8").tobytes(),
+        items=events.items.astype("<i8").tobytes() if write.items is None else [*write.items],
         actions=events.actions.astype("<i2").tobytes(),
         timestamps=events.timestamps.astype("<i8").tobytes(),
         features={name: column.tobytes() for name, column in of_events.items()} or msgspec.UNSET,

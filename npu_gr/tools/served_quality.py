@@ -60,7 +60,7 @@ async def _ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEve
                 for _ in range(ATTEMPTS - 1):
                     if answer["degraded"]:
                         answer, _took_s = await client.post(RECOMMEND.path, body)
-                items = answered_ids(answer["items"]).tolist()
+                items = answered_ids(answer["items"], case.item_key).tolist()
                 if case.target in items:
                     ranks[row] = items.index(case.target)
         return ranks

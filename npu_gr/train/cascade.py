@@ -315,6 +315,7 @@ class NextEventCase:
     timestamps: list[int]  # unix seconds
     target: int  # the item of the next event
     happened_at: int  # unix seconds of the next event
+    item_key: bytes = b""  # key of the ids; empty = they have none
 
     def body(self, tenant: str) -> dict[str, Any]:
         """Return the part of a request body that every route reads: the user and the history.
@@ -366,6 +367,7 @@ def next_events(
                 timestamps=timestamps,
                 target=target,
                 happened_at=happened_at,
+                item_key=log.item_key,
             )
         )
     return cases

@@ -109,6 +109,7 @@ class InteractionLog:
     action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of the users and of the events
     shown: ShownItems | None = None  # impressions; None = the log has none
+    item_key: bytes = b""  # key of the items' ids; empty = they have none
 
     @property
     def num_users(self) -> int:
@@ -204,6 +205,7 @@ def build_log(
         action_values=tuple(action_values.tolist()),
         action_names=interactions.action_names,
         columns=tuple(column.of_events(order) for column in interactions.columns),
+        item_key=interactions.item_key,
     )
     if interactions.impressions is not None:
         log = replace(log, shown=_shown(log, interactions.impressions, order))
@@ -255,6 +257,7 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
         action_names=log.action_names,
         columns=tuple(column.of_events(kept) for column in log.columns),
         shown=None if log.shown is None else log.shown.of_kept(kept),
+        item_key=log.item_key,
     )
 
 

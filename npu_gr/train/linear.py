@@ -137,7 +137,7 @@ class EASE:
             self._factors = ridge / (1 - self._held(graph, num_scored)).clamp(min=1e-6)
         else:
             inverse = _inverse(_gram(graph.to_items(ones), graph.num_users), ridge)
-            weights = -inverse / inverse.diagonal()
+            weights = inverse.div_(-inverse.diagonal())  # in place: it is as large as all else
             weights.fill_diagonal_(0)
             self._weights = weights[:, :num_scored].contiguous()
         self._num_scored = num_scored
@@ -259,7 +259,8 @@ def _gram(matrix: Csr, num_columns: int) -> Tensor:
 
 def _inverse(gram: Tensor, ridge: float) -> Tensor:
     gram.diagonal().add_(ridge)
-    inverse: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    gram = torch.linalg.cholesky(gram)  # frees the matrix before the next one is made
+    inverse: Tensor = torch.cholesky_inverse(gram)
     return inverse
 
 

@@ -17,11 +17,12 @@ from npu_gr.catalogue.names import (
     EMPTY,
     FILE,
     ItemNames,
+    key_of,
     load_actions,
     names_of,
     titles_of,
 )
-from npu_gr.core.errors import DataError
+from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.names import item_ids
 
@@ -56,7 +57,7 @@ def test_no_name_twice() -> None:
 
 
 def test_two_names_of_one_id_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "item_ids", lambda names: np.zeros(len(names), np.int64))
+    monkeypatch.setattr(tables, "item_ids", lambda names, key: np.zeros(len(names), np.int64))
     with pytest.raises(DataError, match="'a' and 'b' have the same id"):
         ItemNames.make(["a", "b"])
 
@@ -178,3 +179,25 @@ def test_a_broken_file_of_actions_is_rejected(tmp_path: Path, text: str) -> None
     (tmp_path / ACTIONS_FILE).write_text(text)
     with pytest.raises(DataError, match=ACTIONS_FILE):
         load_actions(tmp_path)
+
+
+def test_the_key_is_kept_with_the_names(tmp_path: Path) -> None:
+    key = b"k" * 16
+    ItemNames.make(["SKU-1", "7"], ["One", ""], key).save(tmp_path)
+    loaded = ItemNames.load(tmp_path)
+    assert loaded is not None
+    assert loaded.key == key
+    assert loaded.names(item_ids(["SKU-1"], key)) == ["SKU-1"]
+    assert loaded.find(item_ids(["SKU-1"])).tolist() == [-1]
+
+
+def test_tables_of_two_keys_are_refused() -> None:
+    keyed, other, old = (ItemNames.make(["SKU-1"], key=key) for key in (b"k" * 16, b"o" * 16, b""))
+    numbers = ItemNames.make(["7"])
+    assert key_of({"a": numbers, "b": keyed, "c": EMPTY, "d": keyed}) == keyed.key
+    assert key_of({"a": numbers, "b": old}) == b""
+    words = "match.vectors: its items have ids of the key .*, and those of checkpoint have ids "
+    with pytest.raises(ConfigError, match=words + "of the key"):
+        key_of({"checkpoint": keyed, "match.vectors": other})
+    with pytest.raises(ConfigError, match=words + "without a key"):
+        key_of({"checkpoint": old, "match.vectors": other})

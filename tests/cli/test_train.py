@@ -18,7 +18,7 @@ from npu_gr.catalogue.names import ItemNames
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.names import item_id
+from npu_gr.core.names import KEY_BYTES, item_id, item_ids
 from npu_gr.model.weights import load as load_ranker
 from npu_gr.service.app import instance
 from npu_gr.service.config import load as load_config
@@ -117,11 +117,19 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
     return found
 
 
+def ids_of_items(folder: Path) -> list[int]:
+    names = ItemNames.load(folder)
+    assert names is not None
+    ids: list[int] = item_ids(ITEMS, names.key).tolist()
+    return ids
+
+
 def test_names_and_titles_lie_beside_every_model(trained: dict[str, Trained]) -> None:
     for model in trained.values():
         names = ItemNames.load(model.folder)
         assert names is not None
-        ids = np.array([item_id(ITEMS[3])])
+        assert len(names.key) == KEY_BYTES
+        ids = np.array([item_id(ITEMS[3], names.key)])
         assert names.names(ids) == [ITEMS[3]]
         assert names.titles(ids) == [f"Shirt {ITEMS[3]}"]
 
@@ -142,7 +150,7 @@ def test_the_ranker_has_the_companys_events_and_features(trained: dict[str, Trai
 def test_the_generators_catalogue_has_ids_of_names(trained: dict[str, Trained]) -> None:
     folder, _, body = trained["generate"]
     items = read_items(folder / "items.jsonl")
-    assert set(items.item_ids.tolist()) == {item_id(item) for item in ITEMS}
+    assert set(items.item_ids.tolist()) == set(ids_of_items(folder))
     assert items.attributes.keys() == {"color"}
     assert set(body["history"]["items"]) <= set(ITEMS)
 
@@ -157,7 +165,8 @@ def test_given_codes_by_name_become_a_token_for_each_beginning(trained: dict[str
     # by the given codes, in their order
     nodes = [place % 4 * 5 + place // 4 for place in range(len(ITEMS))]
     assert sid_of == {
-        item_id(item): [node // 5, node, node] for item, node in zip(ITEMS, nodes, strict=True)
+        item: [node // 5, node, node]
+        for item, node in zip(ids_of_items(folder), nodes, strict=True)
     }
     served = load_config(folder / "serve.yaml").generate
     assert served is not None

@@ -22,17 +22,18 @@ ACTIONS = ("view", "cart", "purchase")
 NAMES = [str(row) if row % 3 == 0 else f"SKU-{row:04d}-{'ABC'[row % 3]}" for row in range(300)]
 TITLES = {name: f"Thing no. {row}" if row % 2 == 0 else "" for row, name in enumerate(NAMES)}
 NUM_MATCHED = 60
+KEY = b"a key of 16 byte"
 
 
 @asynccontextmanager
 async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]]:
     checkpoint = Checkpoint(
-        model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS
+        model=tiny_model(), item_ids=item_ids(NAMES, KEY), name="tiny", action_names=ACTIONS
     )
     save(checkpoint, folder / "checkpoint")
-    ItemNames.make(NAMES, list(TITLES.values())).save(folder / "checkpoint")
+    ItemNames.make(NAMES, list(TITLES.values()), KEY).save(folder / "checkpoint")
     save_vectors(
-        make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))),
+        make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED], KEY))),
         folder / "vectors",
     )
     (folder / "popular.txt").write_text("".join(f"{name}\n" for name in NAMES[100:140]))

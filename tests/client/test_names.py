@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours, Ranked
 from npu_gr.client.wire import Names
 from npu_gr.core.errors import NotFound, TooLarge, Unprocessable
-from npu_gr.core.names import item_ids
-from tests.client.shop import ACTIONS, NAMES, TITLES, shop
+from npu_gr.core.names import item_ids as ids_of
+from tests.client.shop import ACTIONS, KEY, NAMES, TITLES, shop
 
+item_ids = partial(ids_of, key=KEY)
 AT_S = 1_700_000_000
 ROWS = [1, 4, 9, 30, 31]
 SEEN = Behaviours(

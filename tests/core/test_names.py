@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_gr.core import names as names_module
 from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.names import (
     FIRST_HASHED,
@@ -187,3 +190,30 @@ def test_an_error_about_an_action_is_short() -> None:
     with pytest.raises(ValueError, match="not an action") as rejected:
         ActionNames([f"action {number}" for number in range(1000)]).indices(["x" * 500])
     assert len(str(rejected.value)) < 400
+
+
+def test_a_key_changes_the_ids_of_texts_alone() -> None:
+    key, other = b"k" * 16, b"o" * 16
+    names: list[str | int] = ["SKU-1", 7, "8", " SKU-1 ", 2**62, str(2**62), "SKU-2"]
+    ids = item_ids(names, key)
+    assert ids.tolist() == [item_id(name, key) for name in names]
+    assert ids[[1, 2]].tolist() == [7, 8]
+    assert ids[0] == ids[3]
+    assert ids[4] == ids[5]
+    for keys in ((key, other), (key, b""), (other, b"")):
+        here, there = (item_ids(names, one) for one in keys)
+        assert (here == there).tolist() == [False, True, True, False, False, False, False]
+    assert answered_ids([*names[:1], int(ids[6])], key).tolist() == ids[[0, 6]].tolist()
+    digest = hashlib.blake2b(b"SKU-1", key=key, digest_size=8).digest()
+    assert ids[0] == int.from_bytes(digest, "little") & (2**62 - 1) | 2**62
+    with pytest.raises(ValueError, match=r"^index 1: a name of 0 bytes"):
+        item_ids(["a", " "], key)
+
+
+def test_names_that_are_remembered_have_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names_module, "_REMEMBERED", 5)
+    key = b"r" * 16
+    for part in (["a", "b", "a"], ["b", "c", "d"], ["e", "f", "a"], [*"abcdefgh"], ["7", "a"]):
+        for _ in range(2):
+            assert item_ids(part, key).tolist() == [item_id(name, key) for name in part]
+        assert len(names_module._known(key)) <= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,8 @@ def test_days_added_are_a_log_prepared_at_once(tmp_path: Path) -> None:
     )
     every = write(tmp_path / "all.csv", [row for day in days for row in day])
     whole = prepare(every, tmp_path / "all", options, items=items, users=users)
-    prepare(
-        write(tmp_path / "0.csv", days[0]), tmp_path / "data", options, items=items, users=users
-    )
+    like = replace(options, like=str(tmp_path / "all"))  # with the key of its ids
+    prepare(write(tmp_path / "0.csv", days[0]), tmp_path / "data", like, items=items, users=users)
     added = whole
     for number in (1, 2):
         # the options of the first log count; a file of users and items is read as a whole
@@ -98,7 +98,7 @@ def test_a_log_without_files_of_items_and_users_keeps_what_is_known(tmp_path: Pa
     manifest = add(day, tmp_path / "data").manifest
     dataset = read_dataset(tmp_path / "data")
     features = {one.name: one for one in dataset.item_features()}
-    ids = {name: item_id(name) for name in ("i4", "new")}
+    ids = {name: item_id(name, dataset.item_key) for name in ("i4", "new")}
     assert features["price"].numbers[ids["i4"]] == 4.5
     assert ids["new"] not in features["price"].numbers
     assert dataset.names.titles(np.array([*ids.values()])) == ["T4", None]
@@ -121,7 +121,8 @@ def test_ratings_between_the_known_ones_move_the_actions(tmp_path: Path) -> None
     day = [f"u{n % 4},i{n},{START + n},{[2, 3][n % 2]}" for n in range(30, 40)]
     prepare(write(tmp_path / "0.csv", first, header), tmp_path / "data")
     add(write(tmp_path / "1.csv", day, header), tmp_path / "data")
-    prepare(write(tmp_path / "all.csv", first + day, header), tmp_path / "all")
+    like = PrepareOptions(like=str(tmp_path / "data"))  # with the key of its ids
+    prepare(write(tmp_path / "all.csv", first + day, header), tmp_path / "all", like)
     assert_equal(tmp_path / "all", tmp_path / "data")
     names = read_dataset(tmp_path / "data").action_names
     events = pq.read_table(tmp_path / "data" / "events.parquet")
@@ -133,7 +134,8 @@ def test_a_log_added_twice_changes_nothing(tmp_path: Path) -> None:
     prepare(write(tmp_path / "0.csv", first), tmp_path / "data")
     # a part of it was exported before
     add(write(tmp_path / "1.csv", first[-20:] + day), tmp_path / "data")
-    prepare(write(tmp_path / "all.csv", first + day), tmp_path / "all")
+    like = PrepareOptions(like=str(tmp_path / "data"))
+    prepare(write(tmp_path / "all.csv", first + day), tmp_path / "all", like)
     assert_equal(tmp_path / "all", tmp_path / "data")
     before = {path.name: path.read_bytes() for path in (tmp_path / "data").glob("*.parquet")}
     manifest = add(tmp_path / "1.csv", tmp_path / "data").manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,8 @@ def shown(folder: Path) -> list[tuple[str, int, int, int]]:
 def test_rows_that_are_no_behaviour_are_impressions(tmp_path: Path) -> None:
     options = PrepareOptions(positive=("click=1",), where=("country=DE",))
     manifest = prepare(written(tmp_path / "log.csv", ROWS), tmp_path / "data", options).manifest
-    a, c, d = map(item_id, ("A", "C", "D"))
+    key = read_dataset(tmp_path / "data").item_key
+    a, c, d = (item_id(name, key) for name in "ACD")
     assert sorted(shown(tmp_path / "data")) == sorted(
         [("u1", a, 0, 2), ("u1", c, 0, 1), ("u1", d, 5, -1)]
     )
@@ -84,7 +86,8 @@ def test_impressions_of_an_added_log(tmp_path: Path) -> None:
     options = PrepareOptions(positive=("click=1",))
     whole = [*ROWS[:7], "u1,A,20,0,5,DE", "u3,F,21,0,0,DE", "u1,F,22,1,1,DE"]
     prepare(written(tmp_path / "all.csv", whole), tmp_path / "all", options)
-    prepare(written(tmp_path / "0.csv", whole[:7]), tmp_path / "data", options)
+    like = replace(options, like=str(tmp_path / "all"))  # with the key of its ids
+    prepare(written(tmp_path / "0.csv", whole[:7]), tmp_path / "data", like)
     day = written(tmp_path / "1.csv", whole[6:])
     add(day, tmp_path / "data")
     added = add(day, tmp_path / "data").manifest  # the second time nothing is new
@@ -95,4 +98,6 @@ def test_impressions_of_an_added_log(tmp_path: Path) -> None:
     quiet = written(tmp_path / "2.csv", ["u1,B,30,0,1,DE", "u3,B,7,1,3,DE"])
     assert add(quiet, tmp_path / "data").manifest["impressions"] == 6
     assert len(read_dataset(tmp_path / "data").interactions()) == 3
-    assert ("u1", item_id("B"), 30, 1) in shown(tmp_path / "data")
+    assert ("u1", item_id("B", read_dataset(tmp_path / "data").item_key), 30, 1) in shown(
+        tmp_path / "data"
+    )

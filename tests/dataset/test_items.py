@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from npu_gr.catalogue.names import ItemNames
+from npu_gr.core import names as core_names
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import item_id
-from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
+from npu_gr.core.names import KEY_BYTES, item_id, item_ids
+from npu_gr.dataset import PreparedDataset, PrepareOptions, add, prepare
 from npu_gr.dataset.rejects import RejectReason
 from npu_gr.dataset.summary import summary
 from tests.dataset.logs import EVENTS, Event, table
 
+T = TypeVar("T")
 A, B = "SKU-000007-A", "SKU-000242-C"
 
 
@@ -29,11 +32,23 @@ def with_items(
     return prepare(table(EVENTS), tmp_path / "data", options, items=items)
 
 
-def features(prepared: PreparedDataset) -> dict[str, dict[int, list[str]]]:
+def features(prepared: PreparedDataset) -> dict[str, dict[str, list[str]]]:
     return {
-        one.name: {item: [one.values[at] for at in places] for item, places in one.of_item.items()}
+        one.name: by_name(
+            prepared,
+            {item: [one.values[at] for at in places] for item, places in one.of_item.items()},
+        )
         for one in prepared.dataset.item_features()
     }
+
+
+def by_name(prepared: PreparedDataset, of_item: dict[int, T]) -> dict[str, T]:
+    names = prepared.dataset.names.names(np.fromiter(of_item, np.int64, len(of_item)))
+    return dict(zip(map(str, names), of_item.values(), strict=True))
+
+
+def ids(prepared: PreparedDataset, *names: str) -> I64:
+    return item_ids(names, prepared.dataset.item_key)
 
 
 def test_titles_and_counts(tmp_path: Path) -> None:
@@ -42,10 +57,8 @@ def test_titles_and_counts(tmp_path: Path) -> None:
     )
     prepared = with_items(tmp_path, tmp_path / "items.csv")
     names = prepared.dataset.names
-    assert names.titles(ItemNames.make([A, B, "SKU-9"]).ids) == [
-        {A: "Lamp, green", B: None, "SKU-9": "Never bought"}[str(name)]
-        for name in ItemNames.make([A, B, "SKU-9"]).names(ItemNames.make([A, B, "SKU-9"]).ids)
-    ]
+    titles = names.titles(ids(prepared, A, B, "SKU-9"))
+    assert titles == ["Lamp, green", None, "Never bought"]
     assert prepared.manifest["items"] == {
         "all": 3,
         "with_events": 2,
@@ -80,7 +93,7 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = with_items(tmp_path, tmp_path / "items.jsonl")
     found = features(prepared)
-    one, none = item_id("i1"), item_id("i0")
+    one, none = "i1", "i0"
     assert found["brand"][one] == ["b1"]
     assert sorted(found["genres"][one]) == ["x", "y1"]
     assert found["genres"][none] == found["price"][none] == []
@@ -90,8 +103,8 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     assert found["nested.colour"][one] == ["c1"]
     assert len({values[0] for values in found["price"].values() if values}) == 10
     assert found["price"][one] == ["price<=9"]
-    numbers = {one.name: one.numbers for one in prepared.dataset.item_features()}
-    assert numbers["price"] == {item_id(f"i{at}"): at * 1.5 for at in range(1, 60)}, (
+    numbers = {one.name: by_name(prepared, one.numbers) for one in prepared.dataset.item_features()}
+    assert numbers["price"] == {f"i{at}": at * 1.5 for at in range(1, 60)}, (
         "none of what is missing"
     )
     assert {name for name, own in numbers.items() if own} == {"price"}
@@ -100,8 +113,8 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
         "empty": "empty",
         "same": "the same for all items: 'all'",
     }
-    assert item_id(A) in found["brand"]  # an item of the log that the file lacks has no value
-    assert found["brand"][item_id(A)] == []
+    assert A in found["brand"]  # an item of the log that the file lacks has no value
+    assert found["brand"][A] == []
 
 
 def test_the_same_features_from_a_table(tmp_path: Path) -> None:
@@ -115,8 +128,8 @@ def test_the_same_features_from_a_table(tmp_path: Path) -> None:
     )
     found = features(with_items(tmp_path, items))
     assert found == {
-        "genres": {item_id(A): ["x", "y"], item_id(B): []},
-        "stock": {item_id(A): ["1"], item_id(B): []},
+        "genres": {A: ["x", "y"], B: []},
+        "stock": {A: ["1"], B: []},
     }
 
 
@@ -141,8 +154,8 @@ def test_features_are_declared(tmp_path: Path) -> None:
 def test_an_item_that_is_listed_twice_is_what_its_last_row_says(tmp_path: Path) -> None:
     items = pa.table({"item_id": [A, B, A], "title": ["old", "b", "new"], "brand": ["x", "y", "z"]})
     prepared = with_items(tmp_path, items)
-    assert prepared.dataset.names.titles(ItemNames.make([A]).ids) == ["new"]
-    assert features(prepared)["brand"][item_id(A)] == ["z"]
+    assert prepared.dataset.names.titles(ids(prepared, A)) == ["new"]
+    assert features(prepared)["brand"][A] == ["z"]
 
 
 def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> None:
@@ -160,8 +173,67 @@ def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> Non
 PAIR = ("SKU-2A4E", "~2qx<o0+")  # one id, by the lower 62 bits of xxh3-64
 
 
-def test_of_two_names_with_one_id_the_later_ones_rows_are_rejected(tmp_path: Path) -> None:
+@pytest.fixture
+def _has_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both names of `PAIR` have one id, with every key."""
+    real, (first, second) = core_names._hashes, map(str.encode, PAIR)
+    monkeypatch.setattr(
+        core_names,
+        "_hashes",
+        lambda raw, key: real([first if one == second else one for one in raw], key),
+    )
+    core_names._known.cache_clear()
+
+
+def test_known_pairs_of_names_have_two_ids_with_a_key(tmp_path: Path) -> None:
     assert item_id(PAIR[0]) == item_id(PAIR[1])
+    events = [Event("u", name, 1_700_000_000 + at, "view") for at, name in enumerate(PAIR)]
+    prepared = prepare(table(events), tmp_path / "data")
+    assert prepared.num_rejected == 0
+    assert prepared.dataset.names.names(prepared.dataset.interactions().items) == [*PAIR]
+
+
+@pytest.mark.parametrize("kept", ["like", "out", "add"])
+def test_a_later_dataset_keeps_the_key(kept: str, tmp_path: Path) -> None:
+    log = table([Event("u", A, 1_700_000_000, "view")])
+    more = table([Event("u", B, 1_700_000_001, "view")])
+    first = prepare(log, tmp_path / "data").dataset
+    assert len(first.item_key) == KEY_BYTES
+    assert prepare(log, tmp_path / "again").dataset.item_key == first.item_key
+    assert prepare(more, tmp_path / "other").dataset.item_key not in (b"", first.item_key)
+    match kept:
+        case "like":
+            later = prepare(
+                more, tmp_path / "new", PrepareOptions(like=str(tmp_path / "data"))
+            ).dataset
+        case "out":
+            later = prepare(more, tmp_path / "data").dataset
+        case _:
+            later = add(more, tmp_path / "data").dataset
+    assert later.item_key == first.item_key
+    assert later.names.key == later.interactions().item_key == first.item_key
+    assert later.interactions().items[-1] == item_id(B, first.item_key)
+
+
+def test_a_dataset_of_an_older_version_stays_without_a_key(tmp_path: Path) -> None:
+    log = table([Event("u", A, 1_700_000_000, "view")])
+    prepare(log, tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["item_key"]
+    path.write_text(json.dumps(manifest))
+    later = prepare(log, tmp_path / "data").dataset
+    assert later.item_key == b""
+    assert later.interactions().items.tolist() == [item_id(A)]
+
+
+def test_numbers_need_no_key(tmp_path: Path) -> None:
+    dataset = prepare(table([Event("u", "7", 1_700_000_000, "view")]), tmp_path / "data").dataset
+    assert (dataset.item_key, dataset.names.ids.tolist()) == (b"", [7])
+
+
+@pytest.mark.usefixtures("_has_pair")
+def test_of_two_names_with_one_id_the_later_ones_rows_are_rejected(tmp_path: Path) -> None:
     events = [Event("u", name, 1_700_000_000 + at, "view") for at, name in enumerate("ab")]
     events += [
         Event("u", PAIR[0], 1_700_000_005, "view"),
@@ -181,7 +253,7 @@ def test_of_two_names_with_one_id_the_later_ones_rows_are_rejected(tmp_path: Pat
     names = prepared.dataset.names
     assert log.user_names == ["u"]
     assert names.names(log.items) == ["a", "b", PAIR[0], PAIR[0]]
-    assert names.titles(ItemNames.make([PAIR[0]]).ids) == ["of his"]
+    assert names.titles(ids(prepared, PAIR[0])) == ["of his"]
     lines = (tmp_path / "data/rejected.jsonl").read_text().splitlines()
     written = [json.loads(line) for line in lines]
     assert [(one["row"], one["reason"], one["text"]) for one in written] == [
@@ -191,10 +263,11 @@ def test_of_two_names_with_one_id_the_later_ones_rows_are_rejected(tmp_path: Pat
     ]
 
 
+@pytest.mark.usefixtures("_has_pair")
 def test_a_file_of_items_alone_rejects_the_later_row(tmp_path: Path) -> None:
     items = pa.table({"item_id": ["c", *PAIR], "title": ["c", "1", "2"]})
     prepared = with_items(tmp_path, items)
     assert prepared.manifest["rejected_items"] == {
         RejectReason.SAME_ID.value: {"rows": 1, "first": 3}
     }
-    assert prepared.dataset.names.titles(ItemNames.make([PAIR[1]]).ids) == ["1"]
+    assert prepared.dataset.names.titles(ids(prepared, PAIR[1])) == ["1"]

@@ -122,18 +122,19 @@ def test_recbole_with_asins(tmp_path: Path) -> None:
     )
     prepared = prepare(tmp_path / "amazon.inter", tmp_path / "data", items=tmp_path / "amazon.item")
     log = prepared.dataset.interactions()
+    key = log.item_key
     assert log.values.tolist() == [4, 5, 3]
     assert log.timestamps.tolist() == [1405468700, 1405468800, 1405468801]
     assert log.items.tolist() == [
-        item_id("B00005N7P0"),
-        item_id("B00005N7P0"),
-        item_id("0205616461"),
+        item_id("B00005N7P0", key),
+        item_id("B00005N7P0", key),
+        item_id("0205616461", key),
     ]
     assert prepared.dataset.names.titles(log.items[1:]) == ['"Quoted" lipstick', "A cream"]
     # a leading zero is not a number's
     assert prepared.dataset.names.names(log.items[2:]) == ["0205616461"]
     (category,) = [one for one in prepared.dataset.item_features() if one.name == "categories"]
-    assert {category.values[at] for at in category.of_item[item_id("B00005N7P0")]} == {
+    assert {category.values[at] for at in category.of_item[item_id("B00005N7P0", key)]} == {
         "Makeup",
         "Lips",
     }
@@ -160,7 +161,8 @@ def test_users_and_their_items(tmp_path: Path) -> None:
     (tmp_path / "inter.json").write_text('{"v": [9, 7, 9], "u": [], "w": ["B00]5"]}')
     log = prepare(tmp_path / "inter.json", tmp_path / "data").dataset.interactions()
     assert log.user_names == ["v", "w"]
-    assert (log.users.tolist(), log.items.tolist()) == ([0, 1, 0, 0], [9, item_id("B00]5"), 7, 9])
+    assert log.users.tolist() == [0, 1, 0, 0]
+    assert log.items.tolist() == [9, item_id("B00]5", log.item_key), 7, 9]
     assert log.timestamps.tolist() == [0, 0, 1, 2]
 
 

@@ -87,9 +87,9 @@ def test_a_long_number_is_the_item_of_its_text(name: str, tmp_path: Path) -> Non
     source = WRITERS[name](tmp_path / name, [Event(*event) for event in events])
     dataset = prepare(source, tmp_path / "data", PrepareOptions(event="event_type")).dataset
     items = dataset.interactions().items
-    assert (
-        items.tolist() == item_ids(list(map(str, numbers))).tolist() == item_ids(numbers).tolist()
-    )
+    key = dataset.item_key
+    assert items.tolist() == item_ids(numbers, key).tolist()
+    assert items.tolist() == item_ids(list(map(str, numbers)), key).tolist()
     assert list(map(str, dataset.names.names(items))) == list(map(str, numbers))
 
 

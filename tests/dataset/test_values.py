@@ -131,9 +131,8 @@ def from_items(feature: Feature, cells: Cells, path: Path) -> list[Any]:
         items=items,
     ).dataset
     (found,) = dataset.item_features()
-    named = [
-        [found.values[at] for at in found.of_item[item_id(f"i{at}")]] for at in range(len(cells))
-    ]
+    ids = [item_id(f"i{at}", dataset.item_key) for at in range(len(cells))]
+    named = [[found.values[at] for at in found.of_item[one]] for one in ids]
     return codes(feature, named)
 
 
@@ -257,9 +256,10 @@ def test_spellings_in_a_file_of_items_are_one_value(tmp_path: Path) -> None:
     log = write_csv(tmp_path, ["x"] * 4)
     dataset = prepare(log, tmp_path / "data", options, items=items).dataset
     (found,) = dataset.item_features()
+    key = dataset.item_key
     assert len(found.values) == 2
-    (yes,) = {place for at in range(3) for place in found.of_item[item_id(f"i{at}")]}
-    assert found.of_item[item_id("i3")] == [1 - yes]
+    (yes,) = {place for at in range(3) for place in found.of_item[item_id(f"i{at}", key)]}
+    assert found.of_item[item_id("i3", key)] == [1 - yes]
     assert found.values[1 - yes] == "red"
 
 

@@ -199,6 +199,9 @@ class Scripted:
     async def actions(self) -> tuple[str, ...]:
         raise NotImplementedError
 
+    async def item_key(self, mine: str) -> str:
+        return mine
+
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         raise NotImplementedError
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.core.errors import StoreFailed
-from npu_gr.core.names import difference
+from npu_gr.core.errors import ConfigError, StoreFailed
+from npu_gr.core.names import difference, key_fingerprint
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.embedded_check import repair
 from npu_gr.history_store.open import open_store
-from npu_gr.history_store.store import HistoryConfig, HistoryStore
+from npu_gr.history_store.store import HistoryConfig, HistoryStore, check_item_key
 from tests.history_store.redis_server import redis_path
 
 
@@ -92,3 +92,26 @@ async def test_damage_is_found(tmp_path: Path) -> None:
 @given(st.text("ab", max_size=4), st.text("ab", max_size=4))
 def test_no_difference_is_a_beginning(kept: str, names: str) -> None:
     assert (difference(kept, names) == "") == names.startswith(kept)
+
+
+async def test_a_new_store_takes_the_key_of_the_items(named_store: HistoryStore) -> None:
+    key = b"k" * 16
+    await check_item_key(named_store, b"")
+    await check_item_key(named_store, key)
+    await named_store.name_actions(["view"])
+    await check_item_key(named_store, key)
+    assert await named_store.actions() == ("view",)
+    theirs, ours = key_fingerprint(key), key_fingerprint(b"o" * 16)
+    words = f"items have the key {theirs}, those of the models have "
+    with pytest.raises(ConfigError, match=f"{words}the key {ours}"):
+        await check_item_key(named_store, b"o" * 16)
+    with pytest.raises(ConfigError, match=f"{words}no key"):
+        await check_item_key(named_store, b"")
+
+
+async def test_a_store_of_an_older_version_has_no_key(named_store: HistoryStore) -> None:
+    await named_store.name_actions(["view"])
+    await check_item_key(named_store, b"")
+    with pytest.raises(ConfigError, match=r"items have no key, .*--like the older one"):
+        await check_item_key(named_store, b"k" * 16)
+    await check_item_key(named_store, b"")

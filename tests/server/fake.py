@@ -20,7 +20,7 @@ from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
-from npu_gr.core.names import ActionNames
+from npu_gr.core.names import ActionNames, item_ids
 from npu_gr.core.served import KnownUser, LookedUpItems, ModelInfo, VectorsInfo
 from npu_gr.handlers.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
@@ -56,6 +56,9 @@ class FakeNames:
 
     def features(self, version: str | None) -> ModelFeatures:
         return self._features
+
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        return item_ids(names)
 
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()

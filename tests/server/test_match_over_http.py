@@ -24,6 +24,7 @@ from npu_gr.handlers.service import Service
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.store import StoredHistory
 from npu_gr.vector_search.vectors import save
+from tests.server.test_generate_over_http import section as of_generator
 from tests.serving import serving, until
 from tests.vector_search.test_fold import make_folding
 from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, make_vectors
@@ -139,6 +140,25 @@ async def test_filters_and_exhaustion(tmp_path: Path) -> None:
         assert (len(whole["items"]), whole["limited_by"]) == (40, "catalogue")
         enough = await match(client, user_id="a stranger", num_items=40)
         assert (enough["status"], enough["limited_by"]) == ("complete", "")
+
+
+async def test_a_withdrawn_item_is_not_matched(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "match": section(tmp_path),
+        "generate": of_generator(tmp_path),
+    }
+    async with serving(tmp_path, **sections) as (client, _):
+        every = (await match(client, num_items=100))["items"]
+        for change, found in (
+            ({"withdraw": [every[0]]}, every[1:]),
+            ({"restore": [every[0]]}, every),
+            ({"withdraw": [every[0]]}, every[1:]),
+        ):
+            status, answer = await post(client, "/v1/catalog/items", change)
+            assert status == 200, answer
+            assert (await match(client, num_items=100))["items"] == found
+        denied = await match(client, num_items=5, deny_items=every[1:2])
+        assert denied["items"] == every[2:7]
 
 
 async def test_msgpack_carries_raw_columns(tmp_path: Path) -> None:

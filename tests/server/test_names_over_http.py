@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.catalogue.names import FILE, ItemNames
-from npu_gr.core.names import item_id, item_ids
+from npu_gr.core.names import item_id as id_of
+from npu_gr.core.names import item_ids as ids_of
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.server.schemas.fields import MOST_ITEMS
 from tests.models import events, tiny_model
@@ -24,11 +26,13 @@ from tests.server.test_generate_over_http import section
 from tests.serving import serving
 
 Client = TestClient[Any, Any]
+KEY = b"a key of 16 byte"
 ACTIONS = ("view", "cart", "4.5")
 NAMES: list[str] = [
     str(row) if row % 3 == 0 else f'SKU-{row:04d}, "{row}" \\ é' for row in range(300)
 ]
 TITLES = [f"Title {row}" if row % 2 == 0 else "" for row in range(300)]
+item_id, item_ids = partial(id_of, key=KEY), partial(ids_of, key=KEY)
 HISTORY = events(60)
 CANDIDATES = np.arange(0, 40)
 
@@ -39,7 +43,7 @@ def write(folder: Path, seed: int = 0, names: bool = True) -> None:
         Checkpoint(model=model, item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS), folder
     )
     if names:
-        ItemNames.make(NAMES, TITLES).save(folder)
+        ItemNames.make(NAMES, TITLES, KEY).save(folder)
 
 
 @pytest.fixture
@@ -206,7 +210,8 @@ async def test_a_reload_brings_other_names_beside_the_same_weights(folder: Path)
     name = NAMES[4]
     async with serving(folder, read=lambda: config) as (client, service):
         config = service.parts.settings.config
-        await asyncio.to_thread(ItemNames.make([name], ["Renamed"]).save, folder / "checkpoint")
+        renamed = ItemNames.make([name], ["Renamed"], KEY)
+        await asyncio.to_thread(renamed.save, folder / "checkpoint")
         assert (await items(client, f"ids={item_id(name)}"))[0]["title"] == "Title 4"
         await post(client, "/v1/models/reload")
         assert (await items(client, f"ids={item_id(name)}"))[0]["title"] == "Renamed"

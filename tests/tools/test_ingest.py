@@ -113,8 +113,7 @@ def test_calls_with_features_fit_and_lose_nothing(mode: Mode) -> None:
     seen: dict[int, Events] = {}
     for places, writes in ingest._calls(batch):
         users = [
-            UserEvents(user_id=one.user.user, events=ingest._on_the_wire(one.events))
-            for one in writes
+            UserEvents(user_id=one.user.user, events=ingest._on_the_wire(one)) for one in writes
         ]
         body = msgspec.msgpack.encode(IngestBody(users=users, tenant="t", mode=writes[0].mode))
         assert len(body) <= INGEST_BYTES

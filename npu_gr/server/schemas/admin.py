@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.values import BLANKS
-from npu_gr.core.names import FIRST_HASHED, item_id
+from npu_gr.core.names import FIRST_HASHED, Names, served_id
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
@@ -87,22 +87,24 @@ class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
     previous: str | None
 
 
-def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
+def parse_catalogue_change(
+    body: CatalogueItemsBody, config: ServerConfig, names: Names
+) -> CatalogueChange:
     """Convert the body of a change.
 
     Raises:
         TooLarge, Unprocessable: The message names the field and the limit.
     """
     return CatalogueChange(
-        add=tuple(_new_item(place, new) for place, new in enumerate(body.add)),
-        withdraw=optional_items(body.withdraw, "withdraw", config.max_history_events),
-        restore=optional_items(body.restore, "restore", config.max_history_events),
+        add=tuple(_new_item(place, new, names) for place, new in enumerate(body.add)),
+        withdraw=optional_items(body.withdraw, "withdraw", config.max_history_events, names),
+        restore=optional_items(body.restore, "restore", config.max_history_events, names),
     )
 
 
-def _new_item(place: int, new: NewItemBody) -> NewItem:
+def _new_item(place: int, new: NewItemBody, names: Names) -> NewItem:
     try:
-        found = item_id(new.item_id)
+        found = served_id(names, new.item_id)
     except ValueError as error:
         raise Unprocessable(f"add[{place}].item_id: {error}") from None
     return NewItem(

@@ -20,7 +20,7 @@ from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Featur
 from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.names import MAX_NAME_BYTES, Names, item_ids
+from npu_gr.core.names import MAX_NAME_BYTES, Names
 from npu_gr.core.text_format import quoted
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas import bulk
@@ -295,18 +295,21 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
 # ---- parsing
 
 
-def optional_items(values: list[str | int] | bytes | None, field: str, limit: int) -> I64 | None:
+def optional_items(
+    values: list[str | int] | bytes | None, field: str, limit: int, names: Names
+) -> I64 | None:
     """Parse a column of items that may be absent. Raises as `parse_items` does."""
-    return None if values is None else parse_items(values, field, limit)
+    return None if values is None else parse_items(values, field, limit, names)
 
 
-def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
+def parse_items(values: list[str | int] | bytes, field: str, limit: int, names: Names) -> I64:
     """Parse a column of items.
 
     Args:
         values: Items, as names or as ids in raw little-endian int64.
         field: Name of the field in error messages.
         limit: Largest number of elements.
+        names: Names of the served versions, which compute the ids.
 
     Returns:
         Ids, int64 [n].
@@ -315,7 +318,7 @@ def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
         TooLarge: There are more than `limit` elements.
         Unprocessable: A raw id is negative, the bytes are not whole ids, or a name is invalid.
     """
-    ids: I64 = _column(values, field, "<i8", limit, item_ids)
+    ids: I64 = _column(values, field, "<i8", limit, names.item_ids)
     return ids
 
 
@@ -361,7 +364,7 @@ def parse_events(
             in seconds, events are not in time order, or the columns differ in length.
         NotFound: The version is not served.
     """
-    ids = parse_items(history.items, f"{field}.items", limit)
+    ids = parse_items(history.items, f"{field}.items", limit, names)
     known = names.actions(version)
     read = _indices if known is None else known.indices
     actions: I16 = _column(history.actions, f"{field}.actions", "<i2", limit, read)

@@ -75,8 +75,8 @@ def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
         history=HistoryRef(events=history),
         num_items=body.num_items,
         exclude_seen=body.exclude_seen,
-        allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates),
-        deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates),
+        allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates, names),
+        deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates, names),
         vectors_version=body.vectors_version,
         attributes={name: tuple(values) for name, values in body.attributes.items()},
     )

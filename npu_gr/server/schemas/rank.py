@@ -68,7 +68,7 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
     Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
     """
     check_item_fields(body.fields)
-    candidates = parse_items(body.candidates, "candidates", config.max_candidates)
+    candidates = parse_items(body.candidates, "candidates", config.max_candidates, names)
     if not len(candidates):
         raise Unprocessable("candidates: is empty; send at least one item")
     known = names.features(body.model_version)

@@ -345,14 +345,19 @@ def codes_text(item_ids: I64, codes: ItemCodes) -> str:
     return json.dumps(dict(zip(map(str, item_ids.tolist()), codes.sids.tolist(), strict=True)))
 
 
-def read_codes(path: Path, item_ids: I64) -> ItemCodes:
+def read_codes(path: Path, item_ids: I64, key: bytes = b"") -> ItemCodes:
     """Read the ready-made codes of items from a catalogue file, or from JSON {"item": [code, ...]}.
+
+    Args:
+        path: The file.
+        item_ids: Ids of the items.
+        key: Key of their ids; empty = they have none.
 
     Raises:
         DataError: the file is not one of these, an item has no codes, or two items have the same.
     """
     if path.suffix == ".json":
-        found, sids = _read_json(path)
+        found, sids = _read_json(path, key)
     else:
         items = read_items(path)
         found = items.item_ids
@@ -375,10 +380,10 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
     return ItemCodes(sids, tuple(int(codes.max()) + 1 for codes in sids.T))
 
 
-def _read_json(path: Path) -> tuple[I64, I32]:
+def _read_json(path: Path, key: bytes) -> tuple[I64, I32]:
     try:
         table = json.loads(path.read_bytes())
-        ids = ids_of_names(list(table))
+        ids = ids_of_names(list(table), key)
         sids = np.array(list(table.values()), np.int32)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error

@@ -249,7 +249,7 @@ def _codes(
     log: InteractionLog, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None
 ) -> ItemCodes:
     if path is not None:
-        given = read_codes(path, log.item_ids)
+        given = read_codes(path, log.item_ids, log.item_key)
         return nodes_of(given) if options.given_tokens == "nodes" else given
     vectors = item_vectors(log, features, options.vector_dim, COOCCURRENCE_WINDOW, options.seed)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
