@@ -158,7 +158,8 @@ class _Schemas:
         refs, components = msgspec.json.schema_components(
             structs, ref_template="#/components/schemas/{name}"
         )
-        self.components = components
+        # defaults may be tuples, which only JSON turns into arrays
+        self.components = msgspec.json.decode(msgspec.json.encode(components))
         self._refs = dict(zip(structs, refs, strict=True))
 
     def ref(self, struct: type[msgspec.Struct]) -> _Json:
