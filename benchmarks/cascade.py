@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
 from typing import cast
 
 import click
@@ -29,7 +30,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events, HistoryRef, UserKey
-from npu_gr.core.names import Names
+from npu_gr.core.names import Names, item_ids
 from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import RankPass
@@ -125,7 +126,8 @@ async def _round(
         source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
         sources = {"generate": SizedSource(source, 100)}
-        names = cast("Names", None)  # only a hook asks for names
+        # only a hook asks for names
+        names = cast("Names", SimpleNamespace(item_ids=item_ids))
         filters = ItemFilters(lambda: None)
         cascade = Cascade(RecommendConfig(), sources, metrics, filters, names)
         for number in range(-1, count):  # the first is a warm-up

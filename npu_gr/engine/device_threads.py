@@ -394,7 +394,7 @@ class DeviceThreads(Streams):
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device had too little memory; torch_npu raises a RuntimeError for it."""
+    """Return whether a device had too little memory; an NPU raises a RuntimeError for it."""
     return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
 
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from npu_gr.catalogue.filters import attribute_in
 from npu_gr.catalogue.records import Column
-from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, Unprocessable
 from npu_gr.core.item_rules import ItemRules, Selection
 from npu_gr.core.names import item_ids
 from npu_gr.core.text_format import quoted
 from npu_gr.handlers.cascade_plan import each_once, is_in
-from npu_gr.handlers.served_catalogue import Query, ServedCatalogue
+
+if TYPE_CHECKING:  # check-config reads hooks without torch
+    from npu_gr.catalogue.versions import Snapshot
+    from npu_gr.handlers.served_catalogue import Query, ServedCatalogue
 
 Mask = npt.NDArray[np.bool_]
 NO_IDS: I64 = np.empty(0, np.int64)

@@ -69,9 +69,10 @@ LINES: dict[str, str | None] = {
 NO_WAY_IN = {
     "feature_store.options",
     *("calibration.version", "calibration.device"),
+    *("recommend.rules.pin.item", "recommend.rules.diversity.by", "recommend.rules.cap.action"),
     *("discovery.instances.name", "instances_tls.server_name", "peer", "user_header"),
 }
-_CODE = ("recommend.hook", "feature_store.entry")
+_CODE = ("recommend.hook", "recommend.hook_after", "feature_store.entry")
 
 # HAProxy has neither keys nor TLS for these
 _ONLY_ROUTERS = "allow only the routers to connect, then --accept {}"

@@ -138,7 +138,7 @@ def test_the_ranker_has_the_companys_events_and_features(trained: dict[str, Trai
     folder, text, body = trained["rank"]
     checkpoint = load_ranker(folder)
     assert set(checkpoint.action_names) == {"view", "purchase"}
-    assert checkpoint.model.config.tasks == ("click", "purchase")
+    assert checkpoint.model.config.tasks == ("next", "purchase")
     assert [feature.name for feature in checkpoint.model.config.item_features] == ["color"]
     assert checkpoint.metrics["num_served"] == 120
     assert "the most frequent, 'view'" in text

@@ -140,7 +140,7 @@ def test_every_row_leads_to_a_key_and_stands_in_the_notes() -> None:
     assert set(renamed.VALUES) <= known
     assert not set(renamed.KEYS) & set(GONE)
     notes = (Path(__file__).parents[2] / "docs/upgrading.md").read_text()
-    table = notes.partition("### Names")[2].partition("\n### ")[0]
+    table = notes.partition("### Names\n")[2].partition("\n### ")[0]
     commands = {f"npu-gr {old}": f"npu-gr {new}" for old, new in renamed.COMMANDS.items()}
     rows = renamed.KEYS | renamed.METRICS | commands | renamed.REQUEST_VALUES
     missing = [

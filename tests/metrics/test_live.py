@@ -142,7 +142,12 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                     http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}', time.time()
                 )
                 own = json.loads(await (await client.get("/debug/status")).read())
-    assert not empty, sorted(empty)
+    others = {
+        name
+        for name, (_, panel) in zip(IDS, PANELS, strict=True)
+        if all("npu_chip_info" in expr for expr in expressions(panel))  # Huawei's npu-exporter
+    }
+    assert empty <= others, sorted(empty - others)
     worked = dict(
         re.findall(
             r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} '

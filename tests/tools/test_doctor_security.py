@@ -248,7 +248,11 @@ INSTANCE: dict[str, Any] = {
         "change_log": "{folder}/file",
     },
     "match": {"vectors": "{folder}/model"},
-    "recommend": {"hook": "shop.hook:run", "popular": "{folder}/file"},
+    "recommend": {
+        "hook": "shop.hook:run",
+        "hook_after": "shop.hook:order",
+        "popular": "{folder}/file",
+    },
     "record": {"folder": "{folder}/traffic", "hash_key_file": "{folder}/file"},
 }
 ROUTER: dict[str, Any] = {

@@ -52,11 +52,11 @@ def test_a_tie_and_a_loss_are_warned_of() -> None:
         assert "WARNING: ours is not shown to be better than strong" in found.text()
 
 
-def test_where_most_next_items_are_repeats_all_items_are_evaluated() -> None:
+def test_where_many_next_items_are_repeats_all_items_are_evaluated() -> None:
     """A baseline that counts seen items wins among all items, so a model has to beat it there."""
     for repeats, strongest, of_what in (
-        (0.5, "novel", "unseen items"),
-        (0.51, "again", "all items"),
+        (0.19, "novel", "unseen items"),
+        (0.21, "again", "all items"),
     ):
         baselines = {
             "again": ranks(0.6, unseen=0.1, repeats=repeats),
@@ -70,7 +70,7 @@ def test_where_most_next_items_are_repeats_all_items_are_evaluated() -> None:
             f"evaluated on {of_what}: {repeats:.0%} of the next items are repeats"
         ) in found.text()
         assert found.as_dict()["grounds"] == found.grounds
-        assert "makes figures of unseen items too good" in found.grounds
+        assert "(the user had the item before)" in found.grounds
         assert next(iter(found.differences)).endswith("unseen") is (of_what == "unseen items")
 
 

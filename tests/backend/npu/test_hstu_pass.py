@@ -450,3 +450,11 @@ def test_sixty_graphs_are_enough_for_a_trace() -> None:
         assert padded.is_graph
         assert padded[:3] in shapes
     assert not graph_slots(1, 1025, 2000).is_graph
+
+
+def test_only_a_backend_with_kernels_and_graphs_captures(backend: NPUBackend) -> None:
+    assert backend._passes is not None
+    assert backend.graph_shapes(8, 15_000, 1024) == tuple(graph_shapes(8, 15_000, 1024))
+    backend._passes.graphs = None
+    assert backend.graph_shapes(8, 15_000, 1024) == ()
+    assert backend.running("torch").graph_shapes(8, 15_000, 1024) == ()

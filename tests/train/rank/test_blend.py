@@ -52,7 +52,7 @@ def by_definition(log: InteractionLog) -> F64:
 
 
 def test_transitions_are_counted_by_their_formula(log: InteractionLog) -> None:
-    order = count_transitions(log, "click")
+    order = count_transitions(log, "next")
     table = by_definition(log)
     for item in range(NUM_ITEMS):
         got = np.exp(order.transitions(np.array([item]), np.arange(NUM_ITEMS)))
@@ -63,7 +63,7 @@ def test_the_most_probable_successors_are_kept(
     log: InteractionLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SUCCESSORS", 3)
-    order = count_transitions(log, "click")
+    order = count_transitions(log, "next")
     table = by_definition(log)
     assert order.successors.shape == (NUM_ITEMS, 3)
     for item in range(NUM_ITEMS):
@@ -108,7 +108,7 @@ def chosen_lists(
 def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
     weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5, 0.7, -0.4]
     lists, targets = chosen_lists(weights, 2000, log)
-    found = fit_blend(count_transitions(log, "click"), log, lists, targets)
+    found = fit_blend(count_transitions(log, "next"), log, lists, targets)
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
 
 
@@ -116,7 +116,7 @@ def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
     start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0, 0.1, 0.2], strict=True))
     lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
     found = fit_blend(
-        count_transitions(log, "click"), log, lists, targets, start=start, free=("seen",)
+        count_transitions(log, "next"), log, lists, targets, start=start, free=("seen",)
     )
     assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.1)
     assert {**found.weights, "seen": 0.0} == start
@@ -130,7 +130,7 @@ def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> No
     lists[0] = ItemList(
         *(term[(np.arange(len(term)) < 3) | (lists[0].items == own[0])] for term in lists[0])
     )
-    counted = count_transitions(log, "click")
+    counted = count_transitions(log, "next")
     scaled = [
         found._replace(click=found.click * 100, neighbours=found.neighbours / np.float32(100))
         for found in lists
@@ -147,7 +147,7 @@ def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> No
 
 
 def test_lists_without_the_next_item_say_nothing(log: InteractionLog) -> None:
-    counted = count_transitions(log, "click")
+    counted = count_transitions(log, "next")
     lists, targets = chosen_lists([1.0, *[0.0] * 7], 5, log)
     own = [int(log.items[event]) for _, event in targets]
     lists = [
@@ -164,7 +164,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
     options = TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)
     model = new_model(log, [], (NEXT, LIKE), options).eval()
     model.items.freeze()
-    counted = count_blend(log, "click")
+    counted = count_blend(log, "next")
     targets = log.next_items()[:3]
     others = set()  # that the neighbours alone found
     for target, found in zip(
@@ -213,7 +213,7 @@ def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionL
     torch.manual_seed(0)
     model = new_model(log, [], (NEXT,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)).eval()
     model.items.freeze()
-    counted = count_blend(log, "click")
+    counted = count_blend(log, "next")
     assert counted.neighbours is not None
     linear = replace(counted.neighbours, is_summed=True, is_linear=True)
     weights = dict.fromkeys(WEIGHTS, 0.0) | {"neighbours": 1.0, "popularity": 0.1}
