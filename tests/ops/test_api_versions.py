@@ -62,7 +62,7 @@ PLANTED = [
     (DEVICE, "uint32_t(count * sizeof(T)), 0, 0, 0}", "uint32_t(count)}", "no matching function"),
     (DEVICE, "NPU_GR_CANN >= 90000", "NPU_GR_CANN >= 80500", "Compares. is not a member"),
     (HEADER, "VSEL_TENSOR_SCALAR_MODE, ", "", "VSEL_TENSOR_SCALAR_MODE. is not a member"),
-    (HEADER, "V_S, ", "", "V_S. is not a member"),
+    (HEADER, "  V_S,\n", "", "V_S. is not a member"),
     (HEADER, "bool = false", "bool", "no matching function"),
     (HEADER, "KERNEL_TYPE_AIV_ONLY, ", "", "KERNEL_TYPE_AIV_ONLY. was not declared"),
 ]

@@ -29,7 +29,18 @@ namespace AscendC {
 using TEventID = int8_t;
 enum class TPosition : uint8_t { GM, VECIN, VECOUT, VECCALC };
 enum class HardEvent : uint8_t {
-  MTE2_V, V_MTE2, V_MTE3, MTE3_V, MTE2_MTE3, MTE3_MTE2, S_V, V_S, S_MTE3, MTE3_S, S_MTE2, MTE2_S
+  MTE2_V,
+  V_MTE2,
+  V_MTE3,
+  MTE3_V,
+  MTE2_MTE3,
+  MTE3_MTE2,
+  S_V,
+  V_S,
+  S_MTE3,
+  MTE3_S,
+  S_MTE2,
+  MTE2_S
 };
 enum class CMPMODE : uint8_t { LT, GT, EQ, LE, GE, NE };
 enum class SELMODE : uint8_t { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };
@@ -161,17 +172,17 @@ template <typename T>
 __aicore__ void CreateVecIndex(LocalTensor<T>, const T &, uint32_t);
 
 // ---- arithmetic, in the forms with a count and with a mask and repeats
-#define UNARY(name) \
+#define UNARY(name)     \
   template <typename T> \
   __aicore__ void name(const LocalTensor<T> &, const LocalTensor<T> &, const int32_t &);
-#define SCALAR(name) \
+#define SCALAR(name)                           \
   template <typename T, bool isSetMask = true> \
   __aicore__ void name(const LocalTensor<T> &, const LocalTensor<T> &, const T &, const int32_t &);
-#define BINARY(name) \
-  template <typename T> \
+#define BINARY(name)                                                                                             \
+  template <typename T>                                                                                          \
   __aicore__ void name(const LocalTensor<T> &, const LocalTensor<T> &, const LocalTensor<T> &, const int32_t &); \
-  template <typename T, bool isSetMask = true> \
-  __aicore__ void name(const LocalTensor<T> &, const LocalTensor<T> &, const LocalTensor<T> &, uint64_t, \
+  template <typename T, bool isSetMask = true>                                                                   \
+  __aicore__ void name(const LocalTensor<T> &, const LocalTensor<T> &, const LocalTensor<T> &, uint64_t,         \
                        const uint8_t, const BinaryRepeatParams &);
 UNARY(Exp)
 UNARY(Ln)
