@@ -11,11 +11,10 @@ matter, and recommendations come over HTTP from an instance in a process of its 
 
 from __future__ import annotations
 
+import http.client
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -160,7 +159,7 @@ class Site:
         self._stop = weakref.finalize(self, _stop, process)
         url = f"http://127.0.0.1:{port}"
         ends_at = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(f"{url}/readyz"):
+        while not _is_ready(port):
             if process.poll() is not None or time.monotonic() > ends_at:
                 self.close()
                 raise Unavailable(f"the service did not start; its log: {self.folder / LOG}")
@@ -214,12 +213,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310  our own loopback
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except (http.client.HTTPException, OSError):
         return False
+    finally:
+        connection.close()
 
 
 def _run(words: Sequence[str]) -> None:
