@@ -68,8 +68,9 @@ def test_a_site_answers_as_it_is_served_and_ends(folder: Path, log: Interactions
     assert second is not None
     assert second.returncode == 0
     with npu_gr.Site(folder) as other:
-        url = other.start(free_port(), free_port())
-        assert python_site._is_ready(f"{url}/readyz")
+        port = free_port()
+        assert other.start(port, free_port()) == f"http://127.0.0.1:{port}"
+        assert python_site._is_ready(port)
         third = other._process
     assert third is not None
     assert third.returncode == 0
