@@ -279,7 +279,7 @@ class AsyncClient(_Calls):
         *,
         history: Behaviours | None = None,
         num_items: int = 50,
-        exclude_seen: bool = True,
+        exclude_seen: bool | None = None,
         allow_items: Names | None = None,
         deny_items: Names | None = None,
         attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
@@ -294,7 +294,8 @@ class AsyncClient(_Calls):
             user, allow_items, deny_items, attributes, fields: See `generate`.
             history: The user's behaviours in the target domain; None = read the history store.
             num_items: Largest number of items.
-            exclude_seen: Leave out the user's items, those of the training data included.
+            exclude_seen: Leave out the user's items, those of the training data included; None = as
+                configured.
             vectors_version: Version of the vectors; None = the current one.
         """
         body = MatchBody(

@@ -411,8 +411,9 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
     user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    # exclude items of the history and of the training data, and near-duplicates of source items
-    exclude_seen: bool = True
+    # exclude items of the history and of the training data, and near-duplicates of source items;
+    # None = as configured
+    exclude_seen: bool | None = None
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None

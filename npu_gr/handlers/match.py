@@ -244,7 +244,7 @@ class MatchJob:
         query = matcher.search_for(
             request.user,
             request.num_items,
-            request.exclude_seen,
+            self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen,
             request.allow_items,
             denied if len(denied) else None,
             history,

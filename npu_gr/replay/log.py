@@ -170,10 +170,10 @@ class LoggedGenerate(
 class LoggedMatch(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Options of a match."""
+    """Options of a match. An absent field has the service's default."""
 
     num_items: int = 50
-    exclude_seen: bool = True
+    exclude_seen: bool | None = None
     allow_items: Column | None = None
     deny_items: Column | None = None
     attributes: dict[str, list[bool | int | float | str]] = {}

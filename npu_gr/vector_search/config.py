@@ -19,4 +19,6 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
     max_items: Count = 1000  # most items of a request
     max_batch_requests: Count = 64  # most requests in one pass over the items
+    # default of requests: exclude items of the history and of the training data
+    exclude_seen: bool = True
     max_history_events: Count = 1000  # newest events from which a vector is folded in

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MEANWHILE_S = 0.1
 EACH_S = 5e-3
 BYTE_S = 3e-6
-MESSAGES = 30
+MESSAGES = 60
 HEALTH = "/grpc.health.v1.Health/Check"
 GRPC = {
     "grpc": (f"/{INFERENCE}/ModelInfer".encode(), frames.inference_bodies(4_000_000)),

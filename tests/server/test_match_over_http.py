@@ -97,6 +97,18 @@ async def test_every_kind_of_user_is_answered_and_the_answer_says_how(tmp_path: 
         assert "npu_gr_matched_items_total 28.0" in text
 
 
+async def test_seen_items_are_left_out_as_configured_unless_the_request_says(
+    tmp_path: Path,
+) -> None:
+    seen = {FIRST_ID + 2 * row for row in (1, 5, 7)}
+    every = len(make_vectors().item_ids)
+    configured = {**section(tmp_path), "exclude_seen": False}
+    async with serving(tmp_path, match=configured) as (client, _):
+        assert seen <= {*(await match(client, num_items=every))["items"]}
+        hidden = await match(client, num_items=every, exclude_seen=True)
+        assert not seen & {*hidden["items"]}
+
+
 async def test_a_new_user_is_served_from_the_request_or_from_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,8 +36,9 @@ class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # in the target domain; absent: from the history store, if there is one
     history: History | None = None
     num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
-    # leave out the items of the history, and those that the user had in the training data
-    exclude_seen: bool = True
+    # leave out the items of the history, and those that the user had in the training data; absent:
+    # as configured
+    exclude_seen: bool | None = None
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     vectors_version: Name | None = None

@@ -129,6 +129,7 @@ def configuration(
         "",
         "match:                            # POST /v1/match: retrieval by vectors",
         _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
+        seen("match"),
         "",
         "recommend:                        # POST /v1/recommend: the cascade in one call",
         _line(

@@ -211,6 +211,24 @@ def test_a_layer_is_few_launches_and_a_pass_one_graph(
             assert torch.equal(one, two)
 
 
+def test_a_pass_of_too_many_rows_is_launched_without_a_graph(
+    backend: NPUBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(torch.bfloat16, qk_dim=16)
+    user = User(model)
+    user.prefill(model, backend, 70)
+    segment = user.segment(70, 0, 37)
+    (by_graph,) = model(backend, [segment])
+    assert backend._passes is not None
+    assert backend._passes.graphs is not None
+    counted: list[str] = []
+    monkeypatch.setattr(backend._passes.graphs, "counted", counted.append)
+    monkeypatch.setattr(hstu_slots, "GRAPH_ROWS", (32,))
+    (launched,) = model(backend, [segment])
+    assert counted == ["launched"]
+    torch.testing.assert_close(launched, by_graph, rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

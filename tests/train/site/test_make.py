@@ -238,8 +238,10 @@ def test_repeats_decide_whether_seen_items_are_served(
         config = load(tmp_path / "site" / name)
         assert config.recommend is not None
         assert config.generate is not None
+        assert config.match is not None
         assert config.recommend.exclude_seen is not is_repeated
         assert config.generate.exclude_seen is not is_repeated
+        assert config.match.exclude_seen is not is_repeated
     ratio = "100%" if is_repeated else "0%"
     assert (
         f"{ratio} of the held-out events are repeats"
