@@ -131,10 +131,13 @@ class Cluster:
         try:
             for answer in asyncio.as_completed(asked):
                 try:
-                    self._take(await answer)
-                    return
+                    left = self._take(await answer)
                 except StoreFailed as error:
                     reason = str(error)
+                    continue
+                for client in left:
+                    await client.connection_pool.disconnect(inuse_connections=False)
+                return
             raise StoreFailed(f"the history store does not answer: {reason}")
         finally:
             self._looking = None
@@ -142,12 +145,17 @@ class Cluster:
                 one.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    def _take(self, slots: list[_Slots]) -> None:
-        for address in {one.master for one in slots} - self._nodes.keys():
+    def _take(self, slots: list[_Slots]) -> list[Redis]:
+        """Take the masters, and return the clients of nodes that are none any more."""
+        masters = {one.master for one in slots}
+        for address in masters - self._nodes.keys():
             self._nodes[address] = self._connect(*address)
+        # else each node that a fleet ever had would be asked for ever
+        gone = self._nodes.keys() - masters - set(self._start)
         self._slots = slots
         self._firsts = [one.first for one in slots]
         self._is_stale = False
+        return [self._nodes.pop(address) for address in gone]
 
     async def close(self) -> None:
         if self._looking is not None:

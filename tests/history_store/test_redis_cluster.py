@@ -17,9 +17,11 @@ from redis.crc import key_slot
 from npu_gr.core.errors import ConfigError, StoreFailed
 from npu_gr.core.history import Mode, UserKey, Write
 from npu_gr.core.secret import SecretUrl
+from npu_gr.history_store import redis_cluster
 from npu_gr.history_store.open import open_store
 from npu_gr.history_store.redis import _keys, check_redis
 from npu_gr.history_store.redis_client import host_names, make_servers
+from npu_gr.history_store.redis_cluster import Address, Cluster
 from npu_gr.history_store.store import HistoryConfig, HistoryStore
 from tests.history_store.redis_cluster import Node, address, cluster, free_port, wait_for
 from tests.history_store.redis_server import redis_path
@@ -175,6 +177,26 @@ async def test_no_acknowledged_event_is_lost_when_a_master_dies(tmp_path: Path) 
             assert not failed, "the replica has not taken the place of its master"
             for user in USERS:
                 assert len((await store.read(user, 999)).events) == acknowledged[user] > 5
+
+
+async def test_a_node_that_left_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = [("new", 1)]
+
+    async def answered(address: Address, client: object) -> list[object]:
+        if address != ("first", 1):
+            raise StoreFailed("away")
+        return [redis_cluster._Slots(0, 16383, master) for master in masters]
+
+    monkeypatch.setattr(redis_cluster, "_masters", answered)
+    servers = make_servers(SecretUrl("redis-cluster://first:1"), 1.0, 8, None)
+    assert isinstance(servers, Cluster)
+    first = await servers.client_of("a")
+    assert first is not servers.any_client
+    masters[:] = [("newer", 1)]
+    servers.suspect()
+    assert await servers.client_of("a") is not first
+    assert set(servers._nodes) == {("first", 1), ("newer", 1)}
+    await servers.close()
 
 
 @contextmanager
